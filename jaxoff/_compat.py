@@ -1,0 +1,185 @@
+"""Everything that depends on how one JAX release differs from the next.
+
+The rest of the library uses documented JAX only. What stands here is either exported by `jax.extend` and `jax.interpreters` without a
+promise of stability, or looks inside a tracer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import Offloadable as Offloadable
+from jax.ad_checkpoint import Recompute as Recompute
+from jax.ad_checkpoint import Saveable as Saveable
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Var as Var
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
+from jax.extend.core import primitives as _primitives
+from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
+
+name_p = _primitives.name_p
+remat_p = _primitives.remat_p
+device_put_p = _primitives.device_put_p
+
+
+def is_name(prim) -> bool:
+    """Whether a primitive is the one that `jax.ad_checkpoint.checkpoint_name` binds."""
+    return prim is name_p
+
+
+def name_in(eqn: JaxprEqn) -> str | None:
+    """The name that an equation gives its value, or None where it gives none."""
+    if is_name(eqn.primitive):
+        return eqn.params["name"]
+    rewritten = eqn.params.get("_prim")  # under jax_remat3
+    return rewritten.name if type(rewritten).__name__ in ("CheckpointName", "CheckpointNameFwd") else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What `jax.checkpoint` put into an equation."""
+
+    jaxpr: Jaxpr
+    policy: Callable[..., Any] | None
+    prevent_cse: bool | tuple[bool, ...]
+
+
+def checkpoint_in(eqn: JaxprEqn) -> Checkpoint | None:
+    """The checkpointed function that an equation applies, or None."""
+    if eqn.primitive is remat_p:
+        return Checkpoint(as_open(eqn.params["jaxpr"]), eqn.params["policy"], eqn.params["prevent_cse"])
+    rewritten = eqn.params.get("_prim")  # under jax_remat3
+    if type(rewritten).__name__ == "RematTraced":
+        return Checkpoint(as_open(rewritten.jaxpr), rewritten.policy, rewritten.prevent_cse)
+    return None
+
+
+def is_host(aval) -> bool:
+    """Whether an abstract array lives in host memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanLayout:
+    """How the operands and results of a scan equation divide."""
+
+    num_consts: int
+    num_carry: int
+    length: int
+    unroll: int | bool
+
+
+def scan_in(eqn: JaxprEqn) -> ScanLayout | None:
+    """The layout of a scan equation, or None for another equation."""
+    if eqn.primitive is not _primitives.scan_p:
+        return None
+    params = eqn.params
+    if "num_carry" in params:
+        sizes = params["num_consts"], params["num_carry"]
+    else:
+        consts, carry, _ = params["ft_in"].unpack()
+        sizes = len(consts), len(carry)
+    return ScanLayout(*sizes, params["length"], params["unroll"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Producer:
+    """The name that an equation gave a traced value.
+
+    Attributes:
+      name: the parameter of that equation.
+      operand: the value before the name, where the trace shows it.
+    """
+
+    name: str
+    operand: Any | None
+
+
+def naming_of(x: Any) -> Producer | None:
+    """The naming that made a traced value, or None where it was made otherwise or the trace does not tell.
+
+    A value that came through the boundary of a jit, scan or checkpoint has no producer inside it.
+    """
+    outer = x
+    while x is not None and not hasattr(x, "parent"):
+        inner = getattr(x, "primal", None)  # a JVP or linearize tracer
+        x = inner if inner is not None else getattr(x, "val", None)  # a vmap tracer
+        if not isinstance(x, jax.core.Tracer):
+            return None
+    parent = getattr(x, "parent", None)
+    if parent is None or not is_name(parent.primitive):
+        return None
+    return Producer(parent.params["name"], parent.in_tracers[0] if x is outer else None)
+
+
+def exclude_from_source_lines(path: str) -> None:
+    """Let source lines of equations point at the caller of the functions in this file."""
+    source_info_util.register_exclusion(path)
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """`file:line (function)` of the user's code that made an equation, or '' where unknown."""
+    text = source_info_util.summarize(eqn.source_info)
+    location, _, function = text.partition(" (")
+    parts = location.split(":")
+    if len(parts) < 2:
+        return ""
+    return ":".join(parts[:2]) + (f" ({function}" if function else "")
+
+
+def as_open(jaxpr) -> Jaxpr:
+    """The jaxpr of a closed or an open one."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs in an equation's parameters, in order."""
+    checkpoint = checkpoint_in(eqn)
+    if checkpoint is not None:
+        return [checkpoint.jaxpr]
+    values = (v if isinstance(v, (tuple, list)) else (v,) for v in eqn.params.values())
+    return [as_open(item) for items in values for item in items if isinstance(item, (Jaxpr, ClosedJaxpr))]
+
+
+def with_policy(jaxpr, policy: Callable[..., Any]):
+    """The same program with another policy in every `jax.checkpoint`."""
+
+    def rewrite(value):
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(rewrite, value)) if any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value) else value
+        return with_policy(value, policy) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
+
+    if isinstance(jaxpr, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
+        return jaxpr.replace(jaxpr=with_policy(jaxpr.jaxpr, policy))
+    eqns = []
+    for eqn in jaxpr.eqns:
+        params = {key: rewrite(value) for key, value in eqn.params.items()}
+        if eqn.primitive is remat_p:
+            params["policy"] = policy
+        eqns.append(eqn.replace(params=params))
+    return jaxpr.replace(eqns=eqns)
+
+
+def remat3_enabled() -> bool:
+    """Whether the coming rewrite of `jax.checkpoint` is switched on."""
+    return bool(getattr(jax.config, "jax_remat3", False))
+
+
+def version(package: str) -> tuple[int, ...] | None:
+    """The leading integers of an installed package's version, or None where it is not installed."""
+    try:
+        text = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    numbers = []
+    for part in text.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

@@ -1,0 +1,177 @@
+"""A differentiable function as JAX sees it: its sites, and what its backward pass keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxoff import _compat, _marks
+from jaxoff._origins import Scope
+from jaxoff._marks import Tag
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """An equation of the function, and the checkpoints and loops around it, outermost first.
+
+    Attributes:
+      scope, eqn: the equation and where it stands.
+      checkpoints: the `jax.checkpoint`s around it. The outermost one's policy decides.
+      loops: the scan equations around it.
+      looped_checkpoint: whether the outermost checkpoint stands inside a scan.
+      primal_only: whether a custom_vjp's forward rule replaces it under differentiation.
+    """
+
+    scope: Scope
+    eqn: _compat.JaxprEqn
+    checkpoints: tuple[_compat.Checkpoint, ...] = ()
+    loops: tuple[_compat.ScanLayout, ...] = ()
+    looped_checkpoint: bool = False
+    primal_only: bool = False
+
+    @functools.cached_property
+    def tag(self) -> Tag | None:
+        text = _compat.name_in(self.eqn)
+        return None if text is None else Tag.of(text)
+
+    @functools.cached_property
+    def line(self) -> str:
+        return _compat.source_line(self.eqn)
+
+    @property
+    def policy(self) -> Callable[..., Any] | None:
+        return self.checkpoints[0].policy if self.checkpoints else None
+
+    @property
+    def trips(self) -> int:
+        trips = 1
+        for loop in self.loops:
+            trips *= loop.length
+        return trips
+
+
+def sites_of(scope: Scope, around: Site | None = None) -> Iterator[Site]:
+    """Every equation of a program, those of inner jaxprs included, in program order."""
+    for eqn in scope.jaxpr.eqns:
+        site = Site(scope, eqn) if around is None else dataclasses.replace(around, scope=scope, eqn=eqn)
+        yield site
+        inner = site
+        checkpoint, loop = _compat.checkpoint_in(eqn), _compat.scan_in(eqn)
+        if checkpoint is not None:
+            looped = site.looped_checkpoint if site.checkpoints else bool(site.loops)
+            inner = dataclasses.replace(site, checkpoints=(*site.checkpoints, checkpoint), looped_checkpoint=looped)
+        elif loop is not None:
+            inner = dataclasses.replace(site, loops=(*site.loops, loop))
+        elif eqn.primitive.name.startswith("custom_vjp_call"):
+            inner = dataclasses.replace(site, primal_only=True)
+        for index in range(len(_compat.sub_jaxprs(eqn))):
+            yield from sites_of(scope.enter(eqn, index), inner)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of arrays, traced.
+
+    Attributes:
+      primal: the function itself.
+      labels_called: the labels that `jaxoff.name` was called with while it was traced.
+    """
+
+    primal: _compat.ClosedJaxpr
+    differentiated: tuple[bool, ...]
+    num_aux: int
+    labels_called: frozenset[str]
+
+    @classmethod
+    def trace(cls, fun: Callable[..., Any], args, kwargs, argnums, has_aux: bool) -> Program:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        chosen = _differentiated(args, kwargs, argnums)
+        num_aux = 0
+
+        def flat(*leaves):
+            nonlocal num_aux
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            out = fun(*args, **kwargs)
+            if has_aux:
+                out, aux = out
+                num_aux = len(jax.tree.leaves(aux))
+                return jax.tree.leaves(out), jax.tree.leaves(aux)
+            return jax.tree.leaves(out), []
+
+        with _marks.recorded_labels() as labels:
+            primal = jax.make_jaxpr(flat)(*leaves)
+        return cls(primal, chosen, num_aux, frozenset(labels))
+
+    @functools.cached_property
+    def sites(self) -> tuple[Site, ...]:
+        return tuple(sites_of(Scope(_compat.as_open(self.primal))))
+
+    def kept(self, policy: Callable[..., Any] | None = None) -> Kept:
+        """What the backward pass keeps; with `policy`, what it would keep if every checkpoint had that policy."""
+        primal = self.primal if policy is None else _compat.with_policy(self.primal, policy)
+        run = _compat.jaxpr_as_fun(primal)
+
+        def forward(*leaves):
+            free = [x for x, d in zip(leaves, self.differentiated, strict=True) if d]
+
+            def of_free(*free):
+                it = iter(free)
+                full = [next(it) if d else x for x, d in zip(leaves, self.differentiated, strict=True)]
+                out = run(*full)
+                split = len(out) - self.num_aux
+                return out[:split], out[split:]
+
+            out, pullback, aux = jax.vjp(of_free, *free, has_aux=True)
+            return (out, aux), jax.tree.leaves(pullback)
+
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in self.primal.jaxpr.invars]
+        closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*avals)
+        jaxpr = _compat.as_open(closed)
+        num_kept = len(shapes[1])
+        used = [i >= len(jaxpr.outvars) - num_kept for i in range(len(jaxpr.outvars))]
+        live, _ = _compat.dce_jaxpr(jaxpr, used, instantiate=True)
+        return Kept(Scope(jaxpr), Scope(live))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The forward pass of a differentiated function, whole and cut down to what the kept values need.
+
+    Attributes:
+      forward: the whole forward pass.
+      live: the forward pass whose outputs are the values kept for the backward pass.
+    """
+
+    forward: Scope
+    live: Scope
+
+    @property
+    def values(self) -> list[Any]:
+        """The kept values, without the function's own inputs and constants, which live anyway."""
+        inputs = {*self.live.jaxpr.invars, *self.live.jaxpr.constvars}
+        unique = dict.fromkeys(v for v in self.live.jaxpr.outvars if not isinstance(v, _compat.Literal))
+        return [v for v in unique if v not in inputs]
+
+
+def _differentiated(args, kwargs, argnums) -> tuple[bool, ...]:
+    """For each array leaf of the arguments, whether gradients are taken with respect to it."""
+    if argnums is not None:
+        wanted = {argnums} if isinstance(argnums, int) else set(argnums)
+        for n in sorted(wanted):
+            if not isinstance(n, int) or not -len(args) <= n < len(args):
+                raise ValueError(f"argnums index the {len(args)} positional arguments, got {n!r}.")
+        wanted = {n % len(args) for n in wanted}
+    else:
+        wanted = set(range(len(args)))
+    by_argument = [jax.tree.map(lambda x, i=i: _is_inexact(x) and i in wanted, arg) for i, arg in enumerate(args)]
+    by_keyword = jax.tree.map(lambda x: argnums is None and _is_inexact(x), kwargs)
+    return tuple(jax.tree.leaves((tuple(by_argument), by_keyword)))
+
+
+def _is_inexact(x) -> bool:
+    return jnp.issubdtype(jax.dtypes.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
