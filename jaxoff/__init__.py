@@ -2,7 +2,7 @@
 
 from jaxoff._explain import Report as Report
 from jaxoff._explain import explain as explain
-from jaxoff._findings import Finding as Finding
+from jaxoff._finding import Finding as Finding
 from jaxoff._marks import mark_not_offload as mark_not_offload
 from jaxoff._marks import mark_offload as mark_offload
 from jaxoff._marks import name as name

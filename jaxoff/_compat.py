@@ -1,7 +1,7 @@
 """Everything that depends on how one JAX release differs from the next.
 
-The rest of the library uses documented JAX only. What stands here is either exported by `jax.extend` and `jax.interpreters` without a
-promise of stability, or looks inside a tracer.
+The rest of the library uses documented JAX only. What stands here is either exported by `jax.extend` and
+`jax.interpreters` without a promise of stability, or looks inside a tracer.
 """
 
 from __future__ import annotations
@@ -152,7 +152,11 @@ def with_policy(jaxpr, policy: Callable[..., Any]):
 
     def rewrite(value):
         if isinstance(value, (tuple, list)):
-            return type(value)(map(rewrite, value)) if any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value) else value
+            return (
+                type(value)(map(rewrite, value))
+                if any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value)
+                else value
+            )
         return with_policy(value, policy) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
 
     if isinstance(jaxpr, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:

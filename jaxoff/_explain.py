@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._program import Program
-from jaxoff._findings import Environment, Finding, find
+from jaxoff._finding import Environment, Finding
+from jaxoff._findings import find
 from jaxoff._policy import Placement
+from jaxoff._program import Program
 from jaxoff._residuals import Residual, analyse
 
 PLACEMENTS: tuple[Placement, ...] = ("device", "host", "recompute")
@@ -85,14 +86,16 @@ def explain(
     has_aux: bool = False,
     **kwargs,
 ) -> Report:
-    """Says what a function's backward pass keeps, where and why, and what is wrong with it, before anything runs.
+    """Says what a function's backward pass keeps, where and why, and what is wrong with it, before
+    anything runs.
 
     Host bytes are exact: they are the bytes of the host-space arrays in the differentiated program.
 
     Args:
       fun: a function of arrays, not yet differentiated; see `jaxoff.residuals`.
       *args, **kwargs: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s. Nothing is allocated.
-      argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point argument.
+      argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
+        argument.
       has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
 
     Returns:
@@ -111,7 +114,8 @@ def explain(
       >>> report.host_bytes, report.device_bytes
       (0, 12288)
       >>> print(report.findings[0])
-      rule-matched-nothing: offload='x_inn' matches no name inside its jax.checkpoint. Did you mean 'x_in'? The names there are x_in.
+      rule-matched-nothing: offload='x_inn' matches no name inside its jax.checkpoint. Did you mean 'x_in'?
+      The names there are x_in.
     """
     analysis = analyse(Program.trace(fun, args, kwargs, argnums, has_aux))
     return Report(tuple(row.residual for row in analysis.rows), find(analysis, Environment.current()))

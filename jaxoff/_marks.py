@@ -48,18 +48,19 @@ class Tag(str):
         return Tag, (self.label, self.mark)
 
 
-def name(x: T, label: str) -> T:
+def name[T](x: T, label: str) -> T:
     """Tags a value with a name that policies select by.
 
-    The value is unchanged, except that its rounding is pinned: it is rounded to its own format here, in the forward pass and wherever it
-    is recomputed, so that saving, offloading and recomputing it give the same bits. Without this XLA keeps bf16 intermediates wider
-    wherever it fuses them, and each placement fuses otherwise.
+    The value is unchanged, except that its rounding is pinned: it is rounded to its own format here, in the
+    forward pass and wherever it is recomputed, so that saving, offloading and recomputing it give the same
+    bits. Without this XLA keeps bf16 intermediates wider wherever it fuses them, and each placement fuses
+    otherwise.
 
     Use only the result. A backward pass that needs both `x` and the result keeps both.
 
     Args:
-      x: an array of any shape and dtype, or a pytree of arrays (a quantized tensor's data and scales): every array leaf is tagged.
-        Leaves that are not arrays, and None, pass through.
+      x: an array of any shape and dtype, or a pytree of arrays (a quantized tensor's data and scales):
+        every array leaf is tagged. Leaves that are not arrays, and None, pass through.
       label: the name, by convention hierarchical ("moe.act").
 
     Returns:
@@ -79,7 +80,9 @@ def name(x: T, label: str) -> T:
       [('mlp.act', 'host')]
     """
     if not isinstance(label, str):
-        raise TypeError(f"A name is a string, got {label!r} of type {type(label).__name__}: jaxoff.name(x, 'moe.act').")
+        raise TypeError(
+            f"A name is a string, got {label!r} of type {type(label).__name__}: jaxoff.name(x, 'moe.act')."
+        )
     if not label:
         raise ValueError("A name must not be empty, got '': jaxoff.name(x, 'moe.act').")
     if (labels := _recorder.get()) is not None:
@@ -87,7 +90,7 @@ def name(x: T, label: str) -> T:
     return _tag_leaves(x, label, None)
 
 
-def mark_offload(x: T) -> T:
+def mark_offload[T](x: T) -> T:
     """Asks for a value to be kept in pinned host memory between forward and backward.
 
     The lists of a policy decide before this mark, and `mark_not_offload` wins over both. Use only the result.
@@ -104,7 +107,7 @@ def mark_offload(x: T) -> T:
     return _tag_leaves(x, None, "offload")
 
 
-def mark_not_offload(x: T) -> T:
+def mark_not_offload[T](x: T) -> T:
     """Keeps a value on the device whatever its name, its other marks and the policy say.
 
     Use only the result.
@@ -126,7 +129,7 @@ _recorder: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jax
 
 @contextlib.contextmanager
 def recorded_labels() -> Iterator[set[str]]:
-    """Collects the labels that `name` is called with inside the context, so that names which JAX loses can be told."""
+    """Collects the labels that `name` is called with, so that names which JAX loses can be told."""
     labels: set[str] = set()
     token = _recorder.set(labels)
     try:
@@ -144,7 +147,7 @@ def _is_array(leaf) -> bool:
 
 
 def _tag(x, label: str | None, mark: Mark | None):
-    """Binds one tag that carries what an earlier tag of the same value said, so that the order of tagging does not matter."""
+    """Binds one tag that carries on what an earlier tag said, so that the order does not matter."""
     naming = _compat.naming_of(x)
     if naming is None:
         return checkpoint_name(pin_rounding(x), Tag(label, mark))
@@ -159,8 +162,8 @@ def _tag(x, label: str | None, mark: Mark | None):
 def pin_rounding(x):
     """Rounds a value to its own format, so that XLA cannot keep it wider where it fuses.
 
-    `lax.reduce_precision` does it where the format has IEEE infinities. For others (8-bit floats, complex numbers) a barrier does.
-    Integers and keys need nothing.
+    `lax.reduce_precision` does it where the format has IEEE infinities. For others (8-bit floats, complex
+    numbers) a barrier does. Integers and keys need nothing.
     """
     dtype = x.dtype
     if not jnp.issubdtype(dtype, jnp.inexact):

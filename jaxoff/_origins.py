@@ -1,4 +1,7 @@
-"""Reading jaxprs: where a value comes from, through every call, loop and view between its use and its making."""
+"""Reading jaxprs.
+
+Where a value comes from, through every call, loop and view between its use and its making.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,18 @@ from jaxoff._marks import Tag
 from jaxoff._policy import VIEWS
 
 # Equations whose result is their operand, moved or rounded.
-_SAME_VALUE = frozenset({"device_put", "reduce_precision", "optimization_barrier", "copy", "copy_p", "pvary", "sharding_constraint", "reshard"})
+_SAME_VALUE = frozenset(
+    {
+        "device_put",
+        "reduce_precision",
+        "optimization_barrier",
+        "copy",
+        "copy_p",
+        "pvary",
+        "sharding_constraint",
+        "reshard",
+    }
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,7 +51,10 @@ class Scope:
         return {v: i for i, v in enumerate(self.jaxpr.invars)}
 
     def enter(self, eqn: _compat.JaxprEqn, index: int = 0) -> Scope:
-        """The scope of an equation's jaxpr: one object a call site, so that values can be compared by scope and variable."""
+        """The scope of an equation's jaxpr.
+
+        One object a call site, so that values can be compared by scope and variable.
+        """
         key = id(eqn), index
         if key not in self._entered:
             self._entered[key] = Scope(_compat.sub_jaxprs(eqn)[index], self, eqn)
@@ -49,7 +66,8 @@ class Origin:
     """Where a value was made.
 
     Attributes:
-      kind: "name" (by a tag), "op" (by another equation), "carry" (the input of a scanned body), "argument" or "constant".
+      kind: "name" (by a tag), "op" (by another equation), "carry" (the input of a scanned body),
+        "argument" or "constant".
       scope, var: the value there, before views and copies were looked through from its use.
       eqn: the equation that made it, if any.
       tag: the innermost tag of a named value.
@@ -80,7 +98,9 @@ def trace_origin(scope: Scope, atom, *, through_views: bool = False, through_nam
             step = _into(scope, eqn, index, through_views, through_names)
             if step is None:
                 tag = _compat.name_in(eqn)
-                return Origin("op" if tag is None else "name", scope, atom, eqn, None if tag is None else Tag.of(tag))
+                return Origin(
+                    "op" if tag is None else "name", scope, atom, eqn, None if tag is None else Tag.of(tag)
+                )
             scope, atom = step
             continue
         if atom not in scope.inputs:
@@ -114,11 +134,13 @@ def _into(scope: Scope, eqn, index: int, through_views: bool, through_names: boo
 
 def _is_fill(scope: Scope, atom) -> bool:
     origin = trace_origin(scope, atom, through_views=True)
-    return origin.kind == "constant" or (origin.eqn is not None and origin.eqn.primitive.name in ("empty", "empty2", "iota"))
+    return origin.kind == "constant" or (
+        origin.eqn is not None and origin.eqn.primitive.name in ("empty", "empty2", "iota")
+    )
 
 
 def _out_of(scope: Scope, index: int):
-    """The operand of the calling equation that an input of its jaxpr is, or None where it is a loop's carry."""
+    """The operand of the calling equation behind an input of its jaxpr, or None for a loop's carry."""
     eqn, parent = scope.eqn, scope.parent
     assert eqn is not None and parent is not None
     scan = _compat.scan_in(eqn)

@@ -23,10 +23,14 @@ WRONG_KIND = "JAX keeps on the device what goes to the memory kind"
 UNMARKED = ("recompute", "save", "dots", "offload")
 MEMORY_KINDS = ("pinned_host", "device")
 
-DOTS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated", "scaled_matmul_wrapper"})
+DOTS = frozenset(
+    {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated", "scaled_matmul_wrapper"}
+)
 KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map", "ffi_call", "dot_product_attention_fwd_wrapper"})
 # Views cost nothing to make again, and a saved view of a moved value would keep the value on the device.
-VIEWS = frozenset({"reshape", "transpose", "squeeze", "slice", "rev", "broadcast_in_dim", "expand_dims", "copy"})
+VIEWS = frozenset(
+    {"reshape", "transpose", "squeeze", "slice", "rev", "broadcast_in_dim", "expand_dims", "copy"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +46,20 @@ class Decision:
 class Policy:
     """Decides for each value of a `jax.checkpoint`ed function whether it is saved, offloaded or recomputed.
 
-    Make one with `jaxoff.policy`. It is hashable, and equal policies hit the same entry of JAX's trace caches.
+    Make one with `jaxoff.policy`. It is hashable, and equal policies hit the same entry of JAX's trace
+    caches.
 
-    Precedence: `mark_not_offload` > the lists, `recompute` before `save` before `offload` > `mark_offload` > `unmarked`.
+    Precedence: `mark_not_offload` > the lists, `recompute` before `save` before `offload` > `mark_offload`
+      > `unmarked`.
 
     Attributes:
       offload, save, recompute: names or globs (`fnmatch`, case-sensitive), sorted.
-      unmarked: what happens to a value that no list and no mark decides: "recompute" all; "save" what autograd would save (views are made
-        again from the value that they view); "dots" saves the outputs of dots and convolutions and recomputes the rest; "offload"
-        moves every anchor (names, dots, ragged dots, convolutions, Pallas and FFI calls) of at least `min_bytes` and recomputes the rest.
-      min_bytes: a smaller value that a glob or `unmarked` would move stays on the device. A `mark_offload`ed value always goes.
+      unmarked: what happens to a value that no list and no mark decides: "recompute" all; "save" what
+        autograd would save (views are made again from the value that they view); "dots" saves the outputs
+        of dots and convolutions and recomputes the rest; "offload" moves every anchor (names, dots, ragged
+        dots, convolutions, Pallas and FFI calls) of at least `min_bytes` and recomputes the rest.
+      min_bytes: a smaller value that a glob or `unmarked` would move stays on the device. A
+        `mark_offload`ed value always goes.
       memory_kind: "pinned_host", or "device" for the twin that keeps on the device what the original moves.
       preset: the name of the preset that this came from, if any.
     """
@@ -71,7 +79,9 @@ class Policy:
         _check_choice("unmarked", self.unmarked, UNMARKED)
         _check_choice("memory_kind", self.memory_kind, MEMORY_KINDS)
         if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
-            raise ValueError(f"min_bytes is a count of bytes, an integer of at least 0, got {self.min_bytes!r}.")
+            raise ValueError(
+                f"min_bytes is a count of bytes, an integer of at least 0, got {self.min_bytes!r}."
+            )
 
     def __call__(self, prim, *in_avals, **params):
         """Answers JAX: `Saveable`, `Recompute` or `Offloadable`."""
@@ -149,7 +159,8 @@ class Policy:
 class Either:
     """Two policies, asked in turn: the first answer that is not "recompute" wins.
 
-    Either side may be any callable of JAX's policy protocol. A value under `mark_not_offload` stays on the device whichever answers.
+    Either side may be any callable of JAX's policy protocol. A value under `mark_not_offload` stays on the
+    device whichever answers.
     """
 
     first: Callable[..., Any]
@@ -158,7 +169,10 @@ class Either:
     def __post_init__(self):
         for side in (self.first, self.second):
             if not callable(side):
-                raise TypeError(f"A policy combines with another policy: a callable (prim, *avals, **params), got {side!r}.")
+                raise TypeError(
+                    "A policy combines with another policy: a callable (prim, *avals, **params), got "
+                    f"{side!r}."
+                )
             _check_choice("offload_dst", getattr(side, "offload_dst", "pinned_host"), ("pinned_host",))
 
     def __call__(self, prim, *in_avals, **params):
@@ -231,7 +245,8 @@ def _placement(answer) -> Placement:
     if isinstance(answer, type(_compat.Recompute)):
         return "recompute"
     raise TypeError(
-        f"A checkpoint policy answers a bool, Saveable, Recompute or Offloadable(src, dst), got {answer!r} of type {type(answer).__name__}."
+        f"A checkpoint policy answers a bool, Saveable, Recompute or Offloadable(src, dst), got {answer!r} "
+        f"of type {type(answer).__name__}."
     )
 
 
@@ -264,7 +279,9 @@ def _patterns(field: str, value: str | Iterable[str]) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else tuple(value)
     for item in items:
         if not isinstance(item, str) or not item:
-            raise TypeError(f"{field} is a list of names or globs such as 'moe.*', got {item!r} in {items!r}.")
+            raise TypeError(
+                f"{field} is a list of names or globs such as 'moe.*', got {item!r} in {items!r}."
+            )
     return tuple(sorted(set(items)))
 
 
@@ -282,4 +299,6 @@ def _check_disjoint(policy: Policy) -> None:
 
 def _check_choice(what: str, got, choices: tuple[str, ...]) -> None:
     if got not in choices:
-        raise ValueError(f"{what} is one of {', '.join(map(repr, choices))}, got {got!r}.{near_miss(got, choices)}")
+        raise ValueError(
+            f"{what} is one of {', '.join(map(repr, choices))}, got {got!r}.{near_miss(got, choices)}"
+        )

@@ -13,18 +13,21 @@ from jaxoff._policy import Policy
 
 DEFAULT_MIN_BYTES = 512 * 1024
 
-# Megatron-Core's module names (`--offload-modules`, `--recompute-modules`) and the names that cover the activations that those modules save.
-MEGATRON_MODULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
-    "attn_norm": ("attn.norm_in",),
-    "qkv_linear": ("attn.qkv_in", "attn.qkv"),
-    "core_attn": ("attn.core",),
-    "attn_proj": ("attn.proj_in",),
-    "mlp_norm": ("mlp.norm_in",),
-    "router": ("moe.router_logits",),
-    "expert_fc1": ("moe.dispatched",),
-    "moe_act": ("moe.act",),
-    "shared_experts": ("moe.shared_fc1_in", "moe.shared_act"),
-})
+# Megatron-Core's module names (`--offload-modules`, `--recompute-modules`) and the names that cover the
+# activations that those modules save.
+MEGATRON_MODULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "attn_norm": ("attn.norm_in",),
+        "qkv_linear": ("attn.qkv_in", "attn.qkv"),
+        "core_attn": ("attn.core",),
+        "attn_proj": ("attn.proj_in",),
+        "mlp_norm": ("mlp.norm_in",),
+        "router": ("moe.router_logits",),
+        "expert_fc1": ("moe.dispatched",),
+        "moe_act": ("moe.act",),
+        "shared_experts": ("moe.shared_fc1_in", "moe.shared_act"),
+    }
+)
 
 
 def te_v1() -> Policy:
@@ -33,7 +36,11 @@ def te_v1() -> Policy:
 
 
 def te_v2() -> Policy:
-    """Opt out: every anchor of at least 512 KiB goes to the host unless `mark_not_offload` keeps it; cheap values are recomputed."""
+    """Opt out.
+
+    Every anchor of at least 512 KiB goes to the host unless `mark_not_offload` keeps it; cheap values are
+    recomputed.
+    """
     return Policy(unmarked="offload", min_bytes=DEFAULT_MIN_BYTES, preset="te_v2")
 
 
@@ -44,7 +51,8 @@ def megatron(modules: Iterable[str]) -> Policy:
       modules: names out of `MEGATRON_MODULES`, e.g. ["core_attn", "expert_fc1"].
 
     References:
-      Megatron-Core, fine-grained activation offloading, `--fine-grained-activation-offloading --offload-modules`.
+      Megatron-Core, fine-grained activation offloading, `--fine-grained-activation-offloading
+      --offload-modules`.
     """
     modules = (modules,) if isinstance(modules, str) else tuple(modules)
     if not modules:
@@ -52,9 +60,12 @@ def megatron(modules: Iterable[str]) -> Policy:
     for module in modules:
         if module not in MEGATRON_MODULES:
             raise ValueError(
-                f"A Megatron module is one of {', '.join(MEGATRON_MODULES)}, got {module!r}.{near_miss(module, MEGATRON_MODULES)}"
+                f"A Megatron module is one of {', '.join(MEGATRON_MODULES)}, got "
+                f"{module!r}.{near_miss(module, MEGATRON_MODULES)}"
             )
-    return Policy(offload=tuple(n for m in modules for n in MEGATRON_MODULES[m]), unmarked="save", preset="megatron")
+    return Policy(
+        offload=tuple(n for m in modules for n in MEGATRON_MODULES[m]), unmarked="save", preset="megatron"
+    )
 
 
 def save_all() -> Policy:
@@ -93,11 +104,16 @@ def register(name: str, factory: Callable[..., Policy]) -> None:
       jaxoff.policy('experts', offload=['moe.*'], save=['attn.core'])
     """
     if not isinstance(name, str) or not callable(factory):
-        raise TypeError(f"register takes a name and a function that returns a jaxoff.Policy, got {name!r} and {factory!r}.")
+        raise TypeError(
+            f"register takes a name and a function that returns a jaxoff.Policy, got {name!r} and "
+            f"{factory!r}."
+        )
     if not name:
         raise ValueError("A preset's name must not be empty.")
     if name in _PRESETS:
-        raise ValueError(f"A preset's name must be new, got {name!r}, which is taken. Registered: {', '.join(_PRESETS)}.")
+        raise ValueError(
+            f"A preset's name must be new, got {name!r}, which is taken. Registered: {', '.join(_PRESETS)}."
+        )
     _PRESETS[name] = factory
 
 
@@ -121,25 +137,31 @@ def policy(
     memory_kind: str | None = None,
     **options: Any,
 ) -> Policy:
-    """Makes a policy for `jax.checkpoint`, from lists of names, a preset, or a preset and lists that change it.
+    """Makes a policy for `jax.checkpoint`, from lists of names, a preset, or a preset and lists that
+    change it.
 
-    Precedence, for each value: `mark_not_offload` > `recompute`, `save`, `offload` lists in that order > `mark_offload` > `unmarked`.
+    Precedence, for each value: `mark_not_offload` > `recompute`, `save`, `offload` lists in that order >
+      `mark_offload` > `unmarked`.
 
     Args:
       preset: a name out of `jaxoff.policies()`, or None.
       offload: names or globs (`fnmatch`) of values to keep in pinned host memory.
       save: names or globs of values to keep on the device.
-      recompute: names or globs of values to compute again in the backward pass. A name listed here or in another list leaves the preset's.
+      recompute: names or globs of values to compute again in the backward pass. A name listed here or in
+        another list leaves the preset's.
       unmarked: "recompute" (the default without a preset), "save", "dots" or "offload"; see `Policy`.
-      min_bytes: smaller values that a list or `unmarked` would move stay on the device. Bytes of one layer's value. Default 0.
-      memory_kind: "pinned_host" (the default), or "device" for a policy that keeps on the device what it would move.
+      min_bytes: smaller values that a list or `unmarked` would move stay on the device. Bytes of one
+        layer's value. Default 0.
+      memory_kind: "pinned_host" (the default), or "device" for a policy that keeps on the device what it
+        would move.
       **options: what the preset takes, e.g. `modules=` of "megatron".
 
     Returns:
       A frozen, hashable `Policy`.
 
     Raises:
-      ValueError: for an unknown preset, module, `unmarked` or `memory_kind`, a name in two lists, or a negative `min_bytes`.
+      ValueError: for an unknown preset, module, `unmarked` or `memory_kind`, a name in two lists, or a
+        negative `min_bytes`.
       TypeError: for options that the preset does not take, or lists of something other than names.
 
     Example:
@@ -151,10 +173,16 @@ def policy(
     """
     base = Policy() if preset is None else _make(preset, options)
     if preset is None and options:
-        raise TypeError(f"jaxoff.policy takes no {', '.join(map(repr, options))} without a preset.{near_miss(next(iter(options)), _FIELDS)}")
+        raise TypeError(
+            f"jaxoff.policy takes no {', '.join(map(repr, options))} without a "
+            f"preset.{near_miss(next(iter(options)), _FIELDS)}"
+        )
     lists = Policy(offload=offload, save=save, recompute=recompute)  # type: ignore[arg-type]
     taken = {*lists.offload, *lists.save, *lists.recompute}
-    merged = {f: (*(p for p in getattr(base, f) if p not in taken), *getattr(lists, f)) for f in ("offload", "save", "recompute")}
+    merged = {
+        f: (*(p for p in getattr(base, f) if p not in taken), *getattr(lists, f))
+        for f in ("offload", "save", "recompute")
+    }
     given = {"unmarked": unmarked, "min_bytes": min_bytes, "memory_kind": memory_kind}
     return dataclasses.replace(base, **merged, **{k: v for k, v in given.items() if v is not None})
 
@@ -165,13 +193,16 @@ _FIELDS = ("offload", "save", "recompute", "unmarked", "min_bytes", "memory_kind
 def _make(preset: str, options: dict[str, Any]) -> Policy:
     if preset not in _PRESETS:
         raise ValueError(
-            f"A preset is one of {', '.join(_PRESETS)}, got {preset!r}.{near_miss(preset, _PRESETS)} jaxoff.register adds more."
+            f"A preset is one of {', '.join(_PRESETS)}, got {preset!r}.{near_miss(preset, _PRESETS)} "
+            "jaxoff.register adds more."
         )
     factory = _PRESETS[preset]
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
-        raise TypeError(f"The preset {preset!r} takes {inspect.signature(factory)}, got {options!r}: {error}.") from None
+        raise TypeError(
+            f"The preset {preset!r} takes {inspect.signature(factory)}, got {options!r}: {error}."
+        ) from None
     made = factory(**options)
     if not isinstance(made, Policy):
         raise TypeError(f"A preset's factory returns a jaxoff.Policy, got {made!r} from {preset!r}.")

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxoff import _compat, _marks
-from jaxoff._origins import Scope
 from jaxoff._marks import Tag
+from jaxoff._origins import Scope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,9 @@ def sites_of(scope: Scope, around: Site | None = None) -> Iterator[Site]:
         checkpoint, loop = _compat.checkpoint_in(eqn), _compat.scan_in(eqn)
         if checkpoint is not None:
             looped = site.looped_checkpoint if site.checkpoints else bool(site.loops)
-            inner = dataclasses.replace(site, checkpoints=(*site.checkpoints, checkpoint), looped_checkpoint=looped)
+            inner = dataclasses.replace(
+                site, checkpoints=(*site.checkpoints, checkpoint), looped_checkpoint=looped
+            )
         elif loop is not None:
             inner = dataclasses.replace(site, loops=(*site.loops, loop))
         elif eqn.primitive.name.startswith("custom_vjp_call"):
@@ -112,7 +114,10 @@ class Program:
         return tuple(sites_of(Scope(_compat.as_open(self.primal))))
 
     def kept(self, policy: Callable[..., Any] | None = None) -> Kept:
-        """What the backward pass keeps; with `policy`, what it would keep if every checkpoint had that policy."""
+        """What the backward pass keeps.
+
+        With `policy`, what it would keep if every checkpoint had that policy.
+        """
         primal = self.primal if policy is None else _compat.with_policy(self.primal, policy)
         run = _compat.jaxpr_as_fun(primal)
 
@@ -129,7 +134,10 @@ class Program:
             out, pullback, aux = jax.vjp(of_free, *free, has_aux=True)
             return (out, aux), jax.tree.leaves(pullback)
 
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in self.primal.jaxpr.invars]
+        avals = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+            for v in self.primal.jaxpr.invars
+        ]
         closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*avals)
         jaxpr = _compat.as_open(closed)
         num_kept = len(shapes[1])
@@ -168,7 +176,9 @@ def _differentiated(args, kwargs, argnums) -> tuple[bool, ...]:
         wanted = {n % len(args) for n in wanted}
     else:
         wanted = set(range(len(args)))
-    by_argument = [jax.tree.map(lambda x, i=i: _is_inexact(x) and i in wanted, arg) for i, arg in enumerate(args)]
+    by_argument = [
+        jax.tree.map(lambda x, i=i: _is_inexact(x) and i in wanted, arg) for i, arg in enumerate(args)
+    ]
     by_keyword = jax.tree.map(lambda x: argnums is None and _is_inexact(x), kwargs)
     return tuple(jax.tree.leaves((tuple(by_argument), by_keyword)))
 

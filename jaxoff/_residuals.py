@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxoff import _compat
 from jaxoff._origins import Origin, Scope, nbytes, trace_origin
-from jaxoff._program import Kept, Program, Site
 from jaxoff._policy import Decision, Placement, decide
+from jaxoff._program import Kept, Program, Site
+
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
@@ -24,7 +25,8 @@ class Residual:
       nbytes: bytes of all instances.
       placement: "device", "host", or "recompute" for a named value that is computed again.
       rule: the mark, list entry or default that decided the placement.
-      made_by: the primitive that makes the value; "name" for named values, "input" for the carried input of a scanned body.
+      made_by: the primitive that makes the value; "name" for named values, "carry" for the carried input
+        of a scanned body.
       source: `file:line (function)` of the code that makes it.
     """
 
@@ -54,17 +56,19 @@ def residuals(
 ) -> tuple[Residual, ...]:
     """Lists what the backward pass of a function keeps, or computes again, from the forward pass.
 
-    The function is traced, never run: arguments may be `jax.ShapeDtypeStruct`s of any size. The function's own inputs (weights, data) and
-    the constants that it closes over live anyway and are not listed.
+    The function is traced, never run: arguments may be `jax.ShapeDtypeStruct`s of any size. The function's
+    own inputs (weights, data) and the constants that it closes over live anyway and are not listed.
 
     Args:
       fun: a function of arrays, not yet differentiated, with `jax.checkpoint` where its user wants it.
       *args, **kwargs: its arguments: pytrees of arrays or ShapeDtypeStructs.
-      argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point argument.
+      argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
+        argument.
       has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
 
     Returns:
-      One `Residual` a value: those kept, in the order in which they are made, then named values that are recomputed.
+      One `Residual` a value: those kept, in the order in which they are made, then named values that are
+        recomputed.
 
     Raises:
       ValueError: for argnums out of range.
@@ -84,7 +88,10 @@ def residuals(
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A residual with what findings need to know of it: where its value was made, and whether a mark or a list chose its place."""
+    """A residual with what findings need to know of it.
+
+    Where its value was made, and whether a mark or a list chose its place.
+    """
 
     residual: Residual
     origin: Origin
@@ -131,14 +138,19 @@ def _row(var, origin: Origin, placement: Placement, decision: Decision) -> Row:
 
 
 def _decision(program: Program, origin: Origin, placement: Placement) -> Decision:
-    """The rule behind a placement: asked of the checkpoint whose code made the value, else of any whose answer agrees."""
+    """The rule behind a placement.
+
+    Asked of the checkpoint whose code made the value, else of any whose answer agrees.
+    """
     if origin.eqn is None or origin.kind not in ("name", "op"):
         return Decision(placement, "input of a checkpointed or scanned function: name it inside to move it")
     line, label = line_of(origin), origin.tag.label if origin.tag else None
     inside = [s for s in program.sites if s.checkpoints]
     inside.sort(key=lambda s: (s.line != line, s.tag is None or s.tag.label != label))
     for policy in dict.fromkeys(s.policy for s in inside):
-        decision = decide(policy, origin.eqn.primitive, *(v.aval for v in origin.eqn.invars), **origin.eqn.params)
+        decision = decide(
+            policy, origin.eqn.primitive, *(v.aval for v in origin.eqn.invars), **origin.eqn.params
+        )
         if decision.placement == placement:
             return decision
     return Decision(placement, "outside jax.checkpoint: autograd saves it")
@@ -161,7 +173,10 @@ def save_names(prim, *_, **__) -> bool:
 
 
 def _recomputed_rows(program: Program, kept: list[Row]) -> list[Row]:
-    """Named values that the backward pass needs and computes again: those that would be kept if all names were."""
+    """Named values that the backward pass needs and computes again.
+
+    Those that would be kept if all names were.
+    """
     if not any(s.tag is not None and s.checkpoints for s in program.sites):
         return []
     already = collections.Counter(_key(row.origin) for row in kept)

@@ -22,17 +22,28 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
 
     table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, header_style="bold")
     for heading in ("name", "shape", "count", "bytes", "placement", "rule", "source"):
-        table.add_column(heading, justify="right" if heading in ("count", "bytes") else "left", overflow="fold")
+        table.add_column(
+            heading, justify="right" if heading in ("count", "bytes") else "left", overflow="fold"
+        )
     for r in grouped(report.residuals):
         label = r.name or (f"(mark_{r.mark})" if r.mark else f"({r.made_by})")
-        cells = (label, f"{r.dtype}{list(r.shape)}", str(r.count), human(r.nbytes), r.placement, r.rule, _short(r.source))
+        cells = (
+            label,
+            f"{r.dtype}{list(r.shape)}",
+            str(r.count),
+            human(r.nbytes),
+            r.placement,
+            r.rule,
+            _short(r.source),
+        )
         table.add_row(*map(Text, cells), style=_COLOURS[r.placement] if terminal else None)
     if report.residuals:
         yield table
     else:
         yield Text("The backward pass keeps nothing from the forward pass but its inputs.")
     yield Text(
-        f"\ndevice {human(report.device_bytes)}, host {human(report.host_bytes)}, recomputed {human(report.recompute_bytes)} (named values)"
+        f"\ndevice {human(report.device_bytes)}, host {human(report.host_bytes)}, recomputed "
+        f"{human(report.recompute_bytes)} (named values)"
     )
     if not report.findings:
         yield Text("No findings.")
@@ -46,7 +57,9 @@ def grouped(residuals: tuple[Residual, ...]) -> list[Residual]:
     for r in residuals:
         key = dataclasses.replace(r, count=0, nbytes=0)
         if key in groups:
-            r = dataclasses.replace(r, count=r.count + groups[key].count, nbytes=r.nbytes + groups[key].nbytes)
+            r = dataclasses.replace(
+                r, count=r.count + groups[key].count, nbytes=r.nbytes + groups[key].nbytes
+            )
         groups[key] = r
     return list(groups.values())
 

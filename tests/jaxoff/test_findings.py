@@ -8,7 +8,8 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff import _findings
+from jaxoff._finding import Environment, pinned_pool_bytes
+from jaxoff._findings import find
 from jaxoff._program import Program
 from jaxoff._residuals import analyse
 
@@ -53,7 +54,9 @@ def test_rule_matched_nothing_names_the_near_miss():
     def layer(x, w):
         return jnp.tanh(jaxoff.name(x, "moe.act") @ w)
 
-    assert "Did you mean 'moe.act'?" in message("rule-matched-nothing", stack(layer, jaxoff.policy(offload=["moe.atc"])), W, X)
+    assert "Did you mean 'moe.act'?" in message(
+        "rule-matched-nothing", stack(layer, jaxoff.policy(offload=["moe.atc"])), W, X
+    )
 
 
 def test_rule_is_looked_for_in_every_checkpoint_with_an_equal_policy():
@@ -89,7 +92,9 @@ def test_mark_without_residual(mark):
     def linear_in_x(x, w):
         return mark(x) + jnp.tanh(w).sum(0)
 
-    assert "has no effect" in message("mark-without-residual", stack(linear_in_x, jaxoff.policy("te_v1")), W, X)
+    assert "has no effect" in message(
+        "mark-without-residual", stack(linear_in_x, jaxoff.policy("te_v1")), W, X
+    )
 
     def used(x, w):
         return jnp.tanh(mark(x) @ w)
@@ -175,6 +180,31 @@ def test_offload_in_unrolled_scan():
     assert codes(loss(1), W, X) == set()
 
 
+def test_offload_in_nested_scan():
+    inner = jax.checkpoint(layer, policy=OFFLOAD_A, prevent_cse=False)
+
+    def scanned(x, w):
+        return lax.scan(lambda x, w: (inner(x, w), None), x, w)[0]
+
+    def nested(w, x):
+        return lax.scan(lambda x, w: (scanned(x, w), None), x, jnp.stack([w, w]))[0].sum()
+
+    assert "offload-in-nested-scan" in codes(nested, W, X)
+    assert codes(lambda w, x: scanned(scanned(x, w), w).sum(), W, X) == set()
+
+
+def test_offload_in_cond():
+    def in_a_branch(x, w):
+        return lax.cond(x[0, 0] > 0, layer, lambda x, w: x, x, w)
+
+    def around_the_branches(x, w):
+        x = jaxoff.name(x, "a")
+        return lax.cond(x[0, 0] > 0, lambda x, w: jnp.tanh(x @ w), lambda x, w: x, x, w)
+
+    assert "offload-in-cond" in codes(stack(in_a_branch, OFFLOAD_A), W, X)
+    assert codes(stack(around_the_branches, OFFLOAD_A), W, X) == set()
+
+
 def test_offload_folded_away():
     def loss(prevent_cse):
         block = jax.checkpoint(layer, policy=OFFLOAD_A, prevent_cse=prevent_cse)
@@ -190,7 +220,9 @@ def test_offload_folded_away():
     assert codes(loss(True), W, X) == set()
 
 
-@pytest.mark.parametrize("again", [lambda x: jaxoff.name(x, "b"), lambda x: jaxoff.name(x.reshape(8, 3), "b").reshape(3, 8)])
+@pytest.mark.parametrize(
+    "again", [lambda x: jaxoff.name(x, "b"), lambda x: jaxoff.name(x.reshape(8, 3), "b").reshape(3, 8)]
+)
 def test_moved_twice(again):
     policy = jaxoff.policy(offload=["a", "b"])
 
@@ -227,7 +259,10 @@ def test_checkpoint_overridden():
 def test_wrong_memory_kind():
     def stock(kind):
         return jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=["a"], offload_src="device", offload_dst=kind
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["a"],
+            offload_src="device",
+            offload_dst=kind,
         )
 
     assert "wrong-memory-kind" in codes(stack(layer, stock("pinned")), W, X)
@@ -240,7 +275,9 @@ def test_large_unnamed_residual():
 
     policy = jaxoff.policy(offload=["a"], unmarked="dots", min_bytes=64)
     assert "made by dot_general" in message("large-unnamed-residual", stack(layer, policy), W, X)
-    assert codes(stack(layer, dataclasses.replace(policy, min_bytes=97)), W, X) == set()  # the dot makes 3 * 8 * 4 bytes
+    assert (
+        codes(stack(layer, dataclasses.replace(policy, min_bytes=97)), W, X) == set()
+    )  # the dot makes 3 * 8 * 4 bytes
 
 
 def test_large_unnamed_input():
@@ -248,7 +285,9 @@ def test_large_unnamed_input():
         return jnp.tanh(x @ w)
 
     policy = jaxoff.policy("recompute_all", min_bytes=96)
-    assert "name it inside to move it" in message("large-unnamed-residual", stack(unnamed_input, policy), W, X)
+    assert "name it inside to move it" in message(
+        "large-unnamed-residual", stack(unnamed_input, policy), W, X
+    )
     assert codes(stack(layer, jaxoff.policy("recompute_all", save=["a"], min_bytes=96)), W, X) == set()
 
 
@@ -260,8 +299,8 @@ def test_already_differentiated():
 
 def findings_with(**environment):
     program = Program.trace(stack(layer, OFFLOAD_A), (W, X), {}, None, False)
-    sound = _findings.Environment(jaxlib=(0, 11, 2), pinned_pool_bytes=64 << 30)
-    return {f.code for f in _findings.find(analyse(program), dataclasses.replace(sound, **environment))}
+    sound = Environment(jaxlib=(0, 11, 2), pinned_pool_bytes=64 << 30)
+    return {f.code for f in find(analyse(program), dataclasses.replace(sound, **environment))}
 
 
 def test_pinned_pool_too_small():
@@ -283,9 +322,9 @@ def test_remat3():
 
 def test_the_pool_is_read_from_the_variable(monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "3")
-    assert _findings.pinned_pool_bytes() == 3 << 30
+    assert pinned_pool_bytes() == 3 << 30
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-    assert _findings.pinned_pool_bytes() == 64 << 30
+    assert pinned_pool_bytes() == 64 << 30
 
 
 def test_findings_point_at_the_users_line():

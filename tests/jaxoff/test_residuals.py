@@ -41,7 +41,7 @@ def test_rows_of_a_scanned_stack():
 
 
 @pytest.mark.parametrize(
-    "policy, name, placement, rule",
+    ("policy", "name", "placement", "rule"),
     [
         (jaxoff.policy(offload=["x*"]), "x_in", "host", "offload='x*'"),
         (jaxoff.policy(save=["x_in"]), "x_in", "device", "save='x_in'"),
@@ -62,7 +62,10 @@ def test_the_rule_that_decided(policy, name, placement, rule):
 
 def test_stock_policies_are_named():
     stock = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=["x_in"], names_which_can_be_offloaded=["out"], offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=["x_in"],
+        names_which_can_be_offloaded=["out"],
+        offload_src="device",
+        offload_dst="pinned_host",
     )
     (row,) = [r for r in jaxoff.residuals(stack(stock), W, X) if r.name == "x_in"]
     assert row.placement == "device" and ("SaveAndOffload" in row.rule or "policy" in row.rule)
@@ -74,32 +77,47 @@ def test_without_a_checkpoint_autograd_decides():
         return (h * h).sum()
 
     rows = jaxoff.residuals(loss, W[0], X)
-    assert [(r.name, r.placement, r.rule) for r in rows] == [("a", "device", "outside jax.checkpoint: autograd saves it")]
+    assert [(r.name, r.placement, r.rule) for r in rows] == [
+        ("a", "device", "outside jax.checkpoint: autograd saves it")
+    ]
 
 
 def test_the_functions_inputs_and_constants_are_not_residuals():
-    constant = jnp.arange(16.0)
-    assert [r.shape for r in jaxoff.residuals(lambda w, x: (jnp.sin(constant) * (x @ w)).sum(), W[0], X)] == [(16,)]
+    constant = jnp.ones((8, 16))
+    (row,) = jaxoff.residuals(lambda w, x: (jnp.sin(constant) * (x @ w)).sum(), W[0], X)
+    assert row.made_by == "sin"
     assert jaxoff.residuals(lambda w, x: (constant * (x @ w)).sum(), W[0], X) == ()
 
 
 def test_un_named_inputs_of_a_scanned_body_are_listed():
     (row,) = jaxoff.residuals(stack(None, lambda x, w: (jnp.square(x) @ w, None)), W, X)
-    assert (row.name, row.made_by, row.count, row.nbytes, row.placement) == (None, "carry", 5, 5 * 512, "device")
+    assert (row.name, row.made_by, row.count, row.nbytes, row.placement) == (
+        None,
+        "carry",
+        5,
+        5 * 512,
+        "device",
+    )
     assert "name it inside to move it" in row.rule
 
 
 def host_bytes_in(fun, *args):
-    """Bytes of the host-space arrays in a differentiated jaxpr after dead-code elimination, counted by its text alone."""
+    """Bytes of the host-space arrays in a differentiated jaxpr after dead-code elimination."""
     from jax.interpreters.partial_eval import dce_jaxpr
 
     def of(jaxpr, times):
         total = 0
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "device_put":
-                total += times * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars if v.aval.memory_space == jax.memory.Space.Host)
+                total += times * sum(
+                    v.aval.size * v.aval.dtype.itemsize
+                    for v in eqn.outvars
+                    if v.aval.memory_space == jax.memory.Space.Host
+                )
             trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+            for value in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
+            ):
                 inner = getattr(value, "jaxpr", value)
                 if hasattr(inner, "eqns"):
                     total += of(inner, times * trips)
@@ -128,11 +146,21 @@ def unrolled(w, x):
 @pytest.mark.parametrize(
     "fun",
     [
-        *(stack(p) for p in (jaxoff.policy(offload=["*"]), jaxoff.policy("te_v1"), jaxoff.policy("te_v2", min_bytes=1), jaxoff.policy(save=["*"]))),
+        *(
+            stack(p)
+            for p in (
+                jaxoff.policy(offload=["*"]),
+                jaxoff.policy("te_v1"),
+                jaxoff.policy("te_v2", min_bytes=1),
+                jaxoff.policy(save=["*"]),
+            )
+        ),
         nested,
         unrolled,
         jax.jit(stack(jaxoff.policy(offload=["x_in"]))),
-        lambda w, x: jax.vmap(stack(jaxoff.policy(offload=["*"])), in_axes=(None, 0))(w, jnp.stack([x, x])).sum(),
+        lambda w, x: jax.vmap(stack(jaxoff.policy(offload=["*"])), in_axes=(None, 0))(
+            w, jnp.stack([x, x])
+        ).sum(),
     ],
     ids=["lists", "te_v1", "te_v2", "saved", "nested scans", "unrolled", "jit", "vmap"],
 )
@@ -140,15 +168,26 @@ def test_host_bytes_are_those_of_the_differentiated_program(fun):
     report = jaxoff.explain(fun, W, X)
     assert report.host_bytes == host_bytes_in(fun, W, X)
     assert report.host_bytes == sum(r.nbytes for r in report.residuals if r.placement == "host")
-    assert all(r.nbytes == r.count * int(np.prod(r.shape)) * np.dtype(r.dtype).itemsize for r in report.residuals)
+    assert all(
+        r.nbytes == r.count * int(np.prod(r.shape)) * np.dtype(r.dtype).itemsize for r in report.residuals
+    )
 
 
 def test_branches_of_a_cond_share_their_buffers():
     def body(x, w):
-        return lax.cond(x.sum() > 0, lambda x: layer(x, w)[0], lambda x: jnp.square(jaxoff.name(x, "x_in")), x), None
+        return lax.cond(
+            x.sum() > 0, lambda x: layer(x, w)[0], lambda x: jnp.square(jaxoff.name(x, "x_in")), x
+        ), None
 
-    rows = [r for r in jaxoff.residuals(stack(jaxoff.policy(offload=["x_in"]), body), W, X) if r.placement == "host"]
-    assert [(r.name, r.mark, r.count, r.nbytes) for r in rows] == [("x_in", None, 5, 2560), (None, "offload", 5, 2560)]
+    rows = [
+        r
+        for r in jaxoff.residuals(stack(jaxoff.policy(offload=["x_in"]), body), W, X)
+        if r.placement == "host"
+    ]
+    assert [(r.name, r.mark, r.count, r.nbytes) for r in rows] == [
+        ("x_in", None, 5, 2560),
+        (None, "offload", 5, 2560),
+    ]
 
 
 def test_counts_multiply_through_nested_scans():

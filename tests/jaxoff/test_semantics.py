@@ -1,4 +1,7 @@
-"""What each mark and preset means: which residuals lie where in the jaxpr, with loss and gradients unchanged."""
+"""What each mark and preset means.
+
+Which residuals lie where in the jaxpr, with loss and gradients unchanged.
+"""
 
 import collections
 
@@ -16,7 +19,7 @@ LARGE = 512 * 1024  # bytes: te_v2's default threshold
 
 
 def kept(fun, *args):
-    """Shapes of what the backward pass keeps besides the arguments, by memory space, read from the jaxpr of the forward pass."""
+    """Shapes of what the backward pass keeps besides the arguments, by memory space."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
     spaces = collections.defaultdict(list)
     for var in dict.fromkeys(v for v in jaxpr.outvars if v not in {*jaxpr.invars, *jaxpr.constvars}):
@@ -25,7 +28,7 @@ def kept(fun, *args):
 
 
 def check(block, policy, *args, host=(), device=(), rtol=2e-5):
-    """The block under the policy keeps exactly these shapes, and its loss and gradients are those without jax.checkpoint."""
+    """The block keeps exactly these shapes, with the loss and gradients it has without jax.checkpoint."""
     checkpointed = jax.checkpoint(block, policy=policy)
     expected = {space: sorted(shapes) for space, shapes in (("host", host), ("device", device)) if shapes}
     assert kept(checkpointed, *args) == expected
@@ -71,7 +74,7 @@ def test_only_the_marked_goes_under_te_v1():
 # te_v2: opt out
 
 
-@pytest.mark.parametrize("rows, goes", [(LARGE // 64, True), (LARGE // 64 - 1, False)])
+@pytest.mark.parametrize(("rows", "goes"), [(LARGE // 64, True), (LARGE // 64 - 1, False)])
 def test_unmarked_goes_when_large_and_stays_when_small_under_te_v2(rows, goes):
     x = jnp.linspace(-1, 1, rows * 16).reshape(rows, 16)
     shapes = {"host" if goes else "device": [(rows, 16)]}
@@ -93,7 +96,11 @@ def test_anchors_go_under_te_v2(anchor):
 
 def test_convolutions_go_under_te_v2():
     def block(w, x):
-        return square(jax.lax.conv_general_dilated(x[None], w[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")))
+        return square(
+            jax.lax.conv_general_dilated(
+                x[None], w[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+            )
+        )
 
     check(block, jaxoff.policy("te_v2", min_bytes=1), W, X, host=[(1, 8, 16)])
 
@@ -149,7 +156,8 @@ POLICIES = {
     "dots": jaxoff.policy("dots", offload=["a"]),
     "list": jaxoff.policy(offload=["*"]),
     "either": jaxoff.policy(recompute=["a"]) | jaxoff.policy(offload=["a"]),
-    "stock second": jaxoff.policy() | jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "stock second": jaxoff.policy()
+    | jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
 
 
@@ -160,15 +168,28 @@ def test_mark_not_offload_stays_under_every_preset_in_every_order(order, preset)
 
 
 def test_mark_not_offload_wins_over_recompute():
-    check(lambda w, x: square(jaxoff.mark_not_offload(jaxoff.name(x @ w, "a"))), jaxoff.policy(recompute=["a"]), W, X, device=[(8, 16)])
+    check(
+        lambda w, x: square(jaxoff.mark_not_offload(jaxoff.name(x @ w, "a"))),
+        jaxoff.policy(recompute=["a"]),
+        W,
+        X,
+        device=[(8, 16)],
+    )
 
 
 @pytest.mark.parametrize("order", ["mark of the name", "name of the mark"])
-@pytest.mark.parametrize("field, shapes", [("save", {"device": [(8, 16)]}), ("recompute", {}), ("offload", {"host": [(8, 16)]})])
+@pytest.mark.parametrize(
+    ("field", "shapes"),
+    [("save", {"device": [(8, 16)]}), ("recompute", {}), ("offload", {"host": [(8, 16)]})],
+)
 def test_lists_decide_before_mark_offload(order, field, shapes):
     def block(w, x):
         h = x @ w
-        h = jaxoff.mark_offload(jaxoff.name(h, "a")) if order.startswith("mark") else jaxoff.name(jaxoff.mark_offload(h), "a")
+        h = (
+            jaxoff.mark_offload(jaxoff.name(h, "a"))
+            if order.startswith("mark")
+            else jaxoff.name(jaxoff.mark_offload(h), "a")
+        )
         return square(h)
 
     check(block, jaxoff.policy(**{field: ["a"]}), W, X, **shapes)
@@ -206,7 +227,10 @@ def test_weights_are_never_moved():
         return square(x @ w) @ closed_over
 
     check(block, jaxoff.policy("te_v2", min_bytes=1), low, X, host=[(8, 16)], rtol=1e-2)
-    assert jaxoff.explain(jax.checkpoint(block, policy=jaxoff.policy("te_v2", min_bytes=1)), low, X).host_bytes == 8 * 16 * 4
+    assert (
+        jaxoff.explain(jax.checkpoint(block, policy=jaxoff.policy("te_v2", min_bytes=1)), low, X).host_bytes
+        == 8 * 16 * 4
+    )
 
 
 def test_a_value_with_two_consumers_is_moved_once():
@@ -215,15 +239,24 @@ def test_a_value_with_two_consumers_is_moved_once():
         return square(h) + jnp.sin(h) @ w
 
     for policy in (jaxoff.policy(offload=["a"]), jaxoff.policy("te_v2", min_bytes=512)):
-        moved = [s for s in kept(jax.checkpoint(block, policy=policy), W, X)["host"]]
+        moved = list(kept(jax.checkpoint(block, policy=policy), W, X)["host"])
         assert moved == [(8, 16)]
 
 
-@pytest.mark.parametrize("policy", [jaxoff.policy("te_v1"), jaxoff.policy("te_v2", min_bytes=1), jaxoff.policy()], ids=["te_v1", "te_v2", "lists"])
+@pytest.mark.parametrize(
+    "policy",
+    [jaxoff.policy("te_v1"), jaxoff.policy("te_v2", min_bytes=1), jaxoff.policy()],
+    ids=["te_v1", "te_v2", "lists"],
+)
 def test_views_of_a_moved_value_move_nothing_more(policy):
     def block(w, x):
         h = jaxoff.mark_offload(jnp.sin(x @ w) if policy.unmarked == "save" else x @ w)
-        return square(h.reshape(16, 8)).sum() + square(h.T).sum() + square(h[2:6]).sum() + square(h[None, :, 3:][0]).sum()
+        return (
+            square(h.reshape(16, 8)).sum()
+            + square(h.T).sum()
+            + square(h[2:6]).sum()
+            + square(h[None, :, 3:][0]).sum()
+        )
 
     spaces = kept(jax.checkpoint(block, policy=policy), W, X)
     assert spaces["host"] == [(8, 16)]
@@ -256,7 +289,13 @@ def test_a_call_without_gradients_moves_nothing():
 
 
 def test_the_first_call_is_right():
-    step = jax.jit(jax.grad(lambda w, x: jax.checkpoint(lambda w, x: square(jaxoff.name(x @ w, "a")), policy=jaxoff.policy(offload=["a"]))(w, x).sum()))
+    step = jax.jit(
+        jax.grad(
+            lambda w, x: jax.checkpoint(
+                lambda w, x: square(jaxoff.name(x @ w, "a")), policy=jaxoff.policy(offload=["a"])
+            )(w, x).sum()
+        )
+    )
     first, second = step(W, X), step(W, X)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_allclose(first, 2 * X.T @ (X @ W), rtol=1e-5, atol=1e-5)
@@ -283,18 +322,24 @@ def test_presets():
     assert "host" not in moved  # nothing reads the named value itself under save_all: sin keeps its cosine
 
 
+STOCK_OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["a"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
 @pytest.mark.parametrize(
     "policy",
     [
         jaxoff.policy(offload=["a"]) | jax.checkpoint_policies.dots_saveable,
         jax.checkpoint_policies.dots_saveable | jaxoff.policy(offload=["a"]),
-        jaxoff.policy("dots") | jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=["a"], offload_src="device", offload_dst="pinned_host"
-        ),
+        jaxoff.policy("dots") | STOCK_OFFLOAD,
         jaxoff.policy() | (jaxoff.policy(offload=["a"]) | jaxoff.policy("dots")),
     ],
     ids=["stock second", "stock first", "offloading stock", "nested"],
-)  # fmt: skip
+)
 def test_policies_combine_with_stock_ones(policy):
     def block(w, x):
         return square(square(jaxoff.name(jnp.cos(x), "a")) @ w)
@@ -315,7 +360,10 @@ def test_the_saved_twin_keeps_what_the_policy_moves():
     def block(w, x):
         return square(square(jaxoff.name(x @ w, "a")) @ w)
 
-    for policy in (jaxoff.policy(offload=["a"]), jaxoff.policy(offload=["a"]) | jax.checkpoint_policies.nothing_saveable):
+    for policy in (
+        jaxoff.policy(offload=["a"]),
+        jaxoff.policy(offload=["a"]) | jax.checkpoint_policies.nothing_saveable,
+    ):
         check(block, policy, W, X, host=[(8, 16)])
         check(block, policy.on_device(), W, X, device=[(8, 16)])
 
@@ -326,7 +374,13 @@ def test_min_bytes_of_a_list():
 
     check(block, jaxoff.policy(offload=["a"], min_bytes=8 * 16 * 4), W, X, host=[(8, 16)])
     check(block, jaxoff.policy(offload=["a"], min_bytes=8 * 16 * 4 + 1), W, X, device=[(8, 16)])
-    check(lambda w, x: square(jaxoff.mark_offload(x @ w)), jaxoff.policy(min_bytes=1 << 30), W, X, host=[(8, 16)])
+    check(
+        lambda w, x: square(jaxoff.mark_offload(x @ w)),
+        jaxoff.policy(min_bytes=1 << 30),
+        W,
+        X,
+        host=[(8, 16)],
+    )
 
 
 # Containers
@@ -334,7 +388,12 @@ def test_min_bytes_of_a_list():
 
 def test_a_pytree_is_tagged_leaf_by_leaf():
     def block(w, x):
-        quantized = {"data": (x @ w).astype(jnp.bfloat16), "scale": jnp.abs(x @ w).max(-1, keepdims=True), "bias": None, "kind": "int8"}
+        quantized = {
+            "data": (x @ w).astype(jnp.bfloat16),
+            "scale": jnp.abs(x @ w).max(-1, keepdims=True),
+            "bias": None,
+            "kind": "int8",
+        }
         quantized = jaxoff.mark_offload(quantized)
         assert quantized["bias"] is None and quantized["kind"] == "int8"
         return square(quantized["data"].astype(jnp.float32)) * square(quantized["scale"])
@@ -350,7 +409,20 @@ def test_numpy_arrays_and_python_numbers():
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "complex64", "int8", "int32", "bool", "uint32", "int4"]
+    "dtype",
+    [
+        "float16",
+        "bfloat16",
+        "float32",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "complex64",
+        "int8",
+        "int32",
+        "bool",
+        "uint32",
+        "int4",
+    ],
 )
 def test_every_dtype_keeps_its_value(dtype):
     if dtype == "bool" or "int" in dtype:

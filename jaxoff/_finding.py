@@ -1,0 +1,97 @@
+"""What a finding is, and what checks share: how they ask policies and call things."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from jaxoff import _compat
+from jaxoff._policy import Decision, Either, Policy
+from jaxoff._policy import decide as decide_any
+from jaxoff._program import Site, sites_of
+from jaxoff._residuals import Analysis, Row
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or soon will be.
+
+    Attributes:
+      code: what kind, e.g. "rule-matched-nothing".
+      message: what is the case, and what to do.
+      source: `file:line (function)` of the code concerned, or ''.
+    """
+
+    code: str
+    message: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}" + (f" [{self.source}]" if self.source else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What findings need to know of the machine and its software.
+
+    Attributes:
+      jaxlib: version of jaxlib.
+      pinned_pool_bytes: the most pinned host memory that XLA gives a process.
+      remat3: whether `jax_remat3` is on.
+    """
+
+    jaxlib: tuple[int, ...]
+    pinned_pool_bytes: int
+    remat3: bool = False
+
+    @classmethod
+    def current(cls) -> Environment:
+        """The environment of this process."""
+        return cls(_compat.version("jaxlib") or (0,), pinned_pool_bytes(), _compat.remat3_enabled())
+
+
+def pinned_pool_bytes() -> int:
+    """The most pinned host memory that XLA's GPU client gives a process.
+
+    `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` GiB, 64 if unset.
+    """
+    text = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "")
+    return (int(text) if text.isdigit() else 64) << 30
+
+
+def decide(site: Site, policy=...) -> Decision:
+    """What a policy says of a site: the policy of its outermost checkpoint, or another."""
+    policy = site.policy if policy is ... else policy
+    return decide_any(policy, site.eqn.primitive, *(v.aval for v in site.eqn.invars), **site.eqn.params)
+
+
+def called(site: Site) -> str:
+    """How a message calls the value made at a site."""
+    if site.tag is None:
+        return f"the output of {site.eqn.primitive.name}"
+    return repr(site.tag.label) if site.tag.label else f"the value under mark_{site.tag.mark}"
+
+
+def row_name(row: Row) -> str:
+    """How a message calls a residual."""
+    residual = row.residual
+    if residual.name:
+        return repr(residual.name)
+    return f"The value under mark_{residual.mark}" if residual.mark else f"The output of {residual.made_by}"
+
+
+def host_rows(analysis: Analysis) -> list[Row]:
+    """The residuals that go to the host."""
+    return [row for row in analysis.rows if row.residual.placement == "host"]
+
+
+def parts(policy) -> list[Policy]:
+    """The jaxoff policies in a policy."""
+    if isinstance(policy, Either):
+        return [*parts(policy.first), *parts(policy.second)]
+    return [policy] if isinstance(policy, Policy) else []
+
+
+def forward_tags(analysis: Analysis) -> list[Site]:
+    """The tags in the differentiated forward pass, those of custom_vjp forward rules included."""
+    return [s for s in sites_of(analysis.kept.forward) if s.tag]
