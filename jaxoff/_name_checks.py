@@ -57,7 +57,7 @@ def marks_without_residuals(analysis: Analysis) -> Iterator[Finding]:
     }
     for site in analysis.program.sites:
         tag = site.tag
-        if tag is None or not site.checkpoints or site.primal_only or _superseded(site):
+        if tag is None or not site.checkpoints or site.primal_only or _superseded(site) or _in_branch(site):
             continue
         listed = any(
             tag.label in part.offload for part in parts(site.policy)
@@ -77,6 +77,16 @@ def marks_without_residuals(analysis: Analysis) -> Iterator[Finding]:
                 "mark, or mark the value that the next operation keeps.",
                 site.line,
             )
+
+
+def _in_branch(site: Site) -> bool:
+    """Whether a site is in a branch of a cond: the branches share the buffers of their residuals."""
+    scope = site.scope
+    while scope is not None:
+        if scope.eqn is not None and scope.eqn.primitive.name == "cond":
+            return True
+        scope = scope.parent
+    return False
 
 
 def _superseded(site: Site) -> bool:

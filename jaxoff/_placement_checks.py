@@ -84,7 +84,8 @@ def overridden_checkpoints(analysis: Analysis) -> Iterator[Finding]:
                     "checkpoint-overridden",
                     f"An inner jax.checkpoint places {called(site)} on the {inner.placement} "
                     f"({inner.rule}), but the checkpoint around it decides: {outer.placement} "
-                    f"({outer.rule}). Give the outer one this rule, or drop one of the two.",
+                    f"({outer.rule}). The inner rule holds only within the backward pass, where an offload "
+                    f"is a round trip for nothing. Give the outer one this rule, or drop one of the two.",
                     site.line,
                 )
 

@@ -31,7 +31,7 @@ MEGATRON_MODULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
 
 
 def te_v1() -> Policy:
-    """Opt in: what `mark_offload` marks goes to the host; everything else stays as autograd saves it."""
+    """Opt in: what `mark_offload` marks goes to the host; the rest stays, as autograd saves it."""
     return Policy(unmarked="save", preset="te_v1")
 
 
@@ -69,7 +69,7 @@ def megatron(modules: Iterable[str]) -> Policy:
 
 
 def save_all() -> Policy:
-    """Saves on the device what autograd saves, except views."""
+    """Saves on the device what autograd saves, except views and what is marked."""
     return Policy(unmarked="save", preset="save_all")
 
 

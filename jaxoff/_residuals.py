@@ -22,7 +22,7 @@ class Residual:
       mark: "offload", "not_offload" or None.
       shape, dtype: of one instance (one layer of a scan).
       count: how many instances there are: scan trip counts multiplied.
-      nbytes: bytes of all instances.
+      nbytes: bytes of all instances: of whole arrays, where they are sharded over devices.
       placement: "device", "host", or "recompute" for a named value that is computed again.
       rule: the mark, list entry or default that decided the placement.
       made_by: the primitive that makes the value; "name" for named values, "carry" for the carried input
@@ -138,22 +138,26 @@ def _row(var, origin: Origin, placement: Placement, decision: Decision) -> Row:
 
 
 def _decision(program: Program, origin: Origin, placement: Placement) -> Decision:
-    """The rule behind a placement.
-
-    Asked of the checkpoint whose code made the value, else of any whose answer agrees.
-    """
-    if origin.eqn is None or origin.kind not in ("name", "op"):
+    if origin.kind not in ("name", "op"):
         return Decision(placement, "input of a checkpointed or scanned function: name it inside to move it")
+    return _policy_decision(program, origin, placement) or Decision(
+        placement, "outside jax.checkpoint: autograd saves it"
+    )
+
+
+def _policy_decision(program: Program, origin: Origin, placement: Placement) -> Decision | None:
+    """The rule behind a placement: that of the checkpoint whose code made the value, else of any."""
+    if origin.eqn is None:
+        return None
     line, label = line_of(origin), origin.tag.label if origin.tag else None
     inside = [s for s in program.sites if s.checkpoints]
     inside.sort(key=lambda s: (s.line != line, s.tag is None or s.tag.label != label))
+    avals = [v.aval for v in origin.eqn.invars]
     for policy in dict.fromkeys(s.policy for s in inside):
-        decision = decide(
-            policy, origin.eqn.primitive, *(v.aval for v in origin.eqn.invars), **origin.eqn.params
-        )
+        decision = decide(policy, origin.eqn.primitive, *avals, **origin.eqn.params)
         if decision.placement == placement:
             return decision
-    return Decision(placement, "outside jax.checkpoint: autograd saves it")
+    return None
 
 
 def _made_at(origin: Origin) -> tuple[int, ...]:
@@ -189,8 +193,8 @@ def _recomputed_rows(program: Program, kept: list[Row]) -> list[Row]:
         if already[_key(origin)]:
             already[_key(origin)] -= 1
             continue
-        decision = _decision(program, origin, "recompute")
-        if decision.placement == "recompute" and site_of(program, origin) is not None:
+        decision = _policy_decision(program, origin, "recompute")
+        if decision is not None and site_of(program, origin) is not None:
             rows.append(_row(var, origin, "recompute", decision))
     return rows
 

@@ -205,6 +205,17 @@ def test_offload_in_cond():
     assert codes(stack(around_the_branches, OFFLOAD_A), W, X) == set()
 
 
+def test_branches_that_share_a_buffer_are_not_taken_for_marks_without_residual():
+    policy = jaxoff.policy(offload=["a", "b"])
+
+    def loss(w, x):
+        one = jax.checkpoint(lambda x: jnp.sin(jaxoff.name(x @ w[0], "a")), policy=policy)
+        two = jax.checkpoint(lambda x: jnp.cos(jaxoff.name(x @ w[1], "b")), policy=policy)
+        return lax.cond(x[0, 0] > 0, one, two, x).sum()
+
+    assert codes(loss, W, X) == {"offload-in-cond"}
+
+
 def test_offload_folded_away():
     def loss(prevent_cse):
         block = jax.checkpoint(layer, policy=OFFLOAD_A, prevent_cse=prevent_cse)

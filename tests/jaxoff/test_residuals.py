@@ -240,6 +240,14 @@ def test_a_500b_parameter_model_is_explained_in_seconds_and_allocates_nothing():
     assert {f.code for f in report.findings} == {"pinned-pool-too-small"}
 
 
+def test_a_value_that_is_not_needed_is_not_called_recomputed():
+    def block(w, x):
+        return jnp.sin(jaxoff.mark_not_offload(jaxoff.name(x @ w, "out"))) @ w.T
+
+    rows = jaxoff.residuals(jax.checkpoint(block, policy=jaxoff.policy("te_v1")), W[0], X)
+    assert {r.placement for r in rows} == {"device"} and all(r.name is None for r in rows)
+
+
 def test_the_report_as_a_dict():
     report = jaxoff.explain(stack(jaxoff.policy(offload=["x_in", "nothing"])), W, X)
     data = json.loads(json.dumps(report.to_dict()))
