@@ -23,10 +23,28 @@ def provenance(options: dict[str, Any]) -> dict[str, Any]:
         },
         "python": sys.version.split()[0],
         "commit": os.environ.get("GIT_COMMIT") or _commit(),
-        "command": f"python -m {_module()} {' '.join(sys.argv[1:])}",
+        "command": f"python -m {_module()} {' '.join(_arguments())}",
         "options": {key: str(value) for key, value in options.items() if key != "out"},
         "flags": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(("XLA_", "JAX_"))},
     }
+
+
+def _arguments() -> list[str]:
+    """The command line without the place of the result."""
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return arguments
+
+
+def _arguments() -> list[str]:
+    """The command line without the place of the result."""
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return arguments
 
 
 def _module() -> str:

@@ -129,7 +129,7 @@ def _backend(environment: Environment) -> Iterator[Problem]:
         yield Problem(
             "no-pinned-host",
             True,
-            f"Offloaded values live in memory of kind pinned_host, which a device here lacks: {kinds or 'none'}.",
+            f"Offloaded values live in pinned_host memory, which a device here lacks; got {kinds or 'none'}.",
         )
 
 

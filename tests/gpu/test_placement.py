@@ -27,7 +27,9 @@ def layer(x, w):
 
 def rms_norm(x):
     wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+    # Without the barrier XLA adds in another order where the norm is computed again: other bits.
+    mean_square = lax.optimization_barrier(jnp.mean(wide * wide, -1, keepdims=True))
+    return (wide * lax.rsqrt(mean_square + 1e-6)).astype(x.dtype)
 
 
 def stack(policy):

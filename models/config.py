@@ -1,0 +1,323 @@
+"""The shape of a model: its numbers, presets, and how many parameters they make."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+_ROUTERS = ("sigmoid", "softmax")
+_ATTENTION = ("auto", "cudnn", "xla")
+_DTYPES = ("bfloat16", "float32")
+_POSITIVE = (
+    "vocab_size",
+    "d_model",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_seq_len",
+    "rope_theta",
+    "rms_eps",
+)
+_NOT_NEGATIVE = ("d_shared", "first_k_dense", "aux_loss_coef", "z_loss_coef", "mtp_weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamCounts:
+    """Parameters of a model by where they stand.
+
+    Attributes:
+      embedding, attention, dense_mlp, router, experts, shared_experts, norms, head: in the embedding and the
+        layers.
+      mtp: all of the multi-token-prediction head, its own block included.
+      total: sum of the above.
+      active: the part that one token meets in training: `total` without the experts that the router does not
+        choose.
+    """
+
+    embedding: int
+    attention: int
+    dense_mlp: int
+    router: int
+    experts: int
+    shared_experts: int
+    norms: int
+    head: int
+    mtp: int
+    total: int
+    active: int
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{name.replace('_', ' '):<16}{count:>18,}" for name, count in dataclasses.asdict(self).items()
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The numbers of a decoder-only language model with mixture-of-experts layers.
+
+    Checked when made. `Config.preset` names known ones; `dataclasses.replace` changes one.
+
+    Attributes:
+      vocab_size: tokens V.
+      d_model: width D of the residual stream.
+      num_layers: layers L, dense ones included.
+      num_heads, num_kv_heads, head_dim: query heads N, key-value heads K that groups of them share, and the
+        width of one.
+      num_experts, top_k, d_expert: experts E of a layer, how many a token goes to, and their hidden width I.
+      d_shared: hidden width of the shared expert, which every token meets; 0 is none.
+      d_ff: hidden width of a dense layer's MLP; only read where there are dense layers.
+      first_k_dense: how many layers, from the first on, have a dense MLP instead of experts.
+      router: how scores come from logits, "sigmoid" or "softmax".
+      norm_topk_probs: whether the chosen experts' scores are divided by their sum.
+      routed_scaling: factor on the routed experts' output.
+      aux_loss_coef, z_loss_coef: weights in the loss of the layers' mean load-balancing loss and mean router
+        z-loss.
+      mtp_layers: multi-token-prediction heads, 0 or 1.
+      mtp_weight: weight of its cross entropy in the loss.
+      rope_theta, rms_eps: base of the rotary embedding's wavelengths; what the norms add to the mean square.
+      max_seq_len: longest sequence that the model accepts.
+      dtype: what activations are kept and multiplied in, "bfloat16" or "float32".
+      param_dtype: what parameters are kept in; they are cast where they are used.
+      attention: "cudnn", "xla", or "auto" for cuDNN on a GPU where it supports the shapes, XLA elsewhere.
+
+    Raises:
+      ValueError: a number is out of its range or two do not fit each other.
+
+    Example:
+      >>> from models import Config
+      >>> Config.preset("nano", num_layers=2).num_experts
+      128
+    """
+
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    top_k: int
+    d_expert: int
+    d_shared: int = 0
+    d_ff: int = 0
+    first_k_dense: int = 0
+    router: str = "sigmoid"
+    norm_topk_probs: bool = True
+    routed_scaling: float = 1.0
+    aux_loss_coef: float = 1e-2
+    z_loss_coef: float = 1e-3
+    mtp_layers: int = 0
+    mtp_weight: float = 0.3
+    rope_theta: float = 10_000.0
+    rms_eps: float = 1e-5
+    max_seq_len: int = 8192
+    dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    attention: str = "auto"
+
+    def __post_init__(self):
+        for field in ("dtype", "param_dtype"):
+            # Kept as text: it hashes, compares and goes into JSON.
+            object.__setattr__(self, field, _dtype_name(field, getattr(self, field)))
+        _check_numbers(self)
+        _check_choice("router", self.router, _ROUTERS)
+        _check_choice("attention", self.attention, _ATTENTION)
+        _check_fit(self)
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> "Config":
+        """Makes a known configuration.
+
+        Args:
+          name: "tiny", "nano", "mixtral" or "dsv3".
+          **overrides: fields to set otherwise.
+
+        Returns:
+          The configuration.
+
+        Raises:
+          ValueError: the preset is unknown, or the result is not valid.
+          TypeError: an override is not a field.
+        """
+        _check_choice("preset", name, tuple(_PRESETS))
+        fields = tuple(field.name for field in dataclasses.fields(cls))
+        for field in overrides:
+            if field not in fields:
+                raise TypeError(
+                    f"Config has no field {field!r}{_near(field, fields)} The fields are {', '.join(fields)}."
+                )
+        return cls(**(_PRESETS[name] | overrides))
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.first_k_dense
+
+    def param_counts(self) -> ParamCounts:
+        """Counts the parameters without making any."""
+        d, dense, moe, mtp = self.d_model, self.first_k_dense, self.num_moe_layers, self.mtp_layers
+        attention = (
+            d * self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + self.num_heads * self.head_dim * d
+        )
+        expert, router, shared = 2 * d * self.d_expert, d * self.num_experts, 2 * d * self.d_shared
+        # The head's block is a mixture-of-experts block; it has a norm for each of its two inputs and one
+        # before the logits.
+        mtp_rest = mtp * (attention + router + shared + 2 * d * d + 5 * d)
+        parts = {
+            "embedding": self.vocab_size * d,
+            "attention": self.num_layers * attention,
+            "dense_mlp": dense * 2 * d * self.d_ff,
+            "router": moe * router,
+            "experts": moe * self.num_experts * expert,
+            "shared_experts": moe * shared,
+            "norms": (2 * self.num_layers + 1) * d,
+            "head": self.vocab_size * d,
+            "mtp": mtp_rest + mtp * self.num_experts * expert,
+        }
+        total = sum(parts.values())
+        idle = (moe + mtp) * (self.num_experts - self.top_k) * expert
+        return ParamCounts(**parts, total=total, active=total - idle)
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    # Bytes as tokens, small enough to train on a processor: three hundred steps in about a minute.
+    "tiny": dict(
+        vocab_size=256,
+        d_model=128,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        num_experts=8,
+        top_k=2,
+        d_expert=128,
+        d_shared=128,
+        d_ff=512,
+        first_k_dense=1,
+        max_seq_len=1024,
+    ),
+    # NVIDIA Nemotron 3 Nano 30B-A3B (arXiv:2512.20848): width, heads, experts, shared expert, squared ReLU,
+    # sigmoid router, scaling 2.5 and vocabulary are its. It has 52 layers, of which 23 are Mamba-2, 23
+    # experts and 6 attention without RoPE; here each layer is attention with RoPE and experts, and there are
+    # as many as fit.
+    "nano": dict(
+        vocab_size=131_072,
+        d_model=2688,
+        num_layers=4,
+        num_heads=32,
+        num_kv_heads=2,
+        head_dim=128,
+        num_experts=128,
+        top_k=6,
+        d_expert=1856,
+        d_shared=3712,
+        routed_scaling=2.5,
+        aux_loss_coef=1e-4,
+    ),
+    # Mixtral 8x7B (arXiv:2401.04088): everything but the activation, which is SwiGLU there, and the depth,
+    # which is 32.
+    "mixtral": dict(
+        vocab_size=32_000,
+        d_model=4096,
+        num_layers=2,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        num_experts=8,
+        top_k=2,
+        d_expert=14_336,
+        router="softmax",
+        aux_loss_coef=2e-2,
+        z_loss_coef=0.0,
+        rope_theta=1e6,
+        max_seq_len=32_768,
+    ),
+    # DeepSeek-V3 (arXiv:2412.19437): widths, router, scaling, shared expert and the multi-token-prediction
+    # head are its, SwiGLU is not. It has 61 layers, 3 of them dense, and 256 experts: here one dense layer
+    # and the 8 experts that one of 32 devices holds. Its latent attention is not built: 128 query heads share
+    # 8 key-value heads instead.
+    "dsv3": dict(
+        vocab_size=129_280,
+        d_model=7168,
+        num_layers=3,
+        num_heads=128,
+        num_kv_heads=8,
+        head_dim=128,
+        num_experts=8,
+        top_k=8,
+        d_expert=2048,
+        d_shared=2048,
+        d_ff=18_432,
+        first_k_dense=1,
+        routed_scaling=2.5,
+        aux_loss_coef=1e-4,
+        z_loss_coef=0.0,
+        mtp_layers=1,
+        rms_eps=1e-6,
+    ),
+}
+
+
+def _near(got: str, choices: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(got), list(choices), 1)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def _check_choice(field: str, got: Any, choices: tuple[str, ...]) -> None:
+    if got not in choices:
+        raise ValueError(
+            f"{field} must be one of {', '.join(map(repr, choices))}, got {got!r}{_near(got, choices)}"
+        )
+
+
+def _dtype_name(field: str, got: Any) -> str:
+    try:
+        name = jnp.dtype(got).name
+    except TypeError:
+        name = str(got)
+    if name not in _DTYPES:
+        raise ValueError(
+            f"{field} must be one of {', '.join(map(repr, _DTYPES))}, got {got!r}{_near(name, _DTYPES)}"
+        )
+    return name
+
+
+def _check_numbers(config: Config) -> None:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type is int and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError(f"{field.name} must be an integer, got {value!r}.")
+        if field.name in _POSITIVE and value <= 0:
+            raise ValueError(f"{field.name} must be greater than 0, got {value!r}.")
+        if field.name in _NOT_NEGATIVE and value < 0:
+            raise ValueError(f"{field.name} must be at least 0, got {value!r}.")
+
+
+def _check_fit(config: Config) -> None:
+    c = config
+    if c.num_heads % c.num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got {c.num_heads=} and {c.num_kv_heads=}."
+        )
+    if c.head_dim % 2:
+        raise ValueError(f"head_dim must be even, since RoPE turns pairs of features, got {c.head_dim=}.")
+    if c.first_k_dense > c.num_layers:
+        raise ValueError(
+            f"first_k_dense must be at most num_layers, got {c.first_k_dense=} and {c.num_layers=}."
+        )
+    if c.first_k_dense and c.d_ff <= 0:
+        raise ValueError(
+            f"d_ff, the width of the dense layers' MLP, must be set for {c.first_k_dense=}, got {c.d_ff=}."
+        )
+    if c.mtp_layers not in (0, 1):
+        raise ValueError(f"mtp_layers must be 0 or 1, got {c.mtp_layers=}.")
+    if c.num_moe_layers or c.mtp_layers:
+        if c.num_experts <= 0 or c.d_expert <= 0:
+            raise ValueError(
+                f"num_experts and d_expert must be greater than 0, got {c.num_experts=} and {c.d_expert=}."
+            )
+        if not 0 < c.top_k <= c.num_experts:
+            raise ValueError(f"top_k must be from 1 to num_experts, got {c.top_k=} and {c.num_experts=}.")

@@ -1,0 +1,286 @@
+"""Bytes of text: where they come from, the part held out, and batch i as a pure function of (seed, i)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from models.errors import InputError
+
+VOCABULARY = 256
+MAX_BYTES = 64 << 20
+PIECE_BYTES = 64 << 10
+HELD_OUT_FRACTION = 0.05
+
+# Not program text: third-party packages, the tests' fixtures, and tables of code points.
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The bytes to train on and those held out.
+
+    Attributes:
+      train: (N,) uint8.
+      held_out: (M,) uint8. No piece of text is in both.
+      num_files: how many files the bytes come from.
+      nbytes: N + M.
+      truncated: whether more files or bytes were there than `max_bytes`.
+      sha256: of the bytes of both parts.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    num_files: int
+    nbytes: int
+    truncated: bool
+    sha256: str
+
+
+def load(paths: Sequence[str | os.PathLike] = (), *, max_bytes: int = MAX_BYTES) -> Corpus:
+    """Reads the corpus and splits it.
+
+    Args:
+      paths: files, whose bytes are taken as they are, and folders, of which every text file at any depth is
+        taken, hidden ones left out. Empty: the running Python's own standard library.
+      max_bytes: stop after so many bytes.
+
+    Returns:
+      A `Corpus`, the same for the same bytes wherever they lie.
+
+    Raises:
+      InputError: if a path is missing or cannot be read, or all of it is empty.
+
+    Example:
+      >>> from models import data
+      >>> corpus = data.load(max_bytes=100_000)
+      >>> corpus.nbytes, corpus.truncated
+      (100000, True)
+    """
+    files = [file for path in paths for file in _expand(Path(path))] if paths else _standard_library()
+    documents: list[bytes] = []
+    left = max_bytes
+    truncated = False
+    for file, required in files:
+        document = _read(file, left + 1, required)
+        if document is None or not document:
+            continue
+        if left == 0:
+            truncated = True
+            break
+        truncated = len(document) > left
+        documents.append(document[:left])
+        left -= len(documents[-1])
+    if not documents:
+        where = ", ".join(map(str, paths)) or "the standard library"
+        raise InputError(f"Training needs at least one byte of text, got none in {where}.")
+    train, held_out = split(documents)
+    digest = hashlib.sha256(len(train).to_bytes(8, "little"))
+    digest.update(train)
+    digest.update(held_out)
+    return Corpus(train, held_out, len(documents), len(train) + len(held_out), truncated, digest.hexdigest())
+
+
+def _standard_library() -> list[tuple[Path, bool]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [p for p in root.rglob("*.py") if not _NOT_LIBRARY.intersection(p.relative_to(root).parts)]
+    return [(p, False) for p in sorted(files, key=lambda p: p.relative_to(root).as_posix())]
+
+
+def _expand(path: Path) -> list[tuple[Path, bool]]:
+    """The files of a path, each with whether it was asked for by name and so must be readable."""
+    if not path.exists():
+        raise InputError(f"--data takes files and folders that exist, got {str(path)!r}, which does not.")
+    if not path.is_dir():
+        return [(path, True)]
+    found = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    found = [p for p in found if p.is_file()]  # no sockets, pipes or broken links
+    return [(p, False) for p in sorted(found, key=lambda p: p.relative_to(path).as_posix())]
+
+
+def _read(path: Path, at_most: int, required: bool) -> bytes | None:
+    """The bytes of a file; None for what a folder holds that is not text or may not be read."""
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(at_most)
+    except OSError as error:
+        if required:
+            raise InputError(
+                f"--data takes files that can be read, got {str(path)!r}: {error.strerror or error}."
+            ) from None
+        return None
+    return content if required or b"\0" not in content[:8192] else None
+
+
+def split(
+    documents: Sequence[bytes], *, fraction: float = HELD_OUT_FRACTION, piece_bytes: int = PIECE_BYTES
+) -> tuple[np.ndarray, np.ndarray]:
+    """Splits documents into bytes to train on and bytes held out, without a leak.
+
+    Documents are cut into pieces of at most `piece_bytes` (1/40 of all bytes where that is less); pieces are
+    ranked by the hash of their content, and the first ranks are held out. Copies of a piece have one rank, so
+    they end on one side.
+
+    Args:
+      documents: the bytes of each.
+      fraction: of all bytes, at least how much to hold out.
+      piece_bytes: the longest piece.
+
+    Returns:
+      (train, held_out), each (n,) uint8, in the documents' order. `held_out` is empty where all pieces are
+      alike.
+    """
+    total = sum(map(len, documents))
+    size = max(1, min(piece_bytes, total // 40))
+    pieces = [d[i : i + size] for d in documents for i in range(0, len(d), size)]
+    digests = [hashlib.sha256(p).digest() for p in pieces]
+    weights: dict[bytes, int] = {}
+    for digest, piece in zip(digests, pieces, strict=True):
+        weights[digest] = weights.get(digest, 0) + len(piece)
+
+    chosen: set[bytes] = set()
+    held = 0
+    for digest in sorted(weights):
+        # A piece that fills much of the corpus by its copies stays in training.
+        if held < fraction * total and held + weights[digest] <= 2 * fraction * total:
+            chosen.add(digest)
+            held += weights[digest]
+    if not chosen and len(weights) > 1:
+        chosen.add(min(weights, key=lambda digest: (weights[digest], digest)))
+
+    sides: tuple[list[bytes], list[bytes]] = ([], [])
+    for digest, piece in zip(digests, pieces, strict=True):
+        sides[digest in chosen].append(piece)
+    return _as_array(b"".join(sides[0])), _as_array(b"".join(sides[1]))
+
+
+def _as_array(content: bytes) -> np.ndarray:
+    return np.frombuffer(content, np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """Batches of windows in a shuffled order that needs no state: batch i is a pure function of (seed, i).
+
+    Each epoch visits every window of `seq` targets once, in the order of a keyed permutation, from an offset
+    of its own.
+
+    Attributes:
+      tokens: (N,) uint8.
+      batch: B, windows a batch.
+      seq: S, targets a window.
+      seed: which order.
+    """
+
+    tokens: np.ndarray
+    batch: int
+    seq: int
+    seed: int
+
+    def __post_init__(self):
+        if len(self.tokens) < self.seq + 1:
+            raise InputError(
+                f"A sequence of {self.seq} needs {self.seq + 1} bytes, got {len(self.tokens)} to train on. "
+                "Give more data or a shorter --seq."
+            )
+
+    @property
+    def num_windows(self) -> int:
+        """Windows an epoch."""
+        return max(1, len(self.tokens) // self.seq - 1)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Batch `index`: (B, S + 1) int32."""
+        samples = np.arange(index * self.batch, (index + 1) * self.batch, dtype=np.int64)
+        epochs, positions = np.divmod(samples, self.num_windows)
+        starts = np.empty(self.batch, np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            key = int.from_bytes(hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()[:8], "little")
+            offset = key % (len(self.tokens) - self.num_windows * self.seq)
+            starts[here] = permute(positions[here], self.num_windows, key) * self.seq + offset
+        return self.tokens[starts[:, None] + np.arange(self.seq + 1)].astype(np.int32)
+
+
+def held_out_windows(tokens: np.ndarray, *, batch: int, seq: int, num_batches: int) -> np.ndarray:
+    """Windows of the held-out bytes, spread evenly over them, no target twice.
+
+    Returns:
+      (K, B', S + 1) int32, with K <= num_batches; B' < batch only where the held-out bytes do not fill one
+      batch.
+
+    Raises:
+      InputError: if they do not fill one window.
+    """
+    windows = (len(tokens) - 1) // seq if len(tokens) else 0
+    if windows < 1:
+        raise InputError(
+            f"A sequence of {seq} needs {seq + 1} held-out bytes, got {len(tokens)}: "
+            f"{HELD_OUT_FRACTION:.0%} of the data is held out. Give more data or a shorter --seq."
+        )
+    batch = min(batch, windows)
+    count = min(num_batches, windows // batch)
+    starts = np.linspace(0, windows - 1, count * batch).astype(np.int64) * seq
+    return tokens[starts[:, None] + np.arange(seq + 1)].astype(np.int32).reshape(count, batch, seq + 1)
+
+
+def byte_frequency_loss(windows: np.ndarray) -> float:
+    """The entropy of the targets, in nats a byte: the loss of the best model of byte frequencies alone."""
+    counts = np.bincount(windows[..., 1:].ravel(), minlength=VOCABULARY)
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def bits(nats: float) -> float:
+    return nats / math.log(2)
+
+
+def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
+    """A keyed permutation of range(n), evaluated at `index` alone.
+
+    A Feistel network over the next even power of two, walked until it lands below n. Independent of numpy's
+    own generators, whose streams may change between releases.
+
+    Args:
+      index: integers below n.
+      n: the length of the permuted range.
+      key: picks the permutation.
+
+    Returns:
+      int64 of index's shape, a bijection of range(n).
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+
+    def encrypt(x: np.ndarray) -> np.ndarray:
+        left, right = x >> half, x & mask
+        for turn in range(4):
+            left, right = (
+                right,
+                left ^ (_mix(right ^ np.uint64((key + turn * 0x9E3779B97F4A7C15) % 2**64)) & mask),
+            )
+        return (left << half) | right
+
+    out = encrypt(np.asarray(index).astype(np.uint64))
+    while (outside := out >= n).any():
+        out = np.where(outside, encrypt(out), out)
+    return out.astype(np.int64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

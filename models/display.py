@@ -1,0 +1,63 @@
+"""What a run shows while it goes: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from models.options import Options
+
+_LINES = 20
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console that is plain and wide enough for tables where it is not a terminal."""
+    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=160)
+
+
+class Display:
+    """Shows a run's progress; a `models.loop.Watcher`.
+
+    Args:
+      console: where.
+      options: of the run.
+      first: steps done before.
+    """
+
+    def __init__(self, console: Console, options: Options, first: int):
+        self.console, self.options = console, options
+        self._every = max(1, options.steps // _LINES)
+        self._held_out = ""
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=16),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._progress.add_task("", total=options.steps, completed=first)
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def step(self, step: int, metrics: dict[str, float], time_ms: float) -> None:
+        rate = self.options.tokens_per_step / time_ms * 1e3
+        text = f"loss {metrics['loss']:.4f}  {rate:,.0f} tokens/s  {time_ms:.0f} ms/step"
+        self._progress.update(self._task, completed=step, description=text + self._held_out)
+        if not self.console.is_terminal and (step % self._every == 0 or step in (1, self.options.steps)):
+            self.console.print(f"step {step}/{self.options.steps}  {text}  lr {metrics['lr']:.2e}")
+
+    def held_out(self, step: int, loss: float) -> None:
+        self._held_out = f"  held-out {loss:.4f}"
+        if not self.console.is_terminal:
+            self.console.print(f"step {step}/{self.options.steps}  held-out {loss:.4f} nats/byte")
+
+    def saved(self, step: int) -> None:
+        if not self.console.is_terminal:
+            self.console.print(f"step {step}/{self.options.steps}  checkpoint saved")

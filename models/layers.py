@@ -1,0 +1,292 @@
+"""Layers without experts: norm, rotary embedding, attention, squared-ReLU MLP.
+
+Shapes: B batch, S sequence, D model width, N query heads, K key-value heads, H head width, F hidden width of
+an MLP.
+
+Rounding: each 16-bit value here has its rounding pinned, by `jaxoff.name` or by `pin`, and everything between
+two of them is float32. So a value is the same, bit for bit, whether it was saved, moved or computed again;
+the same holds for the gradients' values, since the gradient of a pin is a pin.
+"""
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import jaxoff
+from models.config import Config
+
+Implementation = Literal["cudnn", "xla"]
+
+
+def pin(x: jax.Array) -> jax.Array:
+    """Rounds a value to its own format, so that XLA cannot keep it wider where it fuses."""
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def fence(x: jax.Array) -> jax.Array:
+    """Keeps XLA from fusing a reduction with what reads its result.
+
+    Where it fuses, it picks the order of the additions by what else is in the fusion, and that is not the same
+    in the forward pass and where the reduction is recomputed: other bits.
+    """
+    return lax.optimization_barrier(x)
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, config: Config) -> nnx.Param:
+    return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, config.param_dtype))
+
+
+def _matmul_rounded(x, w, dtype):
+    return jnp.dot(x, w.astype(x.dtype), preferred_element_type=dtype)
+
+
+# A forward rule here repeats the plain function and does not call the one with the rule: inside that call a
+# checkpoint policy would see neither a name nor a dot.
+_matmul = jax.custom_vjp(_matmul_rounded, nondiff_argnums=(2,))
+
+
+def _matmul_forward(x, w, dtype):
+    return _matmul_rounded(x, w, dtype), (x, w)
+
+
+def _matmul_backward(dtype, residuals, dy):
+    x, w = residuals
+    dy = pin(dy.astype(x.dtype))
+    dx = lax.dot_general(
+        dy, w.astype(x.dtype), (((dy.ndim - 1,), (1,)), ((), ())), preferred_element_type=x.dtype
+    )
+    rows = tuple(range(x.ndim - 1))
+    dw = lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+    return pin(dx), dw.astype(w.dtype)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def matmul(x: jax.Array, w: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """Multiplies activations by a weight kept in its own, wider type.
+
+    The weight is cast to x's dtype where it is used, the sums are in float32, and the weight's gradient
+    leaves the sum in float32: written by hand because JAX's own gradient would round it to x's dtype, or
+    multiply in float32.
+
+    Args:
+      x: (..., D) the compute dtype.
+      w: (D, F) the parameter dtype.
+      dtype: of the result; x's by default.
+
+    Returns:
+      (..., F), its rounding pinned.
+    """
+    return pin(_matmul(x, w, jnp.dtype(dtype or x.dtype)))
+
+
+@jax.custom_vjp
+def fan_out(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Hands a value to three consumers and adds their gradients in float32, rounding once."""
+    return x, x, x
+
+
+def _fan_out_backward(residuals, grads):
+    del residuals
+    total = grads[0].astype(jnp.float32) + grads[1].astype(jnp.float32) + grads[2].astype(jnp.float32)
+    return (pin(total.astype(grads[0].dtype)),)
+
+
+fan_out.defvjp(lambda x: ((x, x, x), None), _fan_out_backward)
+
+
+def _squared_relu(z, name):
+    return jaxoff.name(jnp.square(jnp.maximum(z.astype(jnp.float32), 0.0)).astype(z.dtype), name)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def squared_relu(z: jax.Array, name: str) -> jax.Array:
+    """Applies relu(z)^2 and names the result.
+
+    The gradient needs the result alone, and not z: relu(z) is its square root.
+    """
+    return _squared_relu(z, name)
+
+
+def _squared_relu_forward(z, name):
+    a = _squared_relu(z, name)
+    return a, a
+
+
+def _squared_relu_backward(name, a, da):
+    del name
+    return (pin((2.0 * jnp.sqrt(a.astype(jnp.float32)) * da.astype(jnp.float32)).astype(a.dtype)),)
+
+
+squared_relu.defvjp(_squared_relu_forward, _squared_relu_backward)
+
+
+def _normed(x, eps):
+    x = x.astype(jnp.float32)
+    scale = lax.rsqrt(fence(jnp.mean(jnp.square(x), axis=-1, keepdims=True)) + eps)
+    return x * scale, scale
+
+
+def _rms_norm(x, scale, eps, dtype):
+    scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
+    return pin((_normed(x, eps)[0] * scale).astype(dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: str) -> jax.Array:
+    """Computes `scale * x / sqrt(mean(x^2) + eps)` in float32 over the last axis, rounded to `dtype`.
+
+    The gradient starts from x alone, always: with what autograd saves in between, it would differ in its last
+    bits from one that is recomputed, since XLA contracts products and sums as it happens to fuse them.
+    """
+    return _rms_norm(x, scale, eps, dtype)
+
+
+def _rms_norm_backward(eps, dtype, residuals, dy):
+    x, scale = residuals
+    normed, inverse_rms = _normed(x, eps)
+    dy = pin(dy).astype(jnp.float32)
+    dscale = fence(jnp.sum(dy * normed, axis=tuple(range(x.ndim - 1))))
+    dy = dy * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
+    dx = inverse_rms * (dy - normed * fence(jnp.mean(dy * normed, axis=-1, keepdims=True)))
+    return dx.astype(x.dtype), dscale.astype(scale.dtype)
+
+
+rms_norm.defvjp(
+    lambda x, scale, eps, dtype: (_rms_norm(x, scale, eps, dtype), (x, scale)), _rms_norm_backward
+)
+
+
+def sum_of_exp(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes `exp(x - max)`, its sum and the max over the last axis, fenced: what softmax and logsumexp share.
+
+    Args:
+      x: (..., E) float32.
+
+    Returns:
+      (..., E), (..., 1) and (..., 1), float32. The max has no gradient.
+    """
+    largest = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+    exponentials = jnp.exp(x - largest)
+    return exponentials, fence(jnp.sum(exponentials, axis=-1, keepdims=True)), largest
+
+
+def logsumexp(x: jax.Array) -> jax.Array:
+    """Computes `log(sum(exp(x)))` over the last axis: (..., E) to (...), float32."""
+    _, total, largest = sum_of_exp(x)
+    return jnp.squeeze(jnp.log(total) + largest, axis=-1)
+
+
+class RMSNorm(nnx.Module):
+    """Divides by the root mean square over the last axis, and scales.
+
+    References:
+      Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+    """
+
+    def __init__(self, config: Config):
+        self.scale = nnx.Param(jnp.ones((config.d_model,), config.param_dtype))
+        self.eps, self.dtype = config.rms_eps, config.dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps (..., D) of any float dtype to the compute dtype, in float32 between."""
+        return rms_norm(x, self.scale[...], self.eps, self.dtype)
+
+
+def rope(x_BSNH: jax.Array, theta: float) -> jax.Array:
+    """Turns feature pairs (i, i + H/2) by position times theta^(-2i/H), in float32.
+
+    References:
+      Su et al., RoFormer, 2021.
+    """
+    half = x_BSNH.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(x_BSNH.shape[1], dtype=jnp.float32)[:, None] * frequency[None, :]
+    cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    x = x_BSNH.astype(jnp.float32)
+    x1, x2 = x[..., :half], x[..., half:]
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BSNH.dtype)
+
+
+def attention_implementation(config: Config, platform: str | None = None) -> Implementation:
+    """Says which attention a model uses: "cudnn" or "xla".
+
+    Args:
+      config: its `attention`, where that is not "auto", is the answer.
+      platform: "gpu" or another; by default the one that JAX computes on.
+
+    Returns:
+      "cudnn" on a GPU for 16-bit activations and heads of a width that is a multiple of 8 up to 128, "xla"
+      otherwise.
+    """
+    if config.attention != "auto":
+        return "cudnn" if config.attention == "cudnn" else "xla"
+    on_gpu = (platform or jax.default_backend()) == "gpu"
+    return (
+        "cudnn"
+        if on_gpu and config.dtype == "bfloat16" and config.head_dim <= 128 and not config.head_dim % 8
+        else "xla"
+    )
+
+
+def causal_attention(
+    q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, implementation: Implementation
+) -> jax.Array:
+    """Attends to the positions up to one's own; `N / K` query heads share a key-value head.
+
+    Returns (B, S, N, H) in q's dtype.
+    """
+    q, k, v = q_BSNH, k_BSKH, v_BSKH
+    if implementation == "xla":
+        # In float32, so that no 16-bit value is inside whose rounding nobody pins.
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    attend = jax.nn.dot_product_attention
+    return attend(q, k, v, is_causal=True, implementation=implementation).astype(q_BSNH.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with rotary embedding.
+
+    q, k and v are named after the rotary embedding: that is what the attention's gradient needs, and the
+    embedding's own gradient needs nothing.
+    """
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.config = config
+        heads, width = config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        self.qkv = normal(rngs, (config.d_model, heads * width), config.d_model**-0.5, config)
+        inner = config.num_heads * width
+        self.out = normal(rngs, (inner, config.d_model), inner**-0.5 / (2 * config.num_layers) ** 0.5, config)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Maps the normed input (B, S, D) to (B, S, D)."""
+        c = self.config
+        x_BSD = jaxoff.name(x_BSD, "attn.qkv_in")
+        batch, length = x_BSD.shape[:2]
+        qkv = matmul(x_BSD, self.qkv[...]).reshape(batch, length, -1, c.head_dim)
+        q, k, v = jnp.split(qkv, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)
+        q, k, v = jaxoff.name((rope(q, c.rope_theta), rope(k, c.rope_theta), v), "attn.qkv")
+        out = jaxoff.name(causal_attention(q, k, v, attention_implementation(c)), "attn.core")
+        out = jaxoff.name(out.reshape(batch, length, -1), "attn.proj_in")
+        return matmul(out, self.out[...])
+
+
+class MLP(nnx.Module):
+    """Two matrices with a squared ReLU between, whose output bears `act_name`; the caller names the input."""
+
+    def __init__(self, config: Config, d_hidden: int, act_name: str, *, rngs: nnx.Rngs):
+        self.act_name = act_name
+        self.w1 = normal(rngs, (config.d_model, d_hidden), config.d_model**-0.5, config)
+        self.w2 = normal(
+            rngs, (d_hidden, config.d_model), d_hidden**-0.5 / (2 * config.num_layers) ** 0.5, config
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps (..., D) to (..., D)."""
+        return matmul(squared_relu(matmul(x, self.w1[...]), self.act_name), self.w2[...])

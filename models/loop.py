@@ -1,0 +1,206 @@
+"""The training loop: steps, held-out losses, checkpoints, and the three ways to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from models.checkpoints import Checkpoints
+from models.data import Batches
+from models.history import History
+from models.options import Options
+
+State = dict[str, Any]
+Metrics = dict[str, float]
+
+
+class DivergedError(ArithmeticError):
+    """A step's loss, gradient or weights are not finite.
+
+    Attributes:
+      step: counted from 1.
+      metrics: all that was measured of it.
+    """
+
+    def __init__(self, step: int, metrics: Metrics):
+        self.step, self.metrics = step, metrics
+        super().__init__(
+            f"step {step} gave {', '.join(f'{k} = {v}' for k, v in metrics.items() if not math.isfinite(v))}"
+        )
+
+
+class Stop:
+    """Notes the first SIGINT or SIGTERM while it is entered; a second does what it did before.
+
+    Attributes:
+      signum: the signal that came, or None.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self):
+        self.signum: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._restore()
+
+    def _note(self, signum: int, frame: object) -> None:
+        self.signum = signum
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class Watcher(Protocol):
+    """Who is told of a run's progress. `step` is counted from 1."""
+
+    def step(self, step: int, metrics: Metrics, time_ms: float) -> None: ...
+
+    def held_out(self, step: int, loss: float) -> None: ...
+
+    def saved(self, step: int) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+      state: the last one.
+      step: how many steps are done.
+      signum: the signal that stopped it, or None.
+      step_times_ms: of this process's steps, held-out losses and checkpoints between them left out.
+    """
+
+    state: State
+    step: int
+    signum: int | None
+    step_times_ms: list[float]
+
+    @property
+    def median_step_ms(self) -> float | None:
+        return statistics.median(self.step_times_ms) if self.step_times_ms else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """Takes a run's steps.
+
+    Attributes:
+      options: how many steps, and what is due when.
+      take_step: (state, tokens (B, S + 1)) to (state, metrics), arrays still being computed.
+      held_out: (params, tokens (B, S + 1)) to a held-out loss.
+      batches: the input of step i.
+      windows: held-out text, (K, B, S + 1).
+      checkpoints: where to save.
+      history: where the losses go.
+      run: JSON-ready; saved beside each state.
+      watcher: who is told.
+      stop: asked before every step.
+    """
+
+    options: Options
+    take_step: Callable[[State, np.ndarray], tuple[State, dict[str, jax.Array]]]
+    held_out: Callable[[Any, np.ndarray], jax.Array]
+    batches: Batches
+    windows: np.ndarray
+    checkpoints: Checkpoints
+    history: History
+    run: dict[str, Any]
+    watcher: Watcher
+    stop: Stop
+
+    def train(self, state: State, first: int) -> Outcome:
+        """Trains from a state after `first` steps to the last step, or to a signal.
+
+        Args:
+          state: is used up.
+          first: how many steps it has seen.
+
+        Raises:
+          DivergedError: if a step is not finite. It is not saved: whatever is saved has been read and found
+            finite.
+        """
+        options, readings = self.options, _Readings(self.history, self.watcher)
+        step = first
+        while step < options.steps and self.stop.signum is None:
+            state, metrics = self.take_step(state, self.batches[step])
+            step += 1
+            readings.push(step, metrics)
+            last = step == options.steps
+            evaluates, saves = (
+                last or _due(step, options.eval_every),
+                last or _due(step, options.checkpoint_every),
+            )
+            if evaluates or saves:
+                readings.finish()
+                if evaluates:
+                    self._evaluate(state, step)
+                if saves:
+                    self._save(state, step)
+                readings.restart_clock()
+        readings.finish()
+        if self.stop.signum is not None and step > first:
+            self._save(state, step)
+        self.checkpoints.wait()
+        return Outcome(state, step, self.stop.signum, readings.times_ms)
+
+    def _evaluate(self, state: State, step: int) -> None:
+        losses = [self.held_out(state["params"], window) for window in self.windows]
+        loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
+        self.history.append(step, held_out=loss)
+        self.watcher.held_out(step, loss)
+
+    def _save(self, state: State, step: int) -> None:
+        if step != self.checkpoints.latest:
+            self.checkpoints.save(step, state, self.run)
+            self.watcher.saved(step)
+
+
+class _Readings:
+    """Reads a step's metrics once the next step has started, so that the device never waits for them."""
+
+    def __init__(self, history: History, watcher: Watcher):
+        self.history, self.watcher = history, watcher
+        self.times_ms: list[float] = []
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        self._since = time.perf_counter()
+
+    def push(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        self.finish()
+        self._pending = step, metrics
+
+    def finish(self) -> None:
+        """Waits for the step that is pending, if any, and checks it."""
+        if self._pending is None:
+            return
+        (step, arrays), self._pending = self._pending, None
+        metrics = {key: float(value) for key, value in jax.device_get(arrays).items()}
+        self.times_ms.append((time.perf_counter() - self._since) * 1e3)
+        self.restart_clock()
+        if not all(map(math.isfinite, metrics.values())):
+            raise DivergedError(step, metrics)
+        self.history.append(step, **metrics)
+        self.watcher.step(step, metrics, self.times_ms[-1])
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,114 @@
+"""Policies as text, for a command line: `offload=moe.act,moe.dispatched;save=attn.core`."""
+
+from __future__ import annotations
+
+import re
+
+import jaxoff
+from models.errors import InputError, near_miss
+
+KEYS = ("offload", "save", "recompute", "modules", "unmarked", "min_bytes")
+_LISTS = ("offload", "save", "recompute", "modules")
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def parse(text: str) -> jaxoff.Policy:
+    """The policy that a text stands for.
+
+    The text is parts between semicolons. The first part may be a preset's name; every other is `key=value`,
+    and lists are divided by
+    commas: `te_v2`, `te_v2;min_bytes=1MiB`, `megatron;modules=core_attn,expert_fc1`,
+      `offload=moe.*;save=attn.core;unmarked=recompute`.
+
+    Args:
+      text: as above. Spaces around names do not count.
+
+    Returns:
+      A `jaxoff.Policy`.
+
+    Raises:
+      InputError: for an unknown preset, key, module or value, a key given twice, or no text; its message is
+        one line.
+
+    Example:
+      >>> from models import policy_text
+      >>> policy_text.parse("offload=moe.act,moe.dispatched;save=attn.core")
+      jaxoff.policy(offload=['moe.act', 'moe.dispatched'], save=['attn.core'])
+    """
+    preset: str | None = None
+    given: dict[str, object] = {}
+    parts = [part.strip() for part in text.split(";")]
+    for position, part in enumerate(part for part in parts if part):
+        key, equals, value = (side.strip() for side in part.partition("="))
+        if not equals and position == 0:
+            preset = key
+            continue
+        if key not in KEYS or not equals:
+            raise InputError(
+                f"--policy takes a preset ({', '.join(jaxoff.policies())}) or key=value parts between "
+                f"semicolons, the keys being {', '.join(KEYS)}; got {part!r}.{near_miss(key, KEYS)}"
+            )
+        if key in given:
+            raise InputError(
+                f"--policy takes each key once, got {key!r} twice in {text!r}. Divide names by commas."
+            )
+        given[key] = _value(key, value)
+    if preset is None and not given:
+        raise InputError(
+            f"--policy takes a preset ({', '.join(jaxoff.policies())}) or text such as 'offload=moe.act', "
+            f"got {text!r}."
+        )
+    try:
+        return jaxoff.policy(preset, **given)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise InputError(f"--policy {text!r}: {' '.join(str(error).split())}") from None
+
+
+def render(policy: jaxoff.Policy) -> str:
+    """The text that `parse` turns into a policy that decides like this one.
+
+    Args:
+      policy: of `jaxoff.policy` or `parse`.
+
+    Returns:
+      Text that spells out every field, whatever preset the policy came from.
+
+    Raises:
+      ValueError: if a name holds a character that the text needs for itself, or the policy is a twin that
+        keeps its moves on the device.
+    """
+    if policy.memory_kind != "pinned_host":
+        raise ValueError(f"The text of a policy has no word for memory_kind={policy.memory_kind!r}.")
+    parts = []
+    for key in ("offload", "save", "recompute"):
+        names = getattr(policy, key)
+        for name in names:
+            if name != name.strip() or re.search("[,;]", name):
+                raise ValueError(
+                    f"A name in the text of a policy has no comma, semicolon or outer space, got {name!r}."
+                )
+        if names:
+            parts.append(f"{key}={','.join(names)}")
+    parts.append(f"unmarked={policy.unmarked}")
+    if policy.min_bytes:
+        parts.append(f"min_bytes={policy.min_bytes}")
+    return ";".join(parts)
+
+
+def _value(key: str, value: str) -> object:
+    if key in _LISTS:
+        names = [name.strip() for name in value.split(",")]
+        if not all(names):
+            raise InputError(
+                f"--policy takes names divided by commas, got {key}={value!r}, in which one is empty."
+            )
+        return names
+    if key == "min_bytes":
+        match = re.fullmatch(r"([0-9]{1,15})\s*([A-Za-z]*)", value)
+        if not match or match[2] not in _UNITS:
+            raise InputError(
+                f"--policy takes min_bytes as a whole number of bytes, KiB, MiB or GiB, such as 512KiB, "
+                f"got {value!r}."
+            )
+        return int(match[1]) * _UNITS[match[2]]
+    return value

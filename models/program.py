@@ -1,0 +1,123 @@
+"""A run's computations: initial state, loss, one optimizer step, held-out loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxoff
+from models import optim
+from models.config import Config
+from models.lm import LM, loss_fn
+from models.options import Options
+
+State = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What `options` compute under a checkpoint policy, or with nothing checkpointed.
+
+    A state is {"step": int32 steps done, "params": float32 master weights, "optimizer": AdamW's}, plain
+    pytrees of arrays.
+
+    Attributes:
+      options: checked options.
+      policy: a policy of JAX's protocol, or None.
+    """
+
+    options: Options
+    policy: Callable[..., Any] | None
+
+    @functools.cached_property
+    def config(self) -> Config:
+        return self.options.config()
+
+    @functools.cached_property
+    def graph(self) -> nnx.GraphDef:
+        return nnx.graphdef(nnx.eval_shape(self._model))
+
+    @functools.cached_property
+    def rate(self) -> optax.Schedule:
+        return optim.schedule(self.options.lr, self.options.warmup, self.options.steps)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        return optim.adamw(self.rate, weight_decay=self.options.weight_decay, clip=self.options.clip)
+
+    @functools.cached_property
+    def state_shapes(self) -> State:
+        """The state's shapes and dtypes; nothing is allocated."""
+        return jax.eval_shape(self._init)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.state_shapes))
+
+    @property
+    def microbatch_shape(self) -> jax.ShapeDtypeStruct:
+        o = self.options
+        return jax.ShapeDtypeStruct((o.batch // o.accum, o.seq + 1), jnp.int32)
+
+    def loss(self, params: Any, tokens_BL: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The model's loss and its scalar metrics."""
+        value, metrics = loss_fn(nnx.merge(self.graph, params), tokens_BL)
+        return value, {key: x for key, x in metrics.items() if not x.ndim}
+
+    def explain(self) -> jaxoff.Report:
+        """Where the residuals of a microbatch live. Nothing is allocated."""
+        params = self.state_shapes["params"]
+        return jaxoff.explain(self.loss, params, self.microbatch_shape, argnums=0, has_aux=True)
+
+    def init(self) -> State:
+        """The state before the first step."""
+        return jax.jit(self._init)()
+
+    def compile_step(self) -> jax.stages.Compiled:
+        """Compiles (state, tokens (A, B, S + 1)) to (state, metrics). The state is donated."""
+        shape = self.microbatch_shape
+        tokens = jax.ShapeDtypeStruct((self.options.accum, *shape.shape), shape.dtype)
+        return jax.jit(self._step, donate_argnums=0).lower(self.state_shapes, tokens).compile()
+
+    def compile_held_out(self, windows: np.ndarray) -> jax.stages.Compiled:
+        """Compiles (params, tokens (B, S + 1)) to the cross-entropy, for windows (K, B, S + 1)."""
+        tokens = jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)
+        return (
+            jax.jit(lambda params, tokens: self.loss(params, tokens)[1]["ce"])
+            .lower(self.state_shapes["params"], tokens)
+            .compile()
+        )
+
+    def microbatches(self, tokens_BL: np.ndarray) -> np.ndarray:
+        """Divides a batch into microbatches: (A, B / A, S + 1)."""
+        return tokens_BL.reshape(self.options.accum, -1, tokens_BL.shape[-1])
+
+    def _model(self) -> LM:
+        return LM(self.config, policy=self.policy, rngs=nnx.Rngs(self.options.seed))
+
+    def _init(self) -> State:
+        params = nnx.to_pure_dict(nnx.state(self._model(), nnx.Param))
+        return {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": self.optimizer.init(params)}
+
+    def _step(self, state: State, tokens_ABL: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        params = state["params"]
+        grads, metrics = optim.mean_grads(self.loss, params, tokens_ABL)
+        updates, optimizer = self.optimizer.update(grads, state["optimizer"], params)
+        params = optax.apply_updates(params, updates)
+        # The norm of the new weights is finite only where all of them are: what is saved after this step is
+        # known to be good.
+        metrics |= {
+            "grad_norm": optax.tree.norm(grads),
+            "param_norm": optax.tree.norm(params),
+            "lr": jnp.asarray(self.rate(state["step"]), jnp.float32),
+        }
+        return {"step": state["step"] + 1, "params": params, "optimizer": optimizer}, metrics

@@ -1,0 +1,340 @@
+"""Trains a mixture-of-experts language model on the bytes of real text: `python -m models.train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import typer
+from rich.console import Console
+
+import jaxoff
+from models import data, policy_text, summary
+from models.checkpoints import Checkpoints, check_disk
+from models.compare import Comparison, accelerator_installed, compare
+from models.display import Display, make_console
+from models.errors import InputError
+from models.folder import RunFolder, check_same_run, write_json
+from models.history import History
+from models.loop import DivergedError, Outcome, Stop, Trainer
+from models.options import POLICY, Options, parse_overrides
+from models.program import Program
+
+BAD_INPUT, DIVERGED = 2, 3
+
+# Typer brings its own click and exports of its errors only the special ones; this is what all of them are.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """All that a run needs, checked, before anything is written or put on a device.
+
+    Attributes:
+      options, folder, resume: what was asked for.
+      corpus, batches, windows: the data, its batches to train on and its held-out windows (K, B, S + 1).
+      program: what to compute.
+      again: the command that continues the run.
+    """
+
+    options: Options
+    folder: RunFolder
+    resume: bool
+    corpus: data.Corpus
+    batches: data.Batches
+    windows: np.ndarray
+    program: Program
+    again: str
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What the run is, JSON-ready; a checkpoint under another "identity" is not resumed."""
+        return {
+            "identity": self.options.identity(self.corpus),
+            "policy": self.options.policy,
+            "versions": summary.versions(),
+        }
+
+    def check_same(self, where: Path, saved: dict[str, Any]) -> None:
+        """Refuses what another run saved."""
+        check_same_run(where, saved["identity"], self.run["identity"])
+
+
+def prepare(options: Options, out: Path, *, resume: bool, again: str) -> Job:
+    """Reads the data and checks that everything fits.
+
+    Raises:
+      InputError: where it does not.
+    """
+    folder = RunFolder(out)
+    folder.check(resume=resume)
+    if options.config().vocab_size < data.VOCABULARY:
+        raise InputError(
+            f"A model of bytes needs vocab_size >= {data.VOCABULARY}, got {options.config().vocab_size}."
+        )
+    corpus = data.load(options.data)
+    batches = data.Batches(corpus.train, options.batch, options.seq, options.seed)
+    size = options.batch // options.accum
+    windows = data.held_out_windows(
+        corpus.held_out, batch=size, seq=options.seq, num_batches=options.eval_batches
+    )
+    program = Program(options, policy_text.parse(options.policy))
+    job = Job(options, folder, resume, corpus, batches, windows, program, again)
+    if resume:
+        job.check_same(folder.run_file, folder.saved_run())
+    return job
+
+
+def train(job: Job, console: Console, *, comparison: bool | None) -> int:
+    """Runs a job from its start, or its last checkpoint, to its summary.
+
+    Args:
+      job: of `prepare`.
+      console: where to say so.
+      comparison: whether to measure the policy against its twin first; None: where there is an accelerator.
+
+    Returns:
+      The exit status.
+
+    Raises:
+      InputError: if a checkpoint is another run's, or the next ones will not fit on the disk.
+    """
+    compared = measure_twins(job.options, console, wanted=comparison)
+    report = introduce(job, console)
+    present = sum(p.name.isdigit() for p in job.folder.checkpoints.glob("*"))
+    check_disk(job.folder.path, job.program.state_bytes, keep=job.options.keep, present=present)
+    if not job.resume:
+        job.folder.write_run(job.run)
+    with Checkpoints(job.folder.checkpoints, keep=job.options.keep) as checkpoints:
+        try:
+            outcome, history, compile_s = run(job, console, checkpoints)
+        except DivergedError as error:
+            good = "none" if checkpoints.latest is None else checkpoints.path(checkpoints.latest)
+            say_error(f"{error}; training stopped; last good checkpoint: {good}")
+            return DIVERGED
+    if outcome.signum is not None:
+        return interrupted(job, console, outcome)
+    finish(job, console, report, outcome, history, compile_s, compared)
+    return 0
+
+
+def measure_twins(options: Options, console: Console, *, wanted: bool | None) -> Comparison | None:
+    if wanted is False or (wanted is None and not accelerator_installed()):
+        return None
+    console.print(
+        "measuring a few steps with the policy and with all on the device, a process each; "
+        "--no-compare leaves this out"
+    )
+    return compare(options, accelerator_only=wanted is None)
+
+
+def introduce(job: Job, console: Console) -> jaxoff.Report:
+    """Says what is going to run, and where each residual will wait."""
+    o, corpus, program = job.options, job.corpus, job.program
+    counts = program.config.param_counts()
+    console.print(f"model    {o.preset}: {counts.total:,} parameters, {counts.active:,} active a token")
+    console.print(str(counts), markup=False)
+    console.print(f"devices  {summary.environment()}")
+    cut = ", cut there" if corpus.truncated else ""
+    held = f"{len(corpus.held_out):,} held out, {job.windows[..., 1:].size:,} of them measured"
+    console.print(f"data     {corpus.nbytes:,} bytes of {corpus.num_files} files{cut}, {held}")
+    size = f"{o.batch} x {o.seq} bytes in {o.accum} microbatch{'es' * (o.accum > 1)}"
+    console.print(f"run      {o.steps} steps of {size}, into {job.folder.path}", soft_wrap=True, markup=False)
+    console.print(f"policy   {o.policy}\n", markup=False)
+    report = program.explain()
+    console.print(report)
+    console.print()
+    return report
+
+
+def run(job: Job, console: Console, checkpoints: Checkpoints) -> tuple[Outcome, History, float | None]:
+    """Takes the steps not done yet. Returns how that ended, the losses, and the seconds of compiling."""
+    program, first = job.program, checkpoints.latest or 0
+    if checkpoints.latest is None:
+        state = program.init()
+    else:
+        job.check_same(checkpoints.path(first), checkpoints.run(first))
+        state = checkpoints.restore(first, program.state_shapes)
+        console.print(f"resumed  after step {first}")
+    with History(job.folder.losses_file, upto=first) as history:
+        if first == job.options.steps:
+            return Outcome(state, first, None, []), history, None
+        start = time.perf_counter()
+        step, held_out = program.compile_step(), program.compile_held_out(job.windows)
+        compile_s = time.perf_counter() - start
+        with Stop() as stop, Display(console, job.options, first) as display:
+            trainer = Trainer(
+                options=job.options,
+                take_step=lambda state, tokens: step(state, program.microbatches(tokens)),
+                held_out=held_out,
+                batches=job.batches,
+                windows=job.windows,
+                checkpoints=checkpoints,
+                history=history,
+                run=job.run,
+                watcher=display,
+                stop=stop,
+            )
+            return trainer.train(state, first), history, compile_s
+
+
+def interrupted(job: Job, console: Console, outcome: Outcome) -> int:
+    """Says how to go on after a signal."""
+    name = signal.Signals(outcome.signum or 0).name
+    console.print(
+        f"stopped by {name} after step {outcome.step} of {job.options.steps}; to go on:", markup=False
+    )
+    console.print(f"  {job.again}", soft_wrap=True, markup=False)
+    return 128 + (outcome.signum or 0)
+
+
+def finish(
+    job: Job,
+    console: Console,
+    report: jaxoff.Report,
+    outcome: Outcome,
+    history: History,
+    compile_s: float | None,
+    compared: Comparison | None,
+) -> None:
+    """Writes and prints the summary."""
+    result = summary.Summary(
+        train=history.of("ce"),
+        held_out=history.of("held_out"),
+        byte_frequency=data.byte_frequency_loss(job.windows),
+        device_bytes=report.device_bytes,
+        host_bytes=report.host_bytes,
+        recompute_bytes=report.recompute_bytes,
+        tokens_per_step=job.options.tokens_per_step,
+        step_ms=outcome.median_step_ms,
+        compile_s=compile_s,
+        peak_bytes=(jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        comparison=compared,
+    )
+    title = (
+        f"{job.options.preset}: {job.program.config.param_counts().total:,} parameters, {job.options.policy}"
+    )
+    summary.draw(job.folder.picture_file, result.train, result.held_out, result.byte_frequency, title)
+    devices = {"platform": jax.default_backend(), "kinds": [d.device_kind for d in jax.devices()]}
+    content = job.run | {
+        "options": dataclasses.asdict(job.options),
+        "devices": devices,
+        "settings": summary.settings(),
+        "summary": result.to_dict(),
+        "report": report.to_dict(),
+    }
+    write_json(job.folder.summary_file, content)
+    console.print()
+    result.show(console)
+    console.print(f"written  {job.folder.summary_file}, {job.folder.picture_file}", soft_wrap=True)
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def cli(
+    context: typer.Context,
+    preset: Annotated[str, typer.Option(help="Model: a preset of models.Config.")] = "tiny",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the preset.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="Where residuals live: a preset of jaxoff, or text as in the default.")
+    ] = POLICY,
+    paths: Annotated[
+        list[str] | None, typer.Option("--data", metavar="FILE_OR_DIR", help="Text [this Python's library].")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder [runs/PRESET].")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out from its last checkpoint.")
+    ] = False,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Bytes a sequence.")] = None,
+    accum: Annotated[int | None, typer.Option(help="Microbatches a step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps to reach it.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Of matrices.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest global norm of a gradient.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and input order.")] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(help="Steps between held-out losses, 0: only the last.")
+    ] = None,
+    eval_batches: Annotated[int | None, typer.Option(help="Microbatches in a held-out loss.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints, 0: only the last.")
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help="How many checkpoints to keep.")] = None,
+    comparison: Annotated[
+        bool | None,
+        typer.Option(
+            "--compare/--no-compare", help="Measure the policy against its twin on the device [on a GPU]."
+        ),
+    ] = None,
+) -> int:
+    """Train a mixture-of-experts language model on bytes of text, with chosen activations in host memory."""
+    options = Options.of(
+        preset,
+        overrides=parse_overrides(overrides or []),
+        policy=policy,
+        data=tuple(paths or ()),
+        steps=steps,
+        batch=batch,
+        seq=seq,
+        accum=accum,
+        lr=lr,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        clip=clip,
+        seed=seed,
+        eval_every=eval_every,
+        eval_batches=eval_batches,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+    )
+    job = prepare(options, out or Path("runs", preset), resume=resume, again=context.obj)
+    return train(job, make_console(), comparison=comparison)
+
+
+def say_error(message: object) -> None:
+    """One line on the standard error."""
+    print("error:", " ".join(str(message).split()), file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      arguments: without the program's name; the process's own by default.
+
+    Returns:
+      The exit status: 0, 2 for bad input, 3 for a loss that is not finite, 128 + n after signal n.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    again = shlex.join(
+        ["python", "-m", "models.train", *(a for a in arguments if a != "--resume"), "--resume"]
+    )
+    try:
+        return app(args=arguments, prog_name="python -m models.train", standalone_mode=False, obj=again)
+    except InputError as error:
+        say_error(error)
+        return BAD_INPUT
+    except _UsageError as error:
+        say_error(f"{error.format_message()} --help shows all options.")
+        return BAD_INPUT
+    except typer.Abort:
+        say_error("interrupted; checkpoints written before are whole")
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

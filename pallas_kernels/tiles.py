@@ -1,0 +1,89 @@
+"""Cuts rows that are sorted by expert into tiles that no group boundary crosses.
+
+A ragged product over groups becomes a loop over dense tiles of one static height. Where the groups begin is
+known on the device only, so the number of tiles is a static upper bound and the tiles past the last row are
+empty.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_MIN_TILE = 8
+_MAX_TILE = 512
+
+
+class Tiles(NamedTuple):
+    """Tiles of `height` rows, as arrays over the tiles; row numbers count from the top of the whole array.
+
+    Attributes:
+      expert: (N,) int32, whose weights the tile needs.
+      start: (N,) int32, first row of the slice of `height` rows that is read; never past `rows - height`.
+      first: (N,) int32, first row that belongs to the tile.
+      stop: (N,) int32, one past the last row that belongs to the tile; equal to `first` or less where the
+        tile is empty.
+    """
+
+    expert: jax.Array
+    start: jax.Array
+    first: jax.Array
+    stop: jax.Array
+
+    def mask(self, height: int) -> jax.Array:
+        """Says for one tile which of the slice's rows belong to it: (height, 1) bool."""
+        row = self.start + lax.iota(jnp.int32, height)
+        return jnp.expand_dims((row >= self.first) & (row < self.stop), 1)
+
+
+def tile_height(rows: int, experts: int) -> int:
+    """Chooses the static height of a tile.
+
+    A quarter of the average group, as a power of two between 8 and 512: each group wastes half a tile on
+    average and one at most, so the work stays within `rows + experts * height <= 5/4 * rows` rows wherever
+    groups are not tiny.
+
+    Args:
+      rows: number of rows R.
+      experts: number of groups E.
+
+    Returns:
+      The height, at most `rows`.
+
+    Example:
+      >>> from pallas_kernels.tiles import tile_height
+      >>> tile_height(rows=98304, experts=128)
+      128
+    """
+    quarter = max(rows // (4 * experts), 1)
+    power = 1 << (quarter.bit_length() - 1)
+    return min(max(power, _MIN_TILE), _MAX_TILE, rows)
+
+
+def cut_tiles(group_sizes: jax.Array, rows: int, height: int) -> Tiles:
+    """Lays tiles over groups of rows, without a host sync.
+
+    Args:
+      group_sizes: (E,) int32, rows of each group; groups follow each other from row 0.
+      rows: number of rows R; groups are cut off there.
+      height: rows of a tile, at most `rows`.
+
+    Returns:
+      `(rows + E * (height - 1)) // height` tiles, ordered by row, the empty ones last.
+    """
+    experts = group_sizes.shape[0]
+    group_stop = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
+    group_first = jnp.concatenate([jnp.zeros_like(group_stop[:1]), group_stop[:-1]])
+    group_tiles = (group_stop - group_first + height - 1) // height
+    tiles_stop = jnp.cumsum(group_tiles, dtype=jnp.int32)
+    # sum(ceil(g / height)) <= sum(g + height - 1) / height, and sum(g) <= rows.
+    tile = lax.iota(jnp.int32, (rows + experts * (height - 1)) // height)
+    # A count of the groups that end at or before the tile; the empty tiles at the end would count all E.
+    expert = jnp.sum(tile[:, None] >= tiles_stop[None, :], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, experts - 1)
+    first = group_first[expert] + (tile - (tiles_stop - group_tiles)[expert]) * height
+    stop = jnp.minimum(first + height, group_stop[expert])
+    # The slice is moved up rather than the array padded: padding would copy all of it.
+    start = jnp.clip(first, 0, rows - height)
+    return Tiles(expert, start, first, stop)

@@ -1,0 +1,89 @@
+"""What every test runs under: the devices, the markers, and how many processes share the work."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+
+def _gpu_expected() -> bool:
+    """Whether jax will start on a GPU, told without importing it: its platforms are read once, on import."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists() or Path("/dev/kfd").exists()
+
+
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+if not _gpu_expected() and DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}=8".strip()
+
+
+def pytest_addoption(parser, pluginmanager):
+    parser.addoption(
+        "--require-gpu", action="store_true", help="gpu and multi_gpu tests that would be skipped fail"
+    )
+    if not pluginmanager.hasplugin("xdist"):  # addopts names its option
+        parser.addoption("--numprocesses", help="no effect: pytest-xdist is not installed")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """One process a core for the whole suite.
+
+    Chosen files run in this process, where prints and debuggers work. So does everything on a GPU:
+    its memory goes to the first process.
+    """
+    if _gpu_expected() or config.args_source != pytest.Config.ArgsSource.TESTPATHS:
+        return 0
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+def pytest_runtest_setup(item):
+    if (reason := _unmet(item)) is not None:
+        pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    skipped = report.skipped and not hasattr(report, "wasxfail")
+    if skipped and item.config.getoption("--require-gpu") and _needed_gpus(item) > 0:
+        report.outcome = "failed"
+        report.longrepr = f"--require-gpu: {item.nodeid} was skipped: {_reason_of(report)}"
+    return report
+
+
+def _needed_gpus(item) -> int:
+    multi = item.get_closest_marker("multi_gpu")
+    if multi is not None:
+        return multi.args[0] if multi.args else 2
+    return 1 if item.get_closest_marker("gpu") is not None else 0
+
+
+def _unmet(item) -> str | None:
+    """Why this machine cannot run a test, or None where it can."""
+    needed = _needed_gpus(item)
+    if needed:
+        found = _gpu_count()
+        if found < needed:
+            return f"needs {needed} GPU{'s' * (needed > 1)}, jax has {found}"
+    if item.get_closest_marker("aot") is not None and not _has_cuda_plugin():
+        return "needs jax's CUDA plugin: pip install 'jax[cuda13]' (no GPU needed)"
+    return None
+
+
+def _gpu_count() -> int:
+    import jax  # not before XLA_FLAGS is set, and not for a run that selects no such test
+
+    return sum(device.platform == "gpu" for device in jax.devices())
+
+
+def _has_cuda_plugin() -> bool:
+    return any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13))
+
+
+def _reason_of(report) -> str:
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -1,0 +1,148 @@
+"""Runs the code blocks of a Markdown file.
+
+- ```python blocks run in order, in one namespace and one process, each as a file example.py.
+- ```bash and ```console blocks (there, after "$ ") hold commands that a reader types in the checkout.
+  `commands.py` says which are known, and what is done with each.
+- ```text blocks are pictures, except after a line `<!-- output -->`: then they are what the block before them
+  prints, to the letter. After `<!-- output, abridged -->`, "..." stands for any text.
+- A line `<!-- gpu -->` before a block of commands: without a GPU they are only parsed.
+
+A block in any other language is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PYTHON, SHELL, TEXT = ("python",), ("bash", "console"), ("text",)
+MARKER = re.compile(r"^<!-- (output|output, abridged|gpu) -->$")
+
+DRIVER = """
+import contextlib, io, json, sys
+namespace = {"__name__": "__main__"}
+printed = []
+for code in json.load(sys.stdin):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "example.py", "exec"), namespace)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
+
+
+class BlockError(Exception):
+    """A code block that does not do what the text says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced code block.
+
+    Attributes:
+      language: the word after the fence.
+      code: its lines.
+      line: the number of its first line in the file.
+      output: what it should print; None where the text does not say.
+      abridged: whether "..." in the output stands for any text.
+      gpu: whether it needs a GPU.
+    """
+
+    language: str
+    code: str
+    line: int
+    output: str | None = None
+    abridged: bool = False
+    gpu: bool = False
+
+
+def parse(text: str) -> tuple[Block, ...]:
+    """The code blocks of a Markdown text, outputs attached to the blocks that print them.
+
+    Raises:
+      BlockError: for an open fence, an unknown language, or a marker that stands before the wrong thing.
+    """
+    blocks: list[Block] = []
+    for marker, block in _fenced(text):
+        if block.language not in PYTHON + SHELL + TEXT:
+            known = ", ".join(PYTHON + SHELL + TEXT)
+            raise BlockError(f"line {block.line}: a code block is in one of {known}, got {block.language!r}.")
+        if marker is None or marker == "gpu":
+            if marker == "gpu" and block.language not in SHELL:
+                raise BlockError(f"line {block.line}: <!-- gpu --> stands before commands.")
+            blocks.append(dataclasses.replace(block, gpu=marker == "gpu"))
+        elif block.language not in TEXT or not blocks or blocks[-1].language in TEXT:
+            raise BlockError(
+                f"line {block.line}: <!-- {marker} --> stands between a block and its ```text output."
+            )
+        else:
+            blocks[-1] = dataclasses.replace(blocks[-1], output=block.code, abridged="abridged" in marker)
+    return tuple(blocks)
+
+
+def _fenced(text: str) -> Iterator[tuple[str | None, Block]]:
+    """Each fenced block with the marker on the line that is not blank before it."""
+    marker = None
+    lines = enumerate(text.splitlines(), start=1)
+    for number, line in lines:
+        if match := MARKER.match(line.strip()):
+            marker = match[1]
+        elif line.startswith("```"):
+            fence = line[: len(line) - len(line.lstrip("`"))]
+            code: list[str] = []
+            for _, inner in lines:
+                if inner.rstrip() == fence:
+                    break
+                code.append(inner)
+            else:
+                raise BlockError(f"line {number}: this code block is not closed.")
+            yield marker, Block(line.strip("`").strip(), "\n".join(code), number + 1)
+            marker = None
+        elif line.strip() and marker is not None:
+            raise BlockError(f"line {number}: <!-- {marker} --> stands before a code block, got text.")
+
+
+def compare(block: Block, printed: str) -> None:
+    """Checks what a block printed against the output that the text shows.
+
+    Raises:
+      BlockError: where they differ by more than white space at the ends of lines.
+    """
+    if block.output is None:
+        return
+    shown, got = _trimmed(block.output), _trimmed(printed)
+    pattern = ".*".join(map(re.escape, shown.split("..."))) if block.abridged else re.escape(shown)
+    if not re.fullmatch(pattern, got, re.DOTALL):
+        raise BlockError(f"line {block.line}: this block prints\n{got}\nand the text shows\n{shown}")
+
+
+def _trimmed(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.strip("\n").splitlines()).rstrip()
+
+
+def run_python(blocks: Sequence[Block]) -> list[str]:
+    """What each Python block prints.
+
+    Raises:
+      BlockError: where one raises or warns.
+    """
+    # As a reader would: without the fake devices of the tests.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    root = str(Path(__file__).parents[2])
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", DRIVER],
+        input=json.dumps([block.code for block in blocks]),
+        env=environment | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if run.returncode != 0:
+        raise BlockError(f"a Python block fails:\n{run.stderr}")
+    return json.loads(run.stdout.splitlines()[-1])

@@ -1,0 +1,60 @@
+"""Every code block of README.md runs."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.project import commands, readme
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = readme.parse((ROOT / "README.md").read_text())
+
+
+def programs(blocks=BLOCKS):
+    """Our own commands: the block that each stands in, and whether it is the block's only one."""
+    for block in blocks:
+        if block.language in readme.SHELL:
+            found = [commands.understand(words) for words in commands.split(block.code, block.language)]
+            ours = [program for program in found if program is not None]
+            for program in ours:
+                yield block, program, len(ours) == 1
+
+
+def test_the_readme_shows_what_a_reader_needs():
+    assert {block.language for block in BLOCKS} >= {"python", "bash"}
+    assert any(block.output for block in BLOCKS if block.language in readme.PYTHON)
+    modules = {program.module for _, program, _ in programs()}
+    assert modules >= {"models.train", "jaxoff"}
+
+
+def test_python_blocks_run_and_print_what_the_readme_shows():
+    blocks = [block for block in BLOCKS if block.language in readme.PYTHON]
+    for block, printed in zip(blocks, readme.run_python(blocks), strict=True):
+        readme.compare(block, printed)
+
+
+def test_commands_run(tmp_path):
+    """Every command of ours that needs no GPU, training for two steps.
+
+    Outputs are compared where a command runs as it is printed.
+    """
+    folder = commands.link_checkout(tmp_path)
+    for block, program, alone in programs():
+        if not block.gpu:
+            printed = commands.run_program(program.shorter(), folder, timeout_s=240)
+            if alone and program.shorter() == program:
+                readme.compare(block, printed)
+
+
+@pytest.mark.gpu
+def test_gpu_commands_run(tmp_path):
+    folder = commands.link_checkout(tmp_path)
+    for block, program, _ in programs():
+        if block.gpu:
+            commands.run_program(program.shorter(), folder, timeout_s=600)
+
+
+@pytest.mark.slow
+def test_the_main_job_as_printed(tmp_path):
+    block, program, _ = next(found for found in programs() if found[1].module == "models.train")
+    readme.compare(block, commands.run_program(program, commands.link_checkout(tmp_path), timeout_s=600))
