@@ -89,6 +89,7 @@ def measure_times(o, args) -> dict:
     for variant, policy, order in itertools.product(VARIANTS, ("saved", "offloaded"), orders):
         program = step_of(variant, policy, o.heads, orders[order]).lower(*args).compile()
         memory = program.memory_analysis()
+        assert memory is not None
         key = f"{variant}, {policy}, {order}"
         programs[key] = program
         rows[key] = {"temp_bytes": memory.temp_size_in_bytes, "host_bytes": memory.host_temp_size_in_bytes}
@@ -126,7 +127,7 @@ def compare_bits(o, args) -> dict[str, bool]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What pinning the rounding of named values costs.")
     for flag, default in dict(layers=12, d=4096, ff=16384, heads=32, batch=4, seq=4096, repeats=15).items():
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--out", type=Path, required=True)

@@ -38,15 +38,6 @@ def _arguments() -> list[str]:
     return arguments
 
 
-def _arguments() -> list[str]:
-    """The command line without the place of the result."""
-    arguments = sys.argv[1:]
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        arguments = arguments[:at] + arguments[at + 2 :]
-    return arguments
-
-
 def _module() -> str:
     spec = sys.modules["__main__"].__spec__
     return spec.name if spec is not None else sys.argv[0]

@@ -15,6 +15,7 @@ import jax
 from jax.ad_checkpoint import Offloadable as Offloadable
 from jax.ad_checkpoint import Recompute as Recompute
 from jax.ad_checkpoint import Saveable as Saveable
+from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core import Literal as Literal
@@ -37,7 +38,7 @@ def name_in(eqn: JaxprEqn) -> str | None:
     """The name that an equation gives its value, or None where it gives none."""
     if is_name(eqn.primitive):
         return eqn.params["name"]
-    rewritten = eqn.params.get("_prim")  # under jax_remat3
+    rewritten: Any = eqn.params.get("_prim")  # under jax_remat3
     return rewritten.name if type(rewritten).__name__ in ("CheckpointName", "CheckpointNameFwd") else None
 
 
@@ -54,10 +55,20 @@ def checkpoint_in(eqn: JaxprEqn) -> Checkpoint | None:
     """The checkpointed function that an equation applies, or None."""
     if eqn.primitive is remat_p:
         return Checkpoint(as_open(eqn.params["jaxpr"]), eqn.params["policy"], eqn.params["prevent_cse"])
-    rewritten = eqn.params.get("_prim")  # under jax_remat3
+    rewritten: Any = eqn.params.get("_prim")  # under jax_remat3
     if type(rewritten).__name__ == "RematTraced":
         return Checkpoint(as_open(rewritten.jaxpr), rewritten.policy, rewritten.prevent_cse)
     return None
+
+
+def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """What to trace with in the place of an abstract array."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def shape_of(aval: Any) -> tuple[int, ...]:
+    """The shape of an abstract array."""
+    return tuple(aval.shape)
 
 
 def is_host(aval) -> bool:
@@ -110,7 +121,7 @@ def naming_of(x: Any) -> Producer | None:
     while x is not None and not hasattr(x, "parent"):
         inner = getattr(x, "primal", None)  # a JVP or linearize tracer
         x = inner if inner is not None else getattr(x, "val", None)  # a vmap tracer
-        if not isinstance(x, jax.core.Tracer):
+        if not isinstance(x, Tracer):
             return None
     parent = getattr(x, "parent", None)
     if parent is None or not is_name(parent.primitive):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 
 from jaxoff import _compat
 from jaxoff._policy import Decision, Either, Policy
@@ -59,9 +60,9 @@ def pinned_pool_bytes() -> int:
     return (int(text) if text.isdigit() else 64) << 30
 
 
-def decide(site: Site, policy=...) -> Decision:
-    """What a policy says of a site: the policy of its outermost checkpoint, or another."""
-    policy = site.policy if policy is ... else policy
+def decide(site: Site, checkpoint: int = 0) -> Decision:
+    """What a checkpoint around a site says of it, the outermost by default."""
+    policy = site.checkpoints[checkpoint].policy
     return decide_any(policy, site.eqn.primitive, *(v.aval for v in site.eqn.invars), **site.eqn.params)
 
 
@@ -92,6 +93,11 @@ def parts(policy) -> list[Policy]:
     return [policy] if isinstance(policy, Policy) else []
 
 
-def forward_tags(analysis: Analysis) -> list[Site]:
-    """The tags in the differentiated forward pass, those of custom_vjp forward rules included."""
-    return [s for s in sites_of(analysis.kept.forward) if s.tag]
+def labels_of(sites: Iterable[Site]) -> set[str]:
+    """The labels of the named sites."""
+    return {s.tag.label for s in sites if s.tag and s.tag.label}
+
+
+def forward_labels(analysis: Analysis) -> set[str]:
+    """The labels in the differentiated forward pass, those of custom_vjp forward rules included."""
+    return labels_of(sites_of(analysis.kept.forward))

@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxoff import _compat
 from jaxoff._errors import near_miss
-from jaxoff._finding import Finding, called, forward_tags, host_rows, parts
+from jaxoff._finding import Finding, called, forward_labels, host_rows, labels_of, parts
 from jaxoff._origins import trace_origin
-from jaxoff._policy import Policy
+from jaxoff._policy import matches
 from jaxoff._program import Site, sites_of
 from jaxoff._residuals import Analysis, Row
 
@@ -19,30 +19,26 @@ from jaxoff._residuals import Analysis, Row
 def rules_without_names(analysis: Analysis) -> Iterator[Finding]:
     """A list entry of a policy that matches no name in any checkpoint with that policy."""
     inside = [s for s in analysis.program.sites if s.checkpoints]
-    in_rules = {s.tag.label for s in forward_tags(analysis)} - {s.tag.label for s in inside if s.tag}
+    in_rules = forward_labels(analysis) - labels_of(inside)
     for policy in dict.fromkeys(s.policy for s in inside):
-        labels = {s.tag.label for s in inside if s.tag and s.tag.label and s.policy == policy} | in_rules
-        labels.discard(None)
-        for part in parts(policy):
-            for field in ("offload", "save", "recompute"):
-                for pattern in getattr(part, field):
-                    if not any(
-                        part.matching(field, label) == pattern or _covers(pattern, label) for label in labels
-                    ):
-                        names = (
-                            f"The names there are {', '.join(sorted(labels))}."
-                            if labels
-                            else "There are no names there."
-                        )
-                        yield Finding(
-                            "rule-matched-nothing",
-                            f"{field}={pattern!r} matches no name inside its "
-                            f"jax.checkpoint.{near_miss(pattern, labels)} {names}",
-                        )
+        labels = labels_of(s for s in inside if s.policy == policy) | in_rules
+        listed = (
+            f"The names there are {', '.join(sorted(labels))}." if labels else "There are no names there."
+        )
+        for field, pattern in _rules(policy):
+            if not any(matches(pattern, label) for label in labels):
+                yield Finding(
+                    "rule-matched-nothing",
+                    f"{field}={pattern!r} matches no name inside its "
+                    f"jax.checkpoint.{near_miss(pattern, labels)} {listed}",
+                )
 
 
-def _covers(pattern: str, label: str | None) -> bool:
-    return label is not None and Policy(offload=(pattern,)).matching("offload", label) is not None
+def _rules(policy) -> Iterator[tuple[str, str]]:
+    for part in parts(policy):
+        for field in ("offload", "save", "recompute"):
+            for pattern in getattr(part, field):
+                yield field, pattern
 
 
 def marks_without_residuals(analysis: Analysis) -> Iterator[Finding]:
@@ -59,21 +55,15 @@ def marks_without_residuals(analysis: Analysis) -> Iterator[Finding]:
         tag = site.tag
         if tag is None or not site.checkpoints or site.primal_only or _superseded(site) or _in_branch(site):
             continue
-        listed = any(
-            tag.label in part.offload for part in parts(site.policy)
-        )  # a glob may well cover what nothing reads
-        if tag.mark is None and not listed:
+        # A glob may well cover what nothing reads.
+        if tag.mark is None and not any(tag.label in part.offload for part in parts(site.policy)):
             continue
-        shape = tuple(site.eqn.outvars[0].aval.shape)
+        shape = _compat.shape_of(site.eqn.outvars[0].aval)
         if not {(tag.label, tag.mark, site.line), (tag.label, tag.mark, shape)} & rows:
-            what = (
-                f"mark_{tag.mark}" + (f" on {tag.label!r}" if tag.label else "")
-                if tag.mark
-                else f"The name {tag.label!r}"
-            )
+            what = f"mark_{tag.mark}" if tag.mark else "The name"
             yield Finding(
                 "mark-without-residual",
-                f"{what} has no effect: the backward pass does not read this value. Use the result of the "
+                f"{what}{f' {tag.label!r}' if tag.label else ''} has no effect: the backward pass does not read this value. Use the result of the "
                 "mark, or mark the value that the next operation keeps.",
                 site.line,
             )
@@ -105,8 +95,7 @@ def lost_names(analysis: Analysis) -> Iterator[Finding]:
 
     Those in the primal function of a custom_vjp, and under jax_remat3 those under vmap.
     """
-    alive = {s.tag.label for s in forward_tags(analysis)}
-    primal = {s.tag.label for s in analysis.program.sites if s.tag}
+    alive, primal = forward_labels(analysis), labels_of(analysis.program.sites)
     for site in analysis.program.sites:
         if site.primal_only and site.tag and site.tag.label and site.tag.label not in alive:
             yield Finding(
@@ -161,7 +150,7 @@ class _SaveNamesAnd:
 
 def _original_used(site: Site) -> bool:
     """Whether anything but the tag uses the value before it."""
-    rounded = site.eqn.invars[0]
+    rounded: Any = site.eqn.invars[0]
     maker = site.scope.definitions.get(rounded)
     chain = {id(site.eqn)}
     if maker is not None and maker[0].primitive.name in ("reduce_precision", "optimization_barrier"):

@@ -77,8 +77,8 @@ def overridden_checkpoints(analysis: Analysis) -> Iterator[Finding]:
         if len(site.checkpoints) < 2 or not (site.tag or site.eqn.primitive.name in DOTS | KERNELS):
             continue
         outer = decide(site)
-        for checkpoint in site.checkpoints[1:]:
-            inner = decide(site, checkpoint.policy)
+        for depth in range(1, len(site.checkpoints)):
+            inner = decide(site, depth)
             if inner.placement not in ("recompute", outer.placement):
                 yield Finding(
                     "checkpoint-overridden",

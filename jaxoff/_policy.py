@@ -6,7 +6,6 @@ import dataclasses
 import fnmatch
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -83,7 +82,7 @@ class Policy:
                 f"min_bytes is a count of bytes, an integer of at least 0, got {self.min_bytes!r}."
             )
 
-    def __call__(self, prim, *in_avals, **params):
+    def __call__(self, prim, *in_avals, **params) -> Any:
         """Answers JAX: `Saveable`, `Recompute` or `Offloadable`."""
         placement = self.decide(prim, *in_avals, **params).placement
         if placement == "host":
@@ -133,7 +132,7 @@ class Policy:
 
     def matching(self, field: Literal["offload", "save", "recompute"], label: str) -> str | None:
         """The first pattern of a list that matches a name."""
-        return next((p for p in getattr(self, field) if _matcher(p)(label)), None)
+        return next((p for p in getattr(self, field) if matches(p, label)), None)
 
     def on_device(self) -> Policy:
         """The saved twin: keeps on the device exactly what this policy moves to the host."""
@@ -175,7 +174,7 @@ class Either:
                 )
             _check_choice("offload_dst", getattr(side, "offload_dst", "pinned_host"), ("pinned_host",))
 
-    def __call__(self, prim, *in_avals, **params):
+    def __call__(self, prim, *in_avals, **params) -> Any:
         if _compat.is_name(prim) and Tag.of(params["name"]).mark == "not_offload":
             return _compat.Saveable
         answer = self.first(prim, *in_avals, **params)
@@ -210,24 +209,22 @@ class OnDevice:
 
     policy: Callable[..., Any]
 
-    def __call__(self, prim, *in_avals, **params):
+    def __call__(self, prim, *in_avals, **params) -> Any:
         answer = self.policy(prim, *in_avals, **params)
         return _compat.Saveable if isinstance(answer, _compat.Offloadable) else answer
 
 
 def on_device(policy: Callable[..., Any]) -> Callable[..., Any]:
     """The saved twin of any policy: keeps on the device exactly what it moves to the host."""
-    own = getattr(policy, "on_device", None)
-    return own() if callable(own) else OnDevice(policy)
+    return policy.on_device() if isinstance(policy, (Policy, Either)) else OnDevice(policy)
 
 
 def decide(policy: Callable[..., Any] | None, prim, *in_avals, **params) -> Decision:
     """The placement that any policy of JAX's protocol gives the output of an equation."""
     if policy is None:
         return Decision("recompute", "jax.checkpoint without a policy")
-    own = getattr(policy, "decide", None)
-    if callable(own):
-        return own(prim, *in_avals, **params)
+    if isinstance(policy, (Policy, Either)):
+        return policy.decide(prim, *in_avals, **params)
     answer = policy(prim, *in_avals, **params)
     if isinstance(answer, _compat.Offloadable) and answer.dst != "pinned_host":
         return Decision("device", f"{_name_of(policy)}: {WRONG_KIND} {answer.dst!r}")
@@ -270,9 +267,9 @@ def _nbytes_of(avals) -> int | None:
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
 
 
-@functools.cache
-def _matcher(pattern: str):
-    return re.compile(fnmatch.translate(pattern)).match
+def matches(pattern: str, label: str) -> bool:
+    """Whether a name or glob covers a name."""
+    return fnmatch.fnmatchcase(label, pattern)
 
 
 def _patterns(field: str, value: str | Iterable[str]) -> tuple[str, ...]:

@@ -134,10 +134,7 @@ class Program:
             out, pullback, aux = jax.vjp(of_free, *free, has_aux=True)
             return (out, aux), jax.tree.leaves(pullback)
 
-        avals = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-            for v in self.primal.jaxpr.invars
-        ]
+        avals = [_compat.struct_of(v.aval) for v in _compat.as_open(self.primal).invars]
         closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*avals)
         jaxpr = _compat.as_open(closed)
         num_kept = len(shapes[1])

@@ -31,8 +31,8 @@ def pin(x: jax.Array) -> jax.Array:
 def fence(x: jax.Array) -> jax.Array:
     """Keeps XLA from fusing a reduction with what reads its result.
 
-    Where it fuses, it picks the order of the additions by what else is in the fusion, and that is not the same
-    in the forward pass and where the reduction is recomputed: other bits.
+    Where it fuses, it picks the order of the additions by what else is in the fusion. That differs between the
+    forward pass and the place where the reduction is recomputed: other bits.
     """
     return lax.optimization_barrier(x)
 
@@ -164,7 +164,7 @@ rms_norm.defvjp(
 
 
 def sum_of_exp(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes `exp(x - max)`, its sum and the max over the last axis, fenced: what softmax and logsumexp share.
+    """Computes `exp(x - max)`, its sum, fenced, and the max, over the last axis.
 
     Args:
       x: (..., E) float32.

@@ -1,4 +1,4 @@
-"""On a GPU: the language model keeps its bits under every policy, and its residuals lie where explain says."""
+"""On a GPU: the model keeps its bits under every policy, and its residuals lie where explain says."""
 
 import jax
 import numpy as np

@@ -190,7 +190,7 @@ def test_register_adds_a_preset_with_options():
     policy = jaxoff.policy("registered_here", floor=5)
     assert (policy.min_bytes, policy.preset) == (5, "registered_here")
     with pytest.raises(TypeError):
-        jaxoff.policies()["other"] = lambda: None
+        jaxoff.policies()["other"] = lambda: None  # pyright: ignore[reportIndexIssue]
     jaxoff.register("registered_wrongly", lambda: 3)
     with pytest.raises(TypeError, match=r"returns a jaxoff\.Policy, got 3"):
         jaxoff.policy("registered_wrongly")

@@ -27,13 +27,15 @@ from tests.jaxoff.matrix import (
     weights,
 )
 
-MESHES = {
-    kind.name: jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    for kind in (AxisType.Auto, AxisType.Explicit)
-}
+KINDS = (AxisType.Auto, AxisType.Explicit)
 ROWS = 16  # two a device
 CASES = Cases()
 """Their bodies take the mesh first."""
+
+
+@functools.cache
+def mesh_of(kind: AxisType):
+    return jax.make_mesh((8,), ("data",), axis_types=(kind,))
 
 
 def over_rows(mesh, fun, **options):
@@ -110,29 +112,29 @@ def on(mesh, case: Case) -> Case:
     return dataclasses.replace(case, body=lambda *args: case.body(mesh, *args), place=place)
 
 
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_moves_exactly_the_chosen_values(case, policy, kind):
-    with jax.set_mesh(MESHES[kind]):
-        check_placement(on(MESHES[kind], CASES[case]), *POLICIES[policy])
+    with jax.set_mesh(mesh_of(kind)):
+        check_placement(on(mesh_of(kind), CASES[case]), *POLICIES[policy])
 
 
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("case", CASES)
 def test_keeps_loss_and_gradients(case, kind):
-    with jax.set_mesh(MESHES[kind]):
-        check_values(on(MESHES[kind], CASES[case]), twins=case in ("jit", "shard_map_around"))
+    with jax.set_mesh(mesh_of(kind)):
+        check_values(on(mesh_of(kind), CASES[case]), twins=case in ("jit", "shard_map_around"))
 
 
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("case", CASES)
 def test_a_policy_that_moves_nothing_fails_the_check(case, kind):
-    with jax.set_mesh(MESHES[kind]):
-        check_control(on(MESHES[kind], CASES[case]))
+    with jax.set_mesh(mesh_of(kind)):
+        check_control(on(mesh_of(kind), CASES[case]))
 
 
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_gradients_inside_shard_map(kind):
     """A data-parallel step that sums its own gradients: what moves never leaves a device's own program."""
 
@@ -140,9 +142,9 @@ def test_gradients_inside_shard_map(kind):
         def local(w, x):
             return jax.grad(lambda w: jnp.sum(jnp.square(remat(block)(w, x))))(w)
 
-        return jax.shard_map(local, mesh=MESHES[kind], in_specs=(P(), P("data")), out_specs=P())
+        return jax.shard_map(local, mesh=mesh_of(kind), in_specs=(P(), P("data")), out_specs=P())
 
-    args = on(MESHES[kind], CASES["jit"]).args
+    args = on(mesh_of(kind), CASES["jit"]).args
     moved = step(functools.partial(jax.checkpoint, policy=OFFLOAD_ALL))
     found = placement.host_arrays(moved, *args)
     assert found == placement.arrays({(ROWS // 8, n): 8 for n in (8, 32, 16)})
@@ -150,7 +152,7 @@ def test_gradients_inside_shard_map(kind):
 
 
 def test_gradients_keep_the_sharding_of_their_arguments():
-    case = on(MESHES["Explicit"], CASES["gathered_weights"])
+    case = on(mesh_of(AxisType.Explicit), CASES["gathered_weights"])
     w, x = case.args
     grads = jax.jit(case.value_and_grad(OFFLOAD_ALL))(w, x)[1]
     same = jax.tree.map(lambda g, a: g.sharding.is_equivalent_to(a.sharding, a.ndim), grads, (w, x))
@@ -161,7 +163,7 @@ def test_unchecked_shard_map_keeps_one_copy_a_device():
     """With check_vma=False JAX cannot tell that a value is the same everywhere. Every copy counts."""
     fun = jax.shard_map(
         jax.checkpoint(block, policy=OFFLOAD_ALL),
-        mesh=MESHES["Auto"],
+        mesh=mesh_of(AxisType.Auto),
         in_specs=(P(), P()),
         out_specs=P(),
         check_vma=False,
@@ -177,7 +179,7 @@ def test_unchecked_shard_map_keeps_one_copy_a_device():
 
 
 def test_residuals_of_sharded_shapes_need_no_arrays():
-    case = on(MESHES["Explicit"], CASES["jit"])
+    case = on(mesh_of(AxisType.Explicit), CASES["jit"])
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), case.args)
     loss = case.loss(OFFLOAD_ALL)
     assert jaxoff.residuals(loss, *shapes) == jaxoff.residuals(loss, *case.args)
