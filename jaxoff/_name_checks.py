@@ -61,9 +61,10 @@ def marks_without_residuals(analysis: Analysis) -> Iterator[Finding]:
         shape = _compat.shape_of(site.eqn.outvars[0].aval)
         if not {(tag.label, tag.mark, site.line), (tag.label, tag.mark, shape)} & rows:
             what = f"mark_{tag.mark}" if tag.mark else "The name"
+            what += f" {tag.label!r}" if tag.label else ""
             yield Finding(
                 "mark-without-residual",
-                f"{what}{f' {tag.label!r}' if tag.label else ''} has no effect: the backward pass does not read this value. Use the result of the "
+                f"{what} has no effect: the backward pass does not read this value. Use the result of the "
                 "mark, or mark the value that the next operation keeps.",
                 site.line,
             )

@@ -31,8 +31,8 @@ def pin(x: jax.Array) -> jax.Array:
 def fence(x: jax.Array) -> jax.Array:
     """Keeps XLA from fusing a reduction with what reads its result.
 
-    Where it fuses, it picks the order of the additions by what else is in the fusion. That differs between the
-    forward pass and the place where the reduction is recomputed: other bits.
+    Where it fuses, it picks the order of the additions by what else is in the fusion. That differs between
+    the forward pass and the place where the reduction is recomputed: other bits.
     """
     return lax.optimization_barrier(x)
 
@@ -242,12 +242,25 @@ def causal_attention(
 
     Returns (B, S, N, H) in q's dtype.
     """
-    q, k, v = q_BSNH, k_BSKH, v_BSKH
     if implementation == "xla":
-        # In float32, so that no 16-bit value is inside whose rounding nobody pins.
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    attend = jax.nn.dot_product_attention
-    return attend(q, k, v, is_causal=True, implementation=implementation).astype(q_BSNH.dtype)
+        return _attention_in_float32(q_BSNH, k_BSKH, v_BSKH)
+    return jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation=implementation)
+
+
+def _attention_in_float32(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+    """Attention without a kernel. G query heads share a key-value head.
+
+    In float32, so that no 16-bit value is inside whose rounding nobody pins, and with the sum of the softmax
+    fenced: with `jax.nn.dot_product_attention` the last bits depend on where q, k and v come from.
+    """
+    B, S, N, H = q_BSNH.shape
+    k, v = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
+    q_BSKGH = (q_BSNH.astype(jnp.float32) * H**-0.5).reshape(B, S, k.shape[2], -1, H)
+    scores_BKGST = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k)
+    causal = lax.broadcasted_iota(jnp.int32, (S, S), 0) >= lax.broadcasted_iota(jnp.int32, (S, S), 1)
+    exponentials, total, _ = sum_of_exp(jnp.where(causal, scores_BKGST, jnp.finfo(jnp.float32).min))
+    out_BSKGH = jnp.einsum("bkgst,btkh->bskgh", exponentials / total, v)
+    return out_BSKGH.reshape(B, S, N, H).astype(q_BSNH.dtype)
 
 
 class Attention(nnx.Module):

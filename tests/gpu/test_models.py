@@ -41,19 +41,34 @@ def tokens(batch, length):
     return jax.random.randint(jax.random.key(1), (batch, length), 0, 256)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_policy_gives_the_same_bits(dtype):
-    config, batch = Config.preset("tiny", dtype=dtype), tokens(4, 129)
-    params, step = compiled(config, jaxoff.policy(save=["*"]), batch, DETERMINISTIC)
-    saved = jax.tree.map(np.asarray, step(params, batch))
-    again = jax.tree.map(np.asarray, step(params, batch))
-    jax.tree.map(np.testing.assert_array_equal, saved, again)
-    unequal = []
-    for name, policy in POLICIES.items():
-        params, step = compiled(config, policy, batch, DETERMINISTIC)
-        got = jax.tree.map(np.asarray, step(params, batch))
-        if not all(jax.tree.leaves(jax.tree.map(np.array_equal, saved, got))):
-            unequal.append(name)
+def gradients(config, policy, batch):
+    params, step = compiled(config, policy, batch, DETERMINISTIC)
+    return jax.tree.map(np.asarray, step(params, batch))
+
+
+def same(a, b):
+    return all(jax.tree.leaves(jax.tree.map(np.array_equal, a, b)))
+
+
+# One kind of layer at a time: with both, XLA loses one of two equal cuDNN graphs under deterministic options
+# and the step ends in IndexError.
+@pytest.mark.parametrize("dense", [0, 3], ids=["experts", "dense"])
+def test_every_policy_gives_the_same_bits(dense):
+    config, batch = Config.preset("tiny", first_k_dense=dense), tokens(4, 129)
+    saved = gradients(config, jaxoff.policy(save=["*"]), batch)
+    assert same(saved, gradients(config, jaxoff.policy(save=["*"]), batch))
+    unequal = [name for name, policy in POLICIES.items() if not same(saved, gradients(config, policy, batch))]
+    assert unequal == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloaded_and_saved_twins_give_the_same_bits_without_cudnn(dtype):
+    config, batch = Config.preset("tiny", dtype=dtype, attention="xla"), tokens(4, 129)
+    unequal = [
+        name
+        for name in ("offload all names", "experts offloaded", "te_v2", "megatron")
+        if not same(*(gradients(config, p, batch) for p in (POLICIES[name], POLICIES[name].on_device())))
+    ]
     assert unequal == []
 
 
