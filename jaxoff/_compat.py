@@ -7,7 +7,6 @@ The rest of the library uses documented JAX only. What stands here is either exp
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -184,17 +183,3 @@ def with_policy(jaxpr, policy: Callable[..., Any]):
 def remat3_enabled() -> bool:
     """Whether the coming rewrite of `jax.checkpoint` is switched on."""
     return bool(getattr(jax.config, "jax_remat3", False))
-
-
-def version(package: str) -> tuple[int, ...] | None:
-    """The leading integers of an installed package's version, or None where it is not installed."""
-    try:
-        text = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    numbers = []
-    for part in text.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)

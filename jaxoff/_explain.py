@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._finding import Environment, Finding
+from jaxoff._finding import Finding, Runtime
 from jaxoff._findings import find
 from jaxoff._policy import Placement
 from jaxoff._program import Program
@@ -118,4 +118,4 @@ def explain(
       The names there are x_in.
     """
     analysis = analyse(Program.trace(fun, args, kwargs, argnums, has_aux))
-    return Report(tuple(row.residual for row in analysis.rows), find(analysis, Environment.current()))
+    return Report(tuple(row.residual for row in analysis.rows), find(analysis, Runtime.current()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
 from collections.abc import Iterable
 
@@ -10,6 +11,7 @@ from jaxoff import _compat
 from jaxoff._policy import Decision, Either, Policy
 from jaxoff._policy import decide as decide_any
 from jaxoff._program import Site, sites_of
+from jaxoff._requirements import pinned_pool_bytes, release
 from jaxoff._residuals import Analysis, Row
 
 
@@ -32,7 +34,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Environment:
+class Runtime:
     """What findings need to know of the machine and its software.
 
     Attributes:
@@ -46,18 +48,10 @@ class Environment:
     remat3: bool = False
 
     @classmethod
-    def current(cls) -> Environment:
-        """The environment of this process."""
-        return cls(_compat.version("jaxlib") or (0,), pinned_pool_bytes(), _compat.remat3_enabled())
-
-
-def pinned_pool_bytes() -> int:
-    """The most pinned host memory that XLA's GPU client gives a process.
-
-    `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` GiB, 64 if unset.
-    """
-    text = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "")
-    return (int(text) if text.isdigit() else 64) << 30
+    def current(cls) -> Runtime:
+        """The software and limits of this process."""
+        jaxlib = release(importlib.metadata.version("jaxlib"))
+        return cls(jaxlib, pinned_pool_bytes(os.environ), _compat.remat3_enabled())
 
 
 def decide(site: Site, checkpoint: int = 0) -> Decision:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxoff import _name_checks, _placement_checks
-from jaxoff._finding import Environment, Finding
+from jaxoff._finding import Finding, Runtime
 from jaxoff._residuals import Analysis
 
 CHECKS = (
@@ -22,8 +22,8 @@ CHECKS = (
 )
 
 
-def find(analysis: Analysis, environment: Environment) -> tuple[Finding, ...]:
-    """All findings on an analysed function in an environment, without repeats."""
+def find(analysis: Analysis, runtime: Runtime) -> tuple[Finding, ...]:
+    """All findings on an analysed function in a process, without repeats."""
     found = [finding for check in CHECKS for finding in check(analysis)]
-    found += _placement_checks.environment_findings(analysis, environment)
+    found += _placement_checks.runtime_findings(analysis, runtime)
     return tuple(dict.fromkeys(found))

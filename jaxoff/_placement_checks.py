@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxoff import _compat
-from jaxoff._finding import Environment, Finding, called, decide, host_rows, parts, row_name
+from jaxoff._finding import Finding, Runtime, called, decide, host_rows, parts, row_name
 from jaxoff._origins import Scope, nbytes
 from jaxoff._policy import DOTS, KERNELS, WRONG_KIND
 from jaxoff._presets import DEFAULT_MIN_BYTES
+from jaxoff._requirements import OLDEST_JAX, POOL_VARIABLE, dotted
 from jaxoff._residuals import Analysis, site_of
-
-MIN_JAXLIB = (0, 11, 1)
 
 
 def refused_by_the_compiler(analysis: Analysis) -> Iterator[Finding]:
@@ -138,25 +137,25 @@ def already_differentiated(analysis: Analysis) -> Iterator[Finding]:
             return
 
 
-def environment_findings(analysis: Analysis, environment: Environment) -> Iterator[Finding]:
+def runtime_findings(analysis: Analysis, runtime: Runtime) -> Iterator[Finding]:
     """What is wrong with this machine or its software for this program."""
     host = sum(r.residual.nbytes for r in host_rows(analysis))
     if not host:
         return
-    if host > environment.pinned_pool_bytes:
+    if host > runtime.pinned_pool_bytes:
         yield Finding(
             "pinned-pool-too-small",
             f"The residuals need {host:,} bytes of pinned host memory, and XLA's pool ends at "
-            f"{environment.pinned_pool_bytes:,}: the step would die with RESOURCE_EXHAUSTED. Set "
-            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={-(-host // 2**30) + 1} or more.",
+            f"{runtime.pinned_pool_bytes:,}: the step would die with RESOURCE_EXHAUSTED. Set "
+            f"{POOL_VARIABLE}={-(-host // 2**30) + 1} or more.",
         )
-    if environment.jaxlib < MIN_JAXLIB:
+    if runtime.jaxlib < OLDEST_JAX:
         yield Finding(
             "jaxlib-computes-wrongly",
-            f"jaxlib {'.'.join(map(str, environment.jaxlib))} computes wrong gradients for offloaded scan "
-            f"residuals on a GPU (openxla/xla#46231). Install jaxlib >= {'.'.join(map(str, MIN_JAXLIB))}.",
+            f"jaxlib {dotted(runtime.jaxlib)} computes wrong gradients for offloaded scan "
+            f"residuals on a GPU (openxla/xla#46231). Install jaxlib >= {dotted(OLDEST_JAX)}.",
         )
-    if environment.remat3:
+    if runtime.remat3:
         yield Finding(
             "remat3",
             "jax_remat3 is on: this JAX then asks policies about names only, and not about those in "

@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxoff._environment import Environment
+from jaxoff._requirements import (
+    DEFAULT_POOL_GIB,
+    FIRST_UNKNOWN_JAX,
+    OLDEST_JAX,
+    POOL_VARIABLE,
+    dotted,
+    pinned_pool_bytes,
+    release,
+)
 from jaxoff._settings import Setting, judge
 
-OLDEST_JAX = (0, 11, 1)
-FIRST_UNKNOWN_JAX = (0, 13)
-POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-DEFAULT_POOL_GIB = 64
 GIB = 2**30
 
 
@@ -77,7 +82,7 @@ def diagnose(environment: Environment) -> Diagnosis:
       ['no-gpu']
     """
     settings = judge(environment)
-    pool = _pinned_pool_bytes(environment)
+    pool = pinned_pool_bytes(environment.variables)
     checks = (
         *_versions(environment),
         *_backend(environment),
@@ -89,28 +94,28 @@ def diagnose(environment: Environment) -> Diagnosis:
 
 
 def _versions(environment: Environment) -> Iterator[Problem]:
-    supported = f">={_dotted(OLDEST_JAX)},<{_dotted(FIRST_UNKNOWN_JAX)}"
+    supported = f">={dotted(OLDEST_JAX)},<{dotted(FIRST_UNKNOWN_JAX)}"
     fix = f"pip install 'jax{supported}'"
     jaxlib = environment.packages.get("jaxlib")
-    if environment.backend == "gpu" and jaxlib is not None and _numbers(jaxlib) < OLDEST_JAX:
+    if environment.backend == "gpu" and jaxlib is not None and release(jaxlib) < OLDEST_JAX:
         yield Problem(
             "wrong-gradients",
             True,
             f"jaxlib {jaxlib} computes wrong gradients from offloaded residuals of scanned layers on a GPU "
-            f"(openxla/xla#46231), {_dotted(OLDEST_JAX)} does not: {fix}.",
+            f"(openxla/xla#46231), {dotted(OLDEST_JAX)} does not: {fix}.",
         )
     for package in ("jax", "jaxlib"):
         version = environment.packages.get(package)
         if version is None:
             yield Problem("unsupported-version", True, f"{package} is not installed: {fix}.")
-        elif not OLDEST_JAX <= _numbers(version) < FIRST_UNKNOWN_JAX:
+        elif not OLDEST_JAX <= release(version) < FIRST_UNKNOWN_JAX:
             yield Problem(
                 "unsupported-version",
                 True,
                 f"jaxoff is tested with {package}{supported}, got {version}: {fix}.",
             )
     for package, version in environment.packages.items():
-        if package.startswith("jax-cuda") and jaxlib is not None and _numbers(version) != _numbers(jaxlib):
+        if package.startswith("jax-cuda") and jaxlib is not None and release(version) != release(jaxlib):
             yield Problem(
                 "mixed-versions",
                 True,
@@ -185,27 +190,5 @@ def _harmful(environment: Environment, settings: tuple[Setting, ...]) -> Iterato
             )
 
 
-def _pinned_pool_bytes(environment: Environment) -> int:
-    text = environment.variables.get(POOL_VARIABLE, "").strip()
-    return (int(text) if text.lstrip("-").isdigit() else DEFAULT_POOL_GIB) * GIB
-
-
 def _extra(package: str) -> str:
     return f"jax[{package.split('-')[1]}]"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release part of a version: "0.12.0.1" and "0.11.2rc1" give (0, 12, 0, 1) and (0, 11, 2)."""
-    numbers: list[int] = []
-    for part in version.split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return tuple(numbers)
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff._finding import Environment, pinned_pool_bytes
+from jaxoff._finding import Runtime
 from jaxoff._findings import find
 from jaxoff._program import Program
 from jaxoff._residuals import analyse
@@ -308,10 +308,10 @@ def test_already_differentiated():
     assert codes(loss, W, X) == set()
 
 
-def findings_with(**environment):
+def findings_with(**runtime):
     program = Program.trace(stack(layer, OFFLOAD_A), (W, X), {}, None, False)
-    sound = Environment(jaxlib=(0, 11, 2), pinned_pool_bytes=64 << 30)
-    return {f.code for f in find(analyse(program), dataclasses.replace(sound, **environment))}
+    sound = Runtime(jaxlib=(0, 11, 2), pinned_pool_bytes=64 << 30)
+    return {f.code for f in find(analyse(program), dataclasses.replace(sound, **runtime))}
 
 
 def test_pinned_pool_too_small():
@@ -333,9 +333,9 @@ def test_remat3():
 
 def test_the_pool_is_read_from_the_variable(monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "3")
-    assert pinned_pool_bytes() == 3 << 30
+    assert Runtime.current().pinned_pool_bytes == 3 << 30
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-    assert pinned_pool_bytes() == 64 << 30
+    assert Runtime.current().pinned_pool_bytes == 64 << 30
 
 
 def test_findings_point_at_the_users_line():
