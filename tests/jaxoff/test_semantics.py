@@ -127,6 +127,16 @@ def test_kernels_go_under_te_v2():
     check(op, jaxoff.policy("te_v2", min_bytes=8 * 16 * 4 + 1), X, device=[(8, 16)])
 
 
+def test_ffi_calls_go_under_te_v2():
+    call = jax.ffi.ffi_call("a_library_function", jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    (eqn,) = jax.make_jaxpr(call)(X).eqns
+    policy = jaxoff.policy("te_v2", min_bytes=8 * 16 * 4)
+    avals = [v.aval for v in eqn.invars]
+    assert policy.decide(eqn.primitive, *avals, **eqn.params).placement == "host"
+    larger = jaxoff.policy("te_v2", min_bytes=8 * 16 * 4 + 1)
+    assert larger.decide(eqn.primitive, *avals, **eqn.params).placement == "device"
+
+
 def test_cheap_values_are_recomputed_under_te_v2():
     def norm_and_project(w, x):
         x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
