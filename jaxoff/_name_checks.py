@@ -18,9 +18,9 @@ from jaxoff._residuals import Analysis, Row
 
 def rules_without_names(analysis: Analysis) -> Iterator[Finding]:
     """A list entry of a policy that matches no name in any checkpoint with that policy."""
-    inside = [s for s in analysis.program.sites if s.checkpoints]
+    inside = analysis.program.checkpointed
     in_rules = forward_labels(analysis) - labels_of(inside)
-    for policy in dict.fromkeys(s.policy for s in inside):
+    for policy in analysis.program.policies:
         labels = labels_of(s for s in inside if s.policy == policy) | in_rules
         listed = (
             f"The names there are {', '.join(sorted(labels))}." if labels else "There are no names there."

@@ -102,7 +102,7 @@ def wrong_memory_kinds(analysis: Analysis) -> Iterator[Finding]:
 
 def large_unnamed(analysis: Analysis) -> Iterator[Finding]:
     """A value kept on the device past `min_bytes` that no list or mark speaks of, under some policy."""
-    policies = {s.policy for s in analysis.program.sites if s.checkpoints}
+    policies = analysis.program.policies
     if not any(policy is not None for policy in policies):
         return
     floors = [part.min_bytes for policy in policies for part in parts(policy) if part.min_bytes]

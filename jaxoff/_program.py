@@ -113,6 +113,26 @@ class Program:
     def sites(self) -> tuple[Site, ...]:
         return tuple(sites_of(Scope(_compat.as_open(self.primal))))
 
+    @functools.cached_property
+    def checkpointed(self) -> tuple[Site, ...]:
+        """The sites inside a checkpoint."""
+        return tuple(s for s in self.sites if s.checkpoints)
+
+    @functools.cached_property
+    def policies(self) -> tuple[Callable[..., Any] | None, ...]:
+        """The policies of the outermost checkpoints."""
+        return tuple(dict.fromkeys(s.policy for s in self.checkpointed))
+
+    @functools.cached_property
+    def checkpointed_at(self) -> dict[str, list[Site]]:
+        """The sites inside a checkpoint, by source line."""
+        return _grouped(self.checkpointed, lambda s: s.line)
+
+    @functools.cached_property
+    def checkpointed_as(self) -> dict[Tag | None, list[Site]]:
+        """The sites inside a checkpoint, by tag."""
+        return _grouped(self.checkpointed, lambda s: s.tag)
+
     def kept(self, policy: Callable[..., Any] | None = None) -> Kept:
         """What the backward pass keeps.
 
@@ -161,6 +181,13 @@ class Kept:
         inputs = {*self.live.jaxpr.invars, *self.live.jaxpr.constvars}
         unique = dict.fromkeys(v for v in self.live.jaxpr.outvars if not isinstance(v, _compat.Literal))
         return [v for v in unique if v not in inputs]
+
+
+def _grouped[K](sites: tuple[Site, ...], key: Callable[[Site], K]) -> dict[K, list[Site]]:
+    groups: dict[K, list[Site]] = {}
+    for site in sites:
+        groups.setdefault(key(site), []).append(site)
+    return groups
 
 
 def _differentiated(args, kwargs, argnums) -> tuple[bool, ...]:

@@ -149,11 +149,9 @@ def _policy_decision(program: Program, origin: Origin, placement: Placement) -> 
     """The rule behind a placement: that of the checkpoint whose code made the value, else of any."""
     if origin.eqn is None:
         return None
-    line, label = line_of(origin), origin.tag.label if origin.tag else None
-    inside = [s for s in program.sites if s.checkpoints]
-    inside.sort(key=lambda s: (s.line != line, s.tag is None or s.tag.label != label))
+    here, named = _sites_like(program, origin)
     avals = [v.aval for v in origin.eqn.invars]
-    for policy in dict.fromkeys(s.policy for s in inside):
+    for policy in dict.fromkeys((*(s.policy for s in (*here, *named)), *program.policies)):
         decision = decide(policy, origin.eqn.primitive, *avals, **origin.eqn.params)
         if decision.placement == placement:
             return decision
@@ -211,7 +209,12 @@ def line_of(origin: Origin) -> str:
 
 def site_of(program: Program, origin: Origin) -> Site | None:
     """The checkpointed site of the function at which a value of its differentiated program was made."""
-    inside = [s for s in program.sites if s.checkpoints]
-    here = [s for s in inside if s.line == line_of(origin)]
-    named = [s for s in inside if s.tag is not None and s.tag == origin.tag]
-    return next((s for s in named if s in here), next(iter(named or here), None))
+    here, named = _sites_like(program, origin)
+    both = (s for s in here if s.tag is not None and s.tag == origin.tag)
+    return next(both, next(iter(named or here), None))
+
+
+def _sites_like(program: Program, origin: Origin) -> tuple[list[Site], list[Site]]:
+    """The checkpointed sites on the line where a value was made, and those with its tag."""
+    named = program.checkpointed_as.get(origin.tag, []) if origin.tag else []
+    return program.checkpointed_at.get(line_of(origin), []), named

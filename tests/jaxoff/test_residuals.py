@@ -248,6 +248,20 @@ def test_a_value_that_is_not_needed_is_not_called_recomputed():
     assert {r.placement for r in rows} == {"device"} and all(r.name is None for r in rows)
 
 
+def test_many_unrolled_layers_take_seconds():
+    block = jax.checkpoint(lambda x, w: layer(x, w)[0], policy=jaxoff.policy(offload=["x_in"]))
+
+    def loss(w, x):
+        for i in range(100):
+            x = block(x, w[i % 5])
+        return x.sum()
+
+    start = time.perf_counter()
+    rows = jaxoff.explain(loss, W, X).residuals
+    assert time.perf_counter() - start < 20
+    assert sum(r.count for r in rows if r.name == "x_in") == 100
+
+
 def test_the_report_as_a_dict():
     report = jaxoff.explain(stack(jaxoff.policy(offload=["x_in", "nothing"])), W, X)
     data = json.loads(json.dumps(report.to_dict()))
