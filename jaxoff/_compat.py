@@ -7,6 +7,7 @@ The rest of the library uses documented JAX only. What stands here is either exp
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,6 @@ from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
 
 name_p = _primitives.name_p
 remat_p = _primitives.remat_p
-device_put_p = _primitives.device_put_p
 
 
 def is_name(prim) -> bool:
@@ -68,6 +68,11 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
 def shape_of(aval: Any) -> tuple[int, ...]:
     """The shape of an abstract array."""
     return tuple(aval.shape)
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of an abstract array."""
+    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def is_host(aval) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Iterable
 
 from jaxoff import _compat
 from jaxoff._policy import Decision, Either, Policy
 from jaxoff._policy import decide as decide_any
-from jaxoff._program import Site, sites_of
+from jaxoff._program import Site
 from jaxoff._requirements import pinned_pool_bytes, release
 from jaxoff._residuals import Analysis, Row
 
@@ -85,13 +84,3 @@ def parts(policy) -> list[Policy]:
     if isinstance(policy, Either):
         return [*parts(policy.first), *parts(policy.second)]
     return [policy] if isinstance(policy, Policy) else []
-
-
-def labels_of(sites: Iterable[Site]) -> set[str]:
-    """The labels of the named sites."""
-    return {s.tag.label for s in sites if s.tag and s.tag.label}
-
-
-def forward_labels(analysis: Analysis) -> set[str]:
-    """The labels in the differentiated forward pass, those of custom_vjp forward rules included."""
-    return labels_of(sites_of(analysis.kept.forward))

@@ -9,17 +9,17 @@ from typing import Any
 
 from jaxoff import _compat
 from jaxoff._errors import near_miss
-from jaxoff._finding import Finding, called, forward_labels, host_rows, labels_of, parts
+from jaxoff._finding import Finding, called, host_rows, parts
 from jaxoff._origins import trace_origin
 from jaxoff._policy import matches
-from jaxoff._program import Site, sites_of
+from jaxoff._program import Site, labels_of, sites_of
 from jaxoff._residuals import Analysis, Row
 
 
 def rules_without_names(analysis: Analysis) -> Iterator[Finding]:
     """A list entry of a policy that matches no name in any checkpoint with that policy."""
     inside = analysis.program.checkpointed
-    in_rules = forward_labels(analysis) - labels_of(inside)
+    in_rules = analysis.kept.labels - labels_of(inside)
     for policy in analysis.program.policies:
         labels = labels_of(s for s in inside if s.policy == policy) | in_rules
         listed = (
@@ -96,7 +96,7 @@ def lost_names(analysis: Analysis) -> Iterator[Finding]:
 
     Those in the primal function of a custom_vjp, and under jax_remat3 those under vmap.
     """
-    alive, primal = forward_labels(analysis), labels_of(analysis.program.sites)
+    alive, primal = analysis.kept.labels, labels_of(analysis.program.sites)
     for site in analysis.program.sites:
         if site.primal_only and site.tag and site.tag.label and site.tag.label not in alive:
             yield Finding(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 from jaxoff import _compat
@@ -152,8 +151,3 @@ def _out_of(scope: Scope, index: int):
         return None
     offset = len(eqn.invars) - len(scope.jaxpr.invars)  # a cond's index comes first
     return parent, eqn.invars[index + max(offset, 0)]
-
-
-def nbytes(aval) -> int:
-    """Bytes of an abstract array."""
-    return math.prod(aval.shape) * aval.dtype.itemsize

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jaxoff import _compat
 from jaxoff._finding import Finding, Runtime, called, decide, host_rows, parts, row_name
-from jaxoff._origins import Scope, nbytes
+from jaxoff._origins import Scope
 from jaxoff._policy import DOTS, KERNELS, WRONG_KIND
 from jaxoff._presets import DEFAULT_MIN_BYTES
 from jaxoff._requirements import OLDEST_JAX, POOL_VARIABLE, dotted
@@ -108,7 +108,7 @@ def large_unnamed(analysis: Analysis) -> Iterator[Finding]:
     floors = [part.min_bytes for policy in policies for part in parts(policy) if part.min_bytes]
     floor = min(floors, default=DEFAULT_MIN_BYTES)
     for row in analysis.rows:
-        size = nbytes(row.origin.aval)
+        size = _compat.nbytes(row.origin.aval)
         if (
             row.residual.placement == "device"
             and not row.explicit

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -264,7 +263,7 @@ def _nbytes_of(avals) -> int | None:
     """Bytes of abstract arrays, or None where a policy was asked without them."""
     if not avals:
         return None
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
+    return sum(map(_compat.nbytes, avals))
 
 
 def matches(pattern: str, label: str) -> bool:

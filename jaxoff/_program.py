@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -73,6 +73,11 @@ def sites_of(scope: Scope, around: Site | None = None) -> Iterator[Site]:
             inner = dataclasses.replace(site, primal_only=True)
         for index in range(len(_compat.sub_jaxprs(eqn))):
             yield from sites_of(scope.enter(eqn, index), inner)
+
+
+def labels_of(sites: Iterable[Site]) -> set[str]:
+    """The labels of the named sites."""
+    return {s.tag.label for s in sites if s.tag and s.tag.label}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +179,11 @@ class Kept:
 
     forward: Scope
     live: Scope
+
+    @functools.cached_property
+    def labels(self) -> set[str]:
+        """The labels in the forward pass, those of custom_vjp forward rules included."""
+        return labels_of(sites_of(self.forward))
 
     @property
     def values(self) -> list[Any]:

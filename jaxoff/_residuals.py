@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoff import _compat
-from jaxoff._origins import Origin, Scope, nbytes, trace_origin
+from jaxoff._origins import Origin, Scope, trace_origin
 from jaxoff._policy import Decision, Placement, decide
 from jaxoff._program import Kept, Program, Site
 
@@ -121,7 +121,7 @@ def _kept_row(program: Program, var, origin: Origin) -> Row:
 
 
 def _row(var, origin: Origin, placement: Placement, decision: Decision) -> Row:
-    total, each = nbytes(var.aval), nbytes(origin.aval)
+    total, each = _compat.nbytes(var.aval), _compat.nbytes(origin.aval)
     residual = Residual(
         name=origin.tag.label if origin.tag else None,
         mark=origin.tag.mark if origin.tag else None,
