@@ -1,0 +1,1 @@
+"""The grouped MLP as Pallas kernels for Hopper GPUs."""

@@ -1,0 +1,271 @@
+"""Products of rows with the matrix of their expert, with an epilogue on the accumulator (Hopper).
+
+A persistent kernel: each streaming multiprocessor runs one program, which takes every P-th tile of the output.
+Of its three warpgroups one copies operands into a ring of shared memory; each of the other two multiplies 64
+of the tile's 128 rows and, free of the other, finishes its half while its neighbour still multiplies.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule
+from pallas_kernels.mosaic.tuning import RowsConfig
+
+BLOCK_K = 64
+CHUNK = 64  # columns that an epilogue handles at once
+WG_ROWS = BLOCK_ROWS // 2
+_SWIZZLE = plgpu.SwizzleTransform(128)
+OPERAND = (plgpu.TilingTransform((8, 64)), _SWIZZLE)
+# Rows of any number can leave a buffer that is tiled row by row.
+RAGGED = (plgpu.TilingTransform((1, 64)), _SWIZZLE)
+
+
+class Tile(NamedTuple):
+    """One warpgroup's half of a tile; all are int32 scalars.
+
+    Attributes:
+      index: position in the schedule.
+      block: which block of columns.
+      expert: whose weights.
+      row: first row of the half, a multiple of 8.
+      low: first row of the half that it owns, from `row`.
+      count: how many rows it owns.
+    """
+
+    index: Any
+    block: Any
+    expert: Any
+    row: Any
+    low: Any
+    count: Any
+
+
+def store_ragged(source, target, tile: Tile, column) -> None:
+    """Copies the rows that a half tile owns to global memory, without committing the group.
+
+    Only whole copies of a static height exist: one for a full half, else a ladder of powers of two.
+    """
+    width = source.shape[1]
+
+    @pl.when(tile.count == WG_ROWS)
+    def _():
+        plgpu.copy_smem_to_gmem(
+            source, target.at[pl.ds(tile.row, WG_ROWS), pl.ds(column, width)], commit_group=False
+        )
+
+    @pl.when(tile.count < WG_ROWS)
+    def _():
+        first = tile.low
+        for power in range(WG_ROWS.bit_length() - 2, -1, -1):
+            height = 1 << power
+
+            @pl.when((tile.count & height) != 0)
+            def _(first=first, height=height):
+                plgpu.copy_smem_to_gmem(
+                    source.at[pl.ds(first, height)],
+                    target.at[pl.ds(tile.row + first, height), pl.ds(column, width)],
+                    commit_group=False,
+                )
+
+            first = first + (tile.count & height)
+
+
+def rows_product(
+    x: jax.Array,
+    w: jax.Array,
+    schedule: Schedule,
+    *,
+    transpose_w: bool,
+    config: RowsConfig,
+    inputs: Sequence[jax.Array],
+    out_types: Sequence[jax.ShapeDtypeStruct],
+    scratch_types: Sequence[Any],
+    epilogue: Callable[..., None],
+    name: str,
+) -> Any:
+    """Runs `epilogue(acc, tile, refs...)` on every half tile of `x[r] @ w[expert(r)]`.
+
+    Args:
+      x: (R, K) rows.
+      w: (E, K, N), or (E, N, K) with `transpose_w`.
+      schedule: whose rows are whose.
+      transpose_w: whether to multiply with each matrix's transpose, which is read in place.
+      config: tile sizes and order.
+      inputs: further arrays in global memory for the epilogue.
+      out_types: the outputs, all in global memory. `out_types[0]` is (R, N), and its rows past the last group
+        are zeroed here; the epilogue does not see them.
+      scratch_types: the epilogue's scratch, one for the program. The first is a (2, 2, 64, 64) buffer, and
+        the epilogue leaves at most copies to global memory in flight there.
+      epilogue: takes the float32 accumulator of (64, width) in the WGMMA layout, the `Tile`, the warpgroup,
+        and the refs of inputs, outputs and scratch.
+      name: the kernel's name in profiles.
+
+    Returns:
+      The outputs.
+    """
+    rows, depth = x.shape
+    experts = w.shape[0]
+    columns = w.shape[1] if transpose_w else w.shape[2]
+    block, stages = config.block_columns, config.stages
+    blocks, steps_of_tile = pl.cdiv(columns, block), depth // BLOCK_K
+    last_width = columns - (blocks - 1) * block
+    programs = max(min(config.programs, schedule.max_tiles * blocks), 1)
+    n_in, n_out = len(inputs), len(out_types)
+
+    def body(x_gmem, w_gmem, tiles_gmem, num_tiles_gmem, *refs):
+        in_refs, out_refs, rest = refs[:n_in], refs[n_in : n_in + n_out], refs[n_in + n_out :]
+        x_smem, w_smem, full, empty, *scratch = rest
+        wg, program = lax.axis_index("wg"), lax.axis_index("program")
+        num_tiles = num_tiles_gmem[0]
+        my_tiles = lax.div(num_tiles * blocks - program + programs - 1, jnp.int32(programs))
+
+        def tile_at(i):
+            """Reads which tile is the program's i-th; past its last, some tile that exists."""
+            linear = program + jnp.minimum(i, my_tiles - 1) * programs
+            index, at = plgpu.planar_snake(
+                linear, (num_tiles, blocks), config.minor, min(config.width, blocks)
+            )
+            return index, at, *(tiles_gmem[index, field] for field in range(4))
+
+        def slot_of(step):
+            return lax.rem(step, jnp.int32(stages))
+
+        @pl.when((wg == 2) & (my_tiles > 0))
+        def producer():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def load_tile(i, carry):
+                step, (_, at, expert, row, _, _) = carry
+                ahead = tile_at(i + 1)
+                row = pl.multiple_of(row, 8)
+
+                def load(k, step):
+                    slot = slot_of(step)
+
+                    @pl.when(step >= stages)
+                    def _():
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    ks, ns = pl.ds(k * BLOCK_K, BLOCK_K), pl.ds(at * block, block)
+                    plgpu.copy_gmem_to_smem(
+                        x_gmem.at[pl.ds(row, BLOCK_ROWS), ks], x_smem.at[slot], full.at[slot]
+                    )
+                    source = w_gmem.at[expert, ns, ks] if transpose_w else w_gmem.at[expert, ks, ns]
+                    plgpu.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
+                    return step + 1
+
+                return lax.fori_loop(0, jnp.where(expert < experts, steps_of_tile, 0), load, step), ahead
+
+            steps, _ = lax.fori_loop(0, my_tiles, load_tile, (jnp.int32(0), tile_at(0)))
+
+            # A barrier may not be given up with a phase that nobody saw.
+            def drain(j, _):
+                plgpu.barrier_wait(empty.at[slot_of(steps + j)])
+
+            lax.fori_loop(jnp.maximum(0, stages - steps), stages, drain, None)
+
+        @pl.when((wg < 2) & (my_tiles > 0))
+        def consumer():
+            plgpu.set_max_registers(232, action="increase")
+            staging = scratch[0]
+
+            def release(step):
+                plgpu.barrier_arrive(empty.at[slot_of(step)])
+
+            def skip(step):
+                """Keeps in step with the ring where the half owns no row."""
+
+                def pass_on(_, step):
+                    plgpu.barrier_wait(full.at[slot_of(step)])
+                    release(step)
+                    return step + 1
+
+                lax.fori_loop(0, steps_of_tile, pass_on, step)
+
+            def multiply(width, step, acc):
+                def multiply_step(k, step):
+                    slot = slot_of(step)
+                    plgpu.barrier_wait(full.at[slot])
+                    if transpose_w:
+                        w_step = w_smem.at[slot, pl.ds(0, width)].transpose((1, 0))
+                    else:
+                        w_step = w_smem.at[slot, :, pl.ds(0, width)]
+                    plgpu.wgmma(acc, x_smem.at[slot, pl.ds(wg * WG_ROWS, WG_ROWS)], w_step)
+                    plgpu.wgmma_wait(1)
+
+                    @pl.when(k > 0)
+                    def _():
+                        release(step + (stages - 1))
+
+                    return step + 1
+
+                step = lax.fori_loop(0, steps_of_tile, multiply_step, step)
+                plgpu.wgmma_wait(0)
+                release(step + (stages - 1))
+                return acc[...]
+
+            def zero(width, tile):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                staging[wg, 0] = jnp.zeros(staging.shape[2:], staging.dtype)
+                plgpu.commit_smem()
+                for column in range(0, width, CHUNK):
+                    store_ragged(staging.at[wg, 0], out_refs[0], tile, tile.block * block + column)
+                plgpu.commit_smem_to_gmem_group()
+
+            def run_tile(i, carry):
+                step, (index, at, expert, row, low, high) = carry
+                ahead = tile_at(i + 1)
+                low = jnp.clip(low - wg * WG_ROWS, 0, WG_ROWS)
+                count = jnp.maximum(jnp.clip(high - wg * WG_ROWS, 0, WG_ROWS) - low, 0)
+                tile = Tile(index, at, expert, pl.multiple_of(row + wg * WG_ROWS, 8), low, count)
+                pl.when((expert < experts) & (count == 0))(functools.partial(skip, step))
+                for width, here in widths(block, last_width, blocks, at):
+
+                    @pl.when(here & (expert < experts) & (count > 0))
+                    def _(width=width):
+                        acc = pl.run_scoped(
+                            functools.partial(multiply, width, step),
+                            plgpu.ACC((WG_ROWS, width), jnp.float32),
+                        )
+                        epilogue(acc, tile, wg, *in_refs, *out_refs, *scratch)
+
+                    pl.when(here & (expert == experts) & (count > 0))(functools.partial(zero, width, tile))
+                return step + jnp.where(expert < experts, steps_of_tile, 0), ahead
+
+            lax.fori_loop(0, my_tiles, run_tile, (jnp.int32(0), tile_at(0)))
+            plgpu.wait_smem_to_gmem(0)
+
+    w_shape = (stages, block, BLOCK_K) if transpose_w else (stages, BLOCK_K, block)
+    return plgpu.kernel(
+        body,
+        out_type=tuple(out_types),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name=name,
+        scratch_types=[
+            plgpu.SMEM((stages, BLOCK_ROWS, BLOCK_K), x.dtype, transforms=OPERAND),
+            plgpu.SMEM(w_shape, w.dtype, transforms=OPERAND),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            *scratch_types,
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(x, w, schedule.tiles, schedule.num_tiles, *inputs)
+
+
+def widths(block, last_width, blocks, at):
+    """The widths that a block of columns may have, each with whether this one has it."""
+    if last_width == block:
+        return [(block, jnp.bool_(True))]
+    if blocks == 1:
+        return [(last_width, jnp.bool_(True))]
+    return [(block, at < blocks - 1), (last_width, at == blocks - 1)]

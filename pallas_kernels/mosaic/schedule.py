@@ -1,0 +1,74 @@
+"""Which tile of rows is whose: the work list of the kernels, computed on the device with no host sync."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BLOCK_ROWS = 128
+# The copy engine reads and writes rows in units of a swizzled tile of eight.
+ROW_ALIGNMENT = 8
+
+
+class Schedule(NamedTuple):
+    """Tiles of `BLOCK_ROWS` rows, ordered by row, each within one group.
+
+    A tile starts at a multiple of `ROW_ALIGNMENT`, at or before the first row that it owns, so it may see
+    rows of its neighbours: `low` and `high` say which of its rows are its own.
+
+    Attributes:
+      tiles: (T, 4) int32, for each tile its expert, first row, low and high. Expert E stands for the rows
+        past the last group. Tiles past `num_tiles` are copies of the last one and never run.
+      num_tiles: (1,) int32.
+      group_first: (E,) int32, first row of each group.
+      group_stop: (E,) int32, one past its last row.
+      largest_first: (E,) int32, experts by number of rows, descending.
+    """
+
+    tiles: jax.Array
+    num_tiles: jax.Array
+    group_first: jax.Array
+    group_stop: jax.Array
+    largest_first: jax.Array
+
+    @property
+    def max_tiles(self) -> int:
+        return self.tiles.shape[0]
+
+
+def max_tiles(rows: int, experts: int) -> int:
+    """Bounds the number of tiles: each group, and the rows past the last, wastes at most one tile."""
+    groups = min(experts + 1, rows)
+    return (rows + groups * (BLOCK_ROWS + ROW_ALIGNMENT - 2)) // BLOCK_ROWS
+
+
+def schedule(group_sizes: jax.Array, rows: int) -> Schedule:
+    """Lays tiles over the groups and over the rows past the last group.
+
+    Args:
+      group_sizes: (E,) int32, rows of each group; groups follow each other from row 0.
+      rows: number of rows R; groups are cut off there.
+
+    Returns:
+      The schedule.
+    """
+    experts = group_sizes.shape[0]
+    group_stop = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
+    group_first = jnp.concatenate([jnp.zeros_like(group_stop[:1]), group_stop[:-1]])
+    # One more group, E, holds the rows past the last.
+    stop = jnp.concatenate([group_stop, jnp.full_like(group_stop[:1], rows)])
+    first = jnp.concatenate([group_first, group_stop[-1:]])
+    origin = first // ROW_ALIGNMENT * ROW_ALIGNMENT
+    count = jnp.where(stop > first, (stop - origin + BLOCK_ROWS - 1) // BLOCK_ROWS, 0)
+    tiles_stop = jnp.cumsum(count, dtype=jnp.int32)
+    num_tiles = tiles_stop[-1:]
+    tile = jnp.minimum(lax.iota(jnp.int32, max_tiles(rows, experts)), num_tiles - 1)
+    # The number of groups that end at or before the tile.
+    group = jnp.sum(tile[:, None] >= tiles_stop[None, :], axis=1, dtype=jnp.int32)
+    row = origin[group] + (tile - (tiles_stop - count)[group]) * BLOCK_ROWS
+    low = jnp.maximum(first[group] - row, 0)
+    high = jnp.minimum(stop[group] - row, BLOCK_ROWS)
+    largest_first = jnp.argsort(group_first - group_stop, stable=True).astype(jnp.int32)
+    tiles = jnp.stack([group, row, low, high], axis=1)
+    return Schedule(tiles, num_tiles, group_first, group_stop, largest_first)
