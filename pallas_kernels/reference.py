@@ -13,21 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels._compat import varying_axes
+from pallas_kernels.backend import Grads
 from pallas_kernels.tiles import Tiles, cut_tiles, tile_height
-
-_Optional = jax.Array | None
-
-
-def pin_and_name(x: jax.Array, name: str) -> jax.Array:
-    """Names a value for checkpoint policies and pins its rounding.
-
-    XLA may keep a narrow value wider inside a fusion. Rounding to the value's own format right before the
-    name makes the value that is saved or moved the same, bit for bit, as the one that is recomputed.
-    """
-    info = jnp.finfo(x.dtype)
-    return checkpoint_name(lax.reduce_precision(x, info.nexp, info.nmant), name)
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -62,124 +51,88 @@ def _accumulate(stack: jax.Array, value: jax.Array, tile: Tiles) -> jax.Array:
     return lax.dynamic_update_index_in_dim(stack, _expert(stack, tile) + value, tile.expert, 0)
 
 
-def _varying_axes(x: jax.Array) -> frozenset[str]:
-    """The mesh axes over which a value differs between devices, inside `jax.shard_map`."""
-    return frozenset(getattr(jax.typeof(x).mat, "varying", ()))
-
-
 def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """Marks a value as differing over `axes`, as a scan's initial carry must be if its result does."""
-    missing = tuple(sorted(axes - _varying_axes(x)))
+    missing = tuple(sorted(axes - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
-    return _vary(jnp.zeros(shape, dtype), _varying_axes(like))
+    return _vary(jnp.zeros(shape, dtype), varying_axes(like))
 
 
 def _for_tiles(step: Callable[[Any, Tiles], Any], init: Any, tiles: Tiles) -> Any:
     return lax.scan(lambda carry, tile: (step(carry, tile), None), init, tiles)[0]
 
 
-def _forward(x, w1, w2, group_sizes, probs, b1, b2):
-    """Returns y and what the gradient needs.
+class Reference:
+    """The implementation of `pallas_kernels.backend.Backend` in XLA operations."""
 
-    The rule without gradients and the one with them both use it, so that the names are there in either.
-    """
-    rows, height = x.shape[0], tile_height(x.shape[0], w1.shape[0])
-    tiles = cut_tiles(group_sizes, rows, height)
-    x = pin_and_name(x, "moe.dispatched")
+    def fc1(self, x, w, group_sizes):
+        tiles, height = _tiles_of(x, w, group_sizes)
 
-    def first(a, tile):
-        z = _dot(_slice(x, tile, height), _expert(w1, tile), (1, 0))
-        if b1 is not None:
-            z += _expert(b1, tile).astype(jnp.float32)[None]
-        return _store(a, jnp.square(jnp.maximum(z, 0.0)), tile)
+        def step(a, tile):
+            z = _dot(_slice(x, tile, height), _expert(w.w1, tile), (1, 0))
+            if w.b1 is not None:
+                z += _expert(w.b1, tile)[None]
+            return _store(a, jnp.square(jnp.maximum(z, 0.0)), tile)
 
-    def second(y, tile):
-        out = _dot(_slice(a, tile, height), _expert(w2, tile), (1, 0))
-        if b2 is not None:
-            out += _expert(b2, tile).astype(jnp.float32)[None]
-        if probs is not None:
-            out *= _slice(probs, tile, height).astype(jnp.float32)[:, None]
-        return _store(y, out, tile)
+        return _for_tiles(step, _zeros((x.shape[0], w.w1.shape[2]), x.dtype, x), tiles)
 
-    # Two sweeps and not one: y must be computed from the named activation, or what a policy keeps would not
-    # be what the forward pass used.
-    a = _for_tiles(first, _zeros((rows, w1.shape[2]), x.dtype, x), tiles)
-    a = pin_and_name(a, "moe.act")
-    y = _for_tiles(second, _zeros(x.shape, x.dtype, x), tiles)
-    return y, (x, a, w1, w2, group_sizes, probs, b1, b2)
+    def fc2(self, a, w, probs, group_sizes):
+        tiles, height = _tiles_of(a, w, group_sizes)
 
+        def step(y, tile):
+            out = _dot(_slice(a, tile, height), _expert(w.w2, tile), (1, 0))
+            if w.b2 is not None:
+                out += _expert(w.b2, tile)[None]
+            if probs is not None:
+                out *= _slice(probs, tile, height).astype(jnp.float32)[:, None]
+            return _store(y, out, tile)
 
-def _backward(residuals, dy):
-    x, a, w1, w2, group_sizes, probs, b1, b2 = residuals
-    rows, height = x.shape[0], tile_height(x.shape[0], w1.shape[0])
-    tiles = cut_tiles(group_sizes, rows, height)
+        return _for_tiles(step, _zeros((a.shape[0], w.w2.shape[2]), a.dtype, a), tiles)
 
-    def step(carry, tile):
-        dx, dw1, dw2, dp, db1, db2 = carry
-        e1, e2 = _expert(w1, tile), _expert(w2, tile)
-        x_t, dy_t = _slice(x, tile, height), _slice(dy, tile, height)
-        a_t = _slice(a, tile, height).astype(jnp.float32)
-        da = _dot(dy_t, e2, (1, 1))
-        pa, pdy = a_t, dy_t.astype(jnp.float32)
-        if probs is not None:
-            p_t = _slice(probs, tile, height).astype(jnp.float32)[:, None]
-            dp_t = jnp.sum(da * a_t, axis=1)
-            if b2 is not None:
-                dp_t += jnp.sum(pdy * _expert(b2, tile).astype(jnp.float32)[None], axis=1)
-            dp = _store(dp, dp_t, tile)
-            da, pa, pdy = p_t * da, p_t * pa, p_t * pdy
-        # relu(z) = sqrt(a). The inner select keeps a second derivative finite where the unit is off.
-        on = a_t > 0.0
-        dz = 2.0 * da * jnp.where(on, jnp.sqrt(jnp.where(on, a_t, 1.0)), 0.0)
-        if b1 is not None:
-            db1 = _accumulate(db1, jnp.sum(dz, axis=0), tile)
-        if b2 is not None:
-            db2 = _accumulate(db2, jnp.sum(pdy, axis=0), tile)
-        dz = dz.astype(x.dtype)
-        dw2 = _accumulate(dw2, _dot(pa.astype(x.dtype), dy_t, (0, 0)), tile)
-        dw1 = _accumulate(dw1, _dot(x_t, dz, (0, 0)), tile)
-        dx = _store(dx, _dot(dz, e1, (1, 1)), tile)
-        return dx, dw1, dw2, dp, db1, db2
+    def backward(self, x, a, w, probs, group_sizes, dy, grad_dtype, accumulators):
+        tiles, height = _tiles_of(x, w, group_sizes)
 
-    def zeros(value, dtype=jnp.float32):
-        return None if value is None else _zeros(value.shape, dtype, dy)
+        def step(carry, tile):
+            dx, dw1, dw2, dp, db1, db2 = carry
+            e1, e2 = _expert(w.w1, tile), _expert(w.w2, tile)
+            x_t, dy_t = _slice(x, tile, height), _slice(dy, tile, height)
+            a_t = _slice(a, tile, height).astype(jnp.float32)
+            da = _dot(dy_t, e2, (1, 1))
+            pa, pdy = a_t, dy_t.astype(jnp.float32)
+            if probs is not None:
+                p_t = _slice(probs, tile, height).astype(jnp.float32)[:, None]
+                dp_t = jnp.sum(da * a_t, axis=1)
+                if w.b2 is not None:
+                    dp_t += jnp.sum(pdy * _expert(w.b2, tile)[None], axis=1)
+                dp = _store(dp, dp_t, tile)
+                da, pa, pdy = p_t * da, p_t * pa, p_t * pdy
+            # relu(z) = sqrt(a). The inner select keeps a second derivative finite where the unit is off.
+            on = a_t > 0.0
+            dz = 2.0 * da * jnp.where(on, jnp.sqrt(jnp.where(on, a_t, 1.0)), 0.0)
+            if w.b1 is not None:
+                db1 = _accumulate(db1, jnp.sum(dz, axis=0), tile)
+            if w.b2 is not None:
+                db2 = _accumulate(db2, jnp.sum(pdy, axis=0), tile)
+            dz = dz.astype(x.dtype)
+            dw2 = _accumulate(dw2, _dot(pa.astype(x.dtype), dy_t, (0, 0)), tile)
+            dw1 = _accumulate(dw1, _dot(x_t, dz, (0, 0)), tile)
+            dx = _store(dx, _dot(dz, e1, (1, 1)), tile)
+            return dx, dw1, dw2, dp, db1, db2
 
-    # One tile after the other adds to its expert's slice: the order of every sum is fixed, and no two writers
-    # meet.
-    init = (zeros(x, x.dtype), zeros(w1), zeros(w2), zeros(probs), zeros(b1), zeros(b2))
-    dx, dw1, dw2, dp, db1, db2 = _for_tiles(step, init, tiles)
+        def zeros(value, dtype=jnp.float32):
+            return None if value is None else _zeros(value.shape, dtype, dy)
 
-    def like(grad, value):
-        return None if value is None else grad.astype(value.dtype)
-
-    return dx, like(dw1, w1), like(dw2, w2), None, like(dp, probs), like(db1, b1), like(db2, b2)
+        # One tile after the other adds to its expert's slice: the order of every sum is fixed, and no two
+        # writers meet.
+        dw = accumulators or (zeros(w.w1), zeros(w.w2))
+        init = (zeros(x, x.dtype), *dw, zeros(probs), zeros(w.b1), zeros(w.b2))
+        dx, dw1, dw2, dp, db1, db2 = _for_tiles(step, init, tiles)
+        return Grads(dx, dw1.astype(grad_dtype), dw2.astype(grad_dtype), db1, db2, dp)
 
 
-@jax.custom_vjp
-def _grouped_mlp(x, w1, w2, group_sizes, probs, b1, b2):
-    return _forward(x, w1, w2, group_sizes, probs, b1, b2)[0]
-
-
-_grouped_mlp.defvjp(_forward, _backward)
-
-
-def grouped_mlp_reference(
-    x: jax.Array,
-    w1: jax.Array,
-    w2: jax.Array,
-    group_sizes: jax.Array,
-    probs: _Optional,
-    b1: _Optional,
-    b2: _Optional,
-) -> jax.Array:
-    """Computes `pallas_kernels.grouped_mlp` for arguments that it has checked."""
-    if x.shape[0] == 0:
-        return jnp.zeros_like(x)
-    arguments = (x, w1, w2, group_sizes.astype(jnp.int32), probs, b1, b2)
-    # Inside shard_map the weights are often the same on every device while the rows differ. Marking all
-    # arguments alike, out here, leaves the sum of the weights' gradients over devices to JAX.
-    axes = frozenset().union(*(_varying_axes(v) for v in arguments if v is not None))
-    return _grouped_mlp(*(None if v is None else _vary(v, axes) for v in arguments))
+def _tiles_of(x, w, group_sizes) -> tuple[Tiles, int]:
+    height = tile_height(x.shape[0], w.w1.shape[0])
+    return cut_tiles(group_sizes, x.shape[0], height), height

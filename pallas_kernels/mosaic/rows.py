@@ -15,8 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.implementation import num_cores
 from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule
-from pallas_kernels.mosaic.tuning import RowsConfig
+from pallas_kernels.mosaic.tuning import Config
 
 BLOCK_K = 64
 CHUNK = 64  # columns that an epilogue handles at once
@@ -83,11 +84,12 @@ def rows_product(
     schedule: Schedule,
     *,
     transpose_w: bool,
-    config: RowsConfig,
+    config: Config,
     inputs: Sequence[jax.Array],
     out_types: Sequence[jax.ShapeDtypeStruct],
     scratch_types: Sequence[Any],
     epilogue: Callable[..., None],
+    prefetch: Callable[..., None] | None = None,
     name: str,
 ) -> Any:
     """Runs `epilogue(acc, tile, refs...)` on every half tile of `x[r] @ w[expert(r)]`.
@@ -116,7 +118,10 @@ def rows_product(
     block, stages = config.block_columns, config.stages
     blocks, steps_of_tile = pl.cdiv(columns, block), depth // BLOCK_K
     last_width = columns - (blocks - 1) * block
-    programs = max(min(config.programs, schedule.max_tiles * blocks), 1)
+    cluster = config.cluster
+    wide = pl.cdiv(blocks, cluster)
+    programs = max(min(num_cores() // cluster, schedule.max_tiles * wide), 1)
+    share = dict(collective_axes="cta") if cluster > 1 else {}
     n_in, n_out = len(inputs), len(out_types)
 
     def body(x_gmem, w_gmem, tiles_gmem, num_tiles_gmem, *refs):
@@ -124,15 +129,14 @@ def rows_product(
         x_smem, w_smem, full, empty, *scratch = rest
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         num_tiles = num_tiles_gmem[0]
-        my_tiles = lax.div(num_tiles * blocks - program + programs - 1, jnp.int32(programs))
+        cta = lax.axis_index("cta") if cluster > 1 else 0
+        my_tiles = lax.div(num_tiles * wide - program + programs - 1, jnp.int32(programs))
 
         def tile_at(i):
             """Reads which tile is the program's i-th; past its last, some tile that exists."""
             linear = program + jnp.minimum(i, my_tiles - 1) * programs
-            index, at = plgpu.planar_snake(
-                linear, (num_tiles, blocks), config.minor, min(config.width, blocks)
-            )
-            return index, at, *(tiles_gmem[index, field] for field in range(4))
+            index, at = plgpu.planar_snake(linear, (num_tiles, wide), config.minor, min(config.width, wide))
+            return index, at * cluster + cta, *(tiles_gmem[index, field] for field in range(4))
 
         def slot_of(step):
             return lax.rem(step, jnp.int32(stages))
@@ -155,7 +159,7 @@ def rows_product(
 
                     ks, ns = pl.ds(k * BLOCK_K, BLOCK_K), pl.ds(at * block, block)
                     plgpu.copy_gmem_to_smem(
-                        x_gmem.at[pl.ds(row, BLOCK_ROWS), ks], x_smem.at[slot], full.at[slot]
+                        x_gmem.at[pl.ds(row, BLOCK_ROWS), ks], x_smem.at[slot], full.at[slot], **share
                     )
                     source = w_gmem.at[expert, ns, ks] if transpose_w else w_gmem.at[expert, ks, ns]
                     plgpu.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
@@ -184,12 +188,15 @@ def rows_product(
 
                 def pass_on(_, step):
                     plgpu.barrier_wait(full.at[slot_of(step)])
+                    if cluster > 1:
+                        # One thread of the warpgroup speaks to the cluster's barrier: the others first.
+                        plgpu.commit_smem()
                     release(step)
                     return step + 1
 
                 lax.fori_loop(0, steps_of_tile, pass_on, step)
 
-            def multiply(width, step, acc):
+            def multiply(width, tile, step, acc):
                 def multiply_step(k, step):
                     slot = slot_of(step)
                     plgpu.barrier_wait(full.at[slot])
@@ -206,10 +213,15 @@ def rows_product(
 
                     return step + 1
 
-                step = lax.fori_loop(0, steps_of_tile, multiply_step, step)
+                # What the epilogue will read is asked for halfway, when the last tile has long left.
+                middle, early = steps_of_tile // 2, None
+                if prefetch is not None:
+                    step = lax.fori_loop(0, middle, multiply_step, step)
+                    early = prefetch(width, tile, wg, *in_refs, *out_refs, *scratch)
+                step = lax.fori_loop(0 if prefetch is None else middle, steps_of_tile, multiply_step, step)
                 plgpu.wgmma_wait(0)
                 release(step + (stages - 1))
-                return acc[...]
+                return acc[...], early
 
             def zero(width, tile):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -225,16 +237,18 @@ def rows_product(
                 low = jnp.clip(low - wg * WG_ROWS, 0, WG_ROWS)
                 count = jnp.maximum(jnp.clip(high - wg * WG_ROWS, 0, WG_ROWS) - low, 0)
                 tile = Tile(index, at, expert, pl.multiple_of(row + wg * WG_ROWS, 8), low, count)
+                count = jnp.where(at < blocks, count, 0) if blocks % cluster else count
+                tile = tile._replace(count=count)
                 pl.when((expert < experts) & (count == 0))(functools.partial(skip, step))
                 for width, here in widths(block, last_width, blocks, at):
 
                     @pl.when(here & (expert < experts) & (count > 0))
                     def _(width=width):
-                        acc = pl.run_scoped(
-                            functools.partial(multiply, width, step),
+                        acc, early = pl.run_scoped(
+                            functools.partial(multiply, width, tile, step),
                             plgpu.ACC((WG_ROWS, width), jnp.float32),
                         )
-                        epilogue(acc, tile, wg, *in_refs, *out_refs, *scratch)
+                        epilogue(acc, early, tile, wg, *in_refs, *out_refs, *scratch)
 
                     pl.when(here & (expert == experts) & (count > 0))(functools.partial(zero, width, tile))
                 return step + jnp.where(expert < experts, steps_of_tile, 0), ahead
@@ -248,6 +262,7 @@ def rows_product(
         out_type=tuple(out_types),
         grid=(programs,),
         grid_names=("program",),
+        **(dict(cluster=(cluster,), cluster_names=("cta",)) if cluster > 1 else {}),
         num_threads=3,
         thread_name="wg",
         kernel_name=name,
@@ -255,7 +270,9 @@ def rows_product(
             plgpu.SMEM((stages, BLOCK_ROWS, BLOCK_K), x.dtype, transforms=OPERAND),
             plgpu.SMEM(w_shape, w.dtype, transforms=OPERAND),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+            if cluster == 1
+            else plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=2, num_barriers=stages),
             *scratch_types,
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),

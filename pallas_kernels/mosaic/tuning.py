@@ -4,18 +4,58 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsConfig:
-    block_columns: int = 256
+class Config:
+    """How one kernel cuts its output and walks over it.
+
+    Attributes:
+      block_columns: width of a tile of the output, a multiple of 64.
+      stages: steps of operands that shared memory holds.
+      slots: buffers of 64 columns through which a warpgroup's half of a tile leaves.
+      minor: the axis of (rows, columns) blocks that varies fastest.
+      width: how many blocks of the minor axis are walked before the major one advances.
+      cluster: thread blocks that share the operand that they have in common, 1 or 2.
+    """
+
+    block_columns: int
     stages: int = 4
+    slots: int = 2
     minor: int = 1
-    width: int = 8
-    programs: int = 132
+    width: int = 64
+    cluster: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightsConfig:
-    block_columns: int = 256
-    stages: int = 4
-    minor: int = 1
-    width: int = 8
-    programs: int = 132
+class Configs:
+    """One for each product of the grouped MLP."""
+
+    fc1: Config
+    fc2: Config
+    grad_act: Config
+    grad_x: Config
+    grad_w1: Config
+    grad_w2: Config
+
+
+def configs(w1_shape: tuple[int, int, int], rows: int) -> Configs:
+    """Chooses the tiles for a shape.
+
+    Args:
+      w1_shape: (E, H, I).
+      rows: number of rows R.
+
+    Returns:
+      The choice.
+    """
+    _, width, inner = w1_shape
+
+    def rows_config(columns):
+        return Config(256, slots=2) if columns % 256 == 0 else Config(192, slots=3)
+
+    return Configs(
+        fc1=rows_config(inner),
+        fc2=rows_config(width),
+        grad_act=Config(192, slots=1),
+        grad_x=rows_config(width),
+        grad_w1=Config(192, slots=3),
+        grad_w2=Config(192, slots=3),
+    )

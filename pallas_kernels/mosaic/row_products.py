@@ -7,8 +7,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.rows import CHUNK, RAGGED, WG_ROWS, Tile, rows_product, store_ragged
-from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule
-from pallas_kernels.mosaic.tuning import RowsConfig
+from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule, group_of_rows
+from pallas_kernels.mosaic.tuning import Config
 
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 _OF_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -19,20 +19,22 @@ def _pad_rows(p: jax.Array) -> jax.Array:
     return jnp.pad(p.astype(jnp.float32), (0, BLOCK_ROWS))
 
 
-def _staging(dtype):
+def _staging(dtype, slots=2):
     """Two chunks for each of the two multiplying warpgroups."""
-    return plgpu.SMEM((2, 2, WG_ROWS, CHUNK), dtype, transforms=RAGGED)
+    return plgpu.SMEM((2, slots, WG_ROWS, CHUNK), dtype, transforms=RAGGED)
 
 
 def _store_chunks(acc, tile: Tile, wg, target, staging, block: int) -> None:
     """Writes an accumulator out in chunks, copying one while the next is converted."""
-    for chunk in range(acc.shape[1] // CHUNK):
-        slot = chunk % 2
-        # The number of chunks may be odd: the first slot is then used twice in a row, from tile to tile.
-        plgpu.wait_smem_to_gmem(0 if chunk == 0 else 1, wait_read_only=True)
-        staging[wg, slot] = acc[:, chunk * CHUNK : (chunk + 1) * CHUNK].astype(target.dtype)
+    chunks, slots = acc.shape[1] // CHUNK, staging.shape[1]
+    for begin in range(0, chunks, slots):
+        group = range(begin, min(begin + slots, chunks))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for chunk in group:
+            staging[wg, chunk - begin] = acc[:, chunk * CHUNK : (chunk + 1) * CHUNK].astype(target.dtype)
         plgpu.commit_smem()
-        store_ragged(staging.at[wg, slot], target, tile, tile.block * block + chunk * CHUNK)
+        for chunk in group:
+            store_ragged(staging.at[wg, chunk - begin], target, tile, tile.block * block + chunk * CHUNK)
         plgpu.commit_smem_to_gmem_group()
 
 
@@ -45,13 +47,11 @@ def _load_of_column(ref, tile: Tile, block: int, width: int):
     return plgpu.load(ref.at[tile.expert, column], layout=_OF_COLUMN, optimized=False)
 
 
-def fc1(
-    x: jax.Array, w1: jax.Array, b1: jax.Array | None, schedule: Schedule, config: RowsConfig = RowsConfig()
-) -> jax.Array:
+def fc1(x: jax.Array, w1: jax.Array, b1: jax.Array | None, schedule: Schedule, config: Config) -> jax.Array:
     """`a = relu(x W1 + b1)^2`, (R, I); rows past the last group are zero."""
     inputs = [] if b1 is None else [b1.astype(jnp.float32)]
 
-    def epilogue(acc, tile, wg, *refs):
+    def epilogue(acc, early, tile, wg, *refs):
         *bias, target, staging = refs
         if bias:
             values = _load_of_column(bias[0], tile, config.block_columns, acc.shape[1])
@@ -67,7 +67,7 @@ def fc1(
         config=config,
         inputs=inputs,
         out_types=[jax.ShapeDtypeStruct((x.shape[0], w1.shape[2]), x.dtype)],
-        scratch_types=[_staging(x.dtype)],
+        scratch_types=[_staging(x.dtype, config.slots)],
         epilogue=epilogue,
         name="grouped_mlp_fc1",
     )
@@ -80,20 +80,23 @@ def fc2(
     b2: jax.Array | None,
     probs: jax.Array | None,
     schedule: Schedule,
-    config: RowsConfig = RowsConfig(),
+    config: Config,
 ) -> jax.Array:
     """`y = p (a W2 + b2)`, (R, H); rows past the last group are zero."""
     inputs = [] if b2 is None else [b2.astype(jnp.float32)]
     inputs += [] if probs is None else [_pad_rows(probs)]
 
-    def epilogue(acc, tile, wg, *refs):
+    def epilogue(acc, early, tile, wg, *refs):
         *more, target, staging = refs
         if b2 is not None:
             values = _load_of_column(more[0], tile, config.block_columns, acc.shape[1])
             acc = acc + lax.broadcast_in_dim(values, acc.shape, (1,))
         if probs is not None:
-            acc = acc * lax.broadcast_in_dim(_load_of_row(more[-1], tile), acc.shape, (0,))
+            acc = acc * lax.broadcast_in_dim(early, acc.shape, (0,))
         _store_chunks(acc, tile, wg, target, staging, config.block_columns)
+
+    def prefetch(width, tile, wg, *refs):
+        return _load_of_row(refs[len(inputs) - 1], tile)
 
     (y,) = rows_product(
         a,
@@ -103,19 +106,18 @@ def fc2(
         config=config,
         inputs=inputs,
         out_types=[jax.ShapeDtypeStruct((a.shape[0], w2.shape[2]), a.dtype)],
-        scratch_types=[_staging(a.dtype)],
+        scratch_types=[_staging(a.dtype, config.slots)],
         epilogue=epilogue,
+        prefetch=None if probs is None else prefetch,
         name="grouped_mlp_fc2",
     )
     return y
 
 
-def grad_x(
-    dz: jax.Array, w1: jax.Array, schedule: Schedule, config: RowsConfig = RowsConfig(block_columns=192)
-) -> jax.Array:
+def grad_x(dz: jax.Array, w1: jax.Array, schedule: Schedule, config: Config) -> jax.Array:
     """`dx = dz W1^T`, (R, H); rows past the last group are zero."""
 
-    def epilogue(acc, tile, wg, target, staging):
+    def epilogue(acc, early, tile, wg, target, staging):
         _store_chunks(acc, tile, wg, target, staging, config.block_columns)
 
     (dx,) = rows_product(
@@ -126,7 +128,7 @@ def grad_x(
         config=config,
         inputs=[],
         out_types=[jax.ShapeDtypeStruct((dz.shape[0], w1.shape[1]), dz.dtype)],
-        scratch_types=[_staging(dz.dtype)],
+        scratch_types=[_staging(dz.dtype, config.slots)],
         epilogue=epilogue,
         name="grouped_mlp_grad_x",
     )
@@ -139,7 +141,7 @@ def grad_act(
     a: jax.Array,
     probs: jax.Array | None,
     schedule: Schedule,
-    config: RowsConfig = RowsConfig(block_columns=192),
+    config: Config,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """`dA = dy W2^T ; dz = 2 p dA sqrt(a) ; p a ; dp = sum_I dA a`.
 
@@ -153,56 +155,61 @@ def grad_act(
     has_p = probs is not None
     dtype = a.dtype
     out_types = [jax.ShapeDtypeStruct((rows, width), dtype)]
-    scratch = [_staging(dtype), _staging(dtype), plgpu.Barrier(num_arrivals=1, num_barriers=4)]
+    chunks = block // CHUNK
+    scratch = [_staging(dtype, config.slots), _staging(dtype, chunks)]
+    scratch += [plgpu.Barrier(num_arrivals=1, num_barriers=2 * chunks)]
     if has_p:
         out_types += [
             jax.ShapeDtypeStruct((rows, width), dtype),
             jax.ShapeDtypeStruct((schedule.max_tiles, blocks, BLOCK_ROWS), jnp.float32),
         ]
 
-    def epilogue(acc, tile, wg, a_gmem, *refs):
+    def split(refs):
+        """The refs by name; those that only probs need may be missing."""
         if has_p:
-            p_gmem, dz_gmem, pa_gmem, dp_gmem, dz_smem, a_smem, loaded = refs
-            p = lax.broadcast_in_dim(_load_of_row(p_gmem, tile), (WG_ROWS, CHUNK), (0,))
-        else:
-            dz_gmem, dz_smem, a_smem, loaded = refs
-            p = pa_gmem = dp_gmem = None
-        chunks = acc.shape[1] // CHUNK
-        first = tile.block * block
+            return refs
+        a_gmem, dz_gmem, *rest = refs
+        return a_gmem, None, dz_gmem, None, None, *rest
 
-        def load(chunk):
-            plgpu.copy_gmem_to_smem(
-                a_gmem.at[pl.ds(tile.row, WG_ROWS), pl.ds(first + chunk * CHUNK, CHUNK)],
-                a_smem.at[wg, chunk % 2],
-                loaded.at[wg * 2 + chunk % 2],
-            )
-
-        # Both slots may still be on their way out, from the tile before.
+    def prefetch(width, tile, wg, *refs):
+        a_gmem, p_gmem, *_, a_smem, loaded = split(refs)
+        # The tile before may still be on its way out of these slots.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for chunk in range(min(2, chunks)):
-            load(chunk)
-        dp = None
-        for chunk in range(chunks):
-            slot = chunk % 2
-            plgpu.barrier_wait(loaded.at[wg * 2 + slot])
-            a_chunk = a_smem[wg, slot].astype(jnp.float32)
+        for chunk in range(width // CHUNK):
+            column = tile.block * block + chunk * CHUNK
+            plgpu.copy_gmem_to_smem(
+                a_gmem.at[pl.ds(tile.row, WG_ROWS), pl.ds(column, CHUNK)],
+                a_smem.at[wg, chunk],
+                loaded.at[wg * chunks + chunk],
+            )
+        return _load_of_row(p_gmem, tile) if has_p else None
+
+    def epilogue(acc, early, tile, wg, *refs):
+        _, _, dz_gmem, pa_gmem, dp_gmem, dz_smem, a_smem, loaded = split(refs)
+        p = dp = None
+        if has_p:
+            p = lax.broadcast_in_dim(early, (WG_ROWS, CHUNK), (0,))
+        for chunk in range(acc.shape[1] // CHUNK):
+            column = tile.block * block + chunk * CHUNK
+            plgpu.barrier_wait(loaded.at[wg * chunks + chunk])
+            a_chunk = a_smem[wg, chunk].astype(jnp.float32)
             da = acc[:, chunk * CHUNK : (chunk + 1) * CHUNK]
             if has_p:
                 dp = da * a_chunk if dp is None else dp + da * a_chunk
                 da = da * p
-            dz_smem[wg, slot] = (2.0 * da * jnp.sqrt(a_chunk)).astype(dtype)
+            dz = (2.0 * da * jnp.sqrt(a_chunk)).astype(dtype)
+            slot = chunk % config.slots
+            if chunk >= config.slots:
+                plgpu.wait_smem_to_gmem(config.slots - 1, wait_read_only=True)
+            dz_smem[wg, slot] = dz
             if has_p:
                 # Each thread writes where it has read.
-                a_smem[wg, slot] = (a_chunk * p).astype(dtype)
+                a_smem[wg, chunk] = (a_chunk * p).astype(dtype)
             plgpu.commit_smem()
-            column = first + chunk * CHUNK
             store_ragged(dz_smem.at[wg, slot], dz_gmem, tile, column)
             if has_p:
-                store_ragged(a_smem.at[wg, slot], pa_gmem, tile, column)
+                store_ragged(a_smem.at[wg, chunk], pa_gmem, tile, column)
             plgpu.commit_smem_to_gmem_group()
-            if chunk + 2 < chunks:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                load(chunk + 2)
         if has_p:
             dp_gmem[tile.index, tile.block, pl.ds(wg * WG_ROWS, WG_ROWS)] = jnp.sum(dp, axis=1)
 
@@ -216,6 +223,7 @@ def grad_act(
         out_types=out_types,
         scratch_types=scratch,
         epilogue=epilogue,
+        prefetch=prefetch,
         name="grouped_mlp_grad_act",
     )
     if not has_p:
@@ -226,11 +234,7 @@ def grad_act(
 
 def _sum_partials(partial: jax.Array, schedule: Schedule, rows: int) -> jax.Array:
     """Adds what each block of columns gave to a row, always in the same order: (T, blocks, 128) to (R,)."""
-    row = lax.iota(jnp.int32, rows)
-    first = schedule.tiles[:, 1] + schedule.tiles[:, 2]
-    # The last tile whose first own row is at or before the row. Tiles past the end repeat the last one.
-    tile = jnp.searchsorted(first, row, side="right", method="sort").astype(jnp.int32) - 1
-    tile = jnp.minimum(tile, schedule.num_tiles[0] - 1)
-    total = jnp.sum(partial, axis=1)
-    dp = total[tile, row - schedule.tiles[tile, 1]]
-    return jnp.where(row < schedule.group_stop[-1], dp, 0.0)
+    group = group_of_rows(schedule, rows)
+    place = lax.iota(jnp.int32, rows) + schedule.group_shift.at[group].get(mode="clip")
+    dp = jnp.sum(partial, axis=1).reshape(-1).at[place].get(mode="clip")
+    return jnp.where(group < schedule.group_stop.shape[0], dp, 0.0)

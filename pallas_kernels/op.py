@@ -1,0 +1,116 @@
+"""The grouped MLP as one differentiable operation, over either implementation.
+
+Shapes: R rows (one a routed token), H model width, I expert width, E experts.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels._compat import varying_axes
+from pallas_kernels.backend import Backend, Weights
+from pallas_kernels.mosaic.launch import Mosaic
+from pallas_kernels.reference import Reference
+
+_Optional = jax.Array | None
+
+
+_BACKENDS: dict[str, Backend] = {"reference": Reference(), "mosaic": Mosaic()}
+
+
+class Static(NamedTuple):
+    """What of a call is known when it is traced."""
+
+    implementation: str
+    grad_dtype: Any
+
+
+def pin_and_name(x: jax.Array, name: str) -> jax.Array:
+    """Names a value for checkpoint policies and pins its rounding.
+
+    XLA may keep a narrow value wider inside a fusion. Rounding to the value's own format right before the
+    name makes the value that is saved or moved the same, bit for bit, as the one that is recomputed.
+    """
+    info = jnp.finfo(x.dtype)
+    return checkpoint_name(lax.reduce_precision(x, info.nexp, info.nmant), name)
+
+
+def grouped_mlp(
+    static: Static,
+    x: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    group_sizes: jax.Array,
+    probs: _Optional,
+    b1: _Optional,
+    b2: _Optional,
+    accumulators: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """Computes `pallas_kernels.grouped_mlp` for arguments that it has checked."""
+    if x.shape[0] == 0:
+        return jnp.zeros_like(x)
+    arguments = (x, w1, w2, group_sizes.astype(jnp.int32), probs, b1, b2, accumulators)
+    # Inside shard_map the weights are often the same on every device while the rows differ. Marking all
+    # arguments alike, out here, leaves the sum of the weights' gradients over devices to JAX.
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arguments)))
+    return _grouped_mlp(static, *jax.tree.map(functools.partial(_vary, axes=axes), arguments))
+
+
+def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _weights(x, w1, w2, b1, b2) -> Weights:
+    def wide(b):
+        return None if b is None else b.astype(jnp.float32)
+
+    return Weights(w1.astype(x.dtype), w2.astype(x.dtype), wide(b1), wide(b2))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_mlp(static, x, w1, w2, group_sizes, probs, b1, b2, accumulators):
+    return _forward(static, x, w1, w2, group_sizes, probs, b1, b2, accumulators)[0]
+
+
+def _forward(static, x, w1, w2, group_sizes, probs, b1, b2, accumulators):
+    """Returns y and what the gradient needs.
+
+    The rule without gradients and the one with them both use it, so that the names are there in either.
+    """
+    backend, weights = _BACKENDS[static.implementation], _weights(x, w1, w2, b1, b2)
+    x = pin_and_name(x, "moe.dispatched")
+    a = pin_and_name(backend.fc1(x, weights, group_sizes), "moe.act")
+    y = backend.fc2(a, weights, probs, group_sizes)
+    return y, (x, a, w1, w2, group_sizes, probs, b1, b2, accumulators)
+
+
+def _backward(static, residuals, dy):
+    x, a, w1, w2, group_sizes, probs, b1, b2, accumulators = residuals
+    grads = _BACKENDS[static.implementation].backward(
+        x,
+        a,
+        _weights(x, w1, w2, b1, b2),
+        probs,
+        group_sizes,
+        dy,
+        static.grad_dtype if accumulators is None else jnp.float32,
+        accumulators,
+    )
+    vary = functools.partial(_vary, axes=varying_axes(dy))
+
+    def like(grad, value):
+        return None if value is None else vary(grad.astype(value.dtype))
+
+    rest = None, like(grads.probs, probs), like(grads.b1, b1), like(grads.b2, b2)
+    if accumulators is not None:
+        sums = like(grads.w1, accumulators[0]), like(grads.w2, accumulators[1])
+        return vary(grads.x), None, None, *rest, sums
+    return vary(grads.x), like(grads.w1, w1), like(grads.w2, w2), *rest, None
+
+
+_grouped_mlp.defvjp(_forward, _backward)
