@@ -5,7 +5,7 @@ from jax._src import config
 
 
 def in_interpret_mode() -> bool:
-    """Whether Pallas kernels that are traced now would be interpreted, as under `force_gpu_interpret_mode`."""
+    """Whether Pallas kernels traced now would be interpreted, as under `force_gpu_interpret_mode`."""
     return config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 

@@ -71,7 +71,7 @@ def _sum_rows(scale: jax.Array | None, x: jax.Array, plan: Schedule) -> jax.Arra
             parts.append(rest.astype(x.dtype))
             rest = rest - parts[-1].astype(jnp.float32)
     left = jnp.stack(parts + [jnp.zeros_like(parts[0])] * (WG_M - len(parts)), axis=1)
-    sums = grad_weight(left, x, plan, jnp.float32)
+    sums = grad_weight(left, x, plan, jnp.float32, tuning.Config(192, slots=3))
     return jnp.sum(sums[:, : len(parts)], axis=1) * unit
 
 

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.rows import CHUNK, RAGGED, WG_ROWS, Tile, rows_product, store_ragged
-from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule, group_of_rows
+from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule
 from pallas_kernels.mosaic.tuning import Config
 
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -187,8 +187,10 @@ def grad_act(
     def epilogue(acc, early, tile, wg, *refs):
         _, _, dz_gmem, pa_gmem, dp_gmem, dz_smem, a_smem, loaded = split(refs)
         p = dp = None
+        twice_p = 2.0
         if has_p:
             p = lax.broadcast_in_dim(early, (WG_ROWS, CHUNK), (0,))
+            twice_p = lax.broadcast_in_dim(2.0 * early, (WG_ROWS, CHUNK), (0,))
         for chunk in range(acc.shape[1] // CHUNK):
             column = tile.block * block + chunk * CHUNK
             plgpu.barrier_wait(loaded.at[wg * chunks + chunk])
@@ -196,8 +198,7 @@ def grad_act(
             da = acc[:, chunk * CHUNK : (chunk + 1) * CHUNK]
             if has_p:
                 dp = da * a_chunk if dp is None else dp + da * a_chunk
-                da = da * p
-            dz = (2.0 * da * jnp.sqrt(a_chunk)).astype(dtype)
+            dz = (da * twice_p * jnp.sqrt(a_chunk)).astype(dtype)
             slot = chunk % config.slots
             if chunk >= config.slots:
                 plgpu.wait_smem_to_gmem(config.slots - 1, wait_read_only=True)
@@ -234,7 +235,12 @@ def grad_act(
 
 def _sum_partials(partial: jax.Array, schedule: Schedule, rows: int) -> jax.Array:
     """Adds what each block of columns gave to a row, always in the same order: (T, blocks, 128) to (R,)."""
-    group = group_of_rows(schedule, rows)
-    place = lax.iota(jnp.int32, rows) + schedule.group_shift.at[group].get(mode="clip")
-    dp = jnp.sum(partial, axis=1).reshape(-1).at[place].get(mode="clip")
-    return jnp.where(group < schedule.group_stop.shape[0], dp, 0.0)
+    _, first, low, high = schedule.tiles.T[:, :, None]
+    place = lax.broadcasted_iota(jnp.int32, (schedule.max_tiles, BLOCK_ROWS), 1)
+    tile = lax.broadcasted_iota(jnp.int32, place.shape, 0)
+    own = (place >= low) & (place < high) & (tile < schedule.num_tiles)
+    # What a tile does not own goes past the end, each to a place of its own, and is dropped.
+    row = jnp.where(own, first + place, rows + tile * BLOCK_ROWS + place)
+    total = jnp.sum(partial, axis=1)
+    dp = jnp.zeros((rows,), jnp.float32).at[row].set(total, mode="drop", unique_indices=True)
+    return jnp.where(lax.iota(jnp.int32, rows) < schedule.group_stop[-1], dp, 0.0)

@@ -1,8 +1,8 @@
 """Products of rows with the matrix of their expert, with an epilogue on the accumulator (Hopper).
 
-A persistent kernel: each streaming multiprocessor runs one program, which takes every P-th tile of the output.
-Of its three warpgroups one copies operands into a ring of shared memory; each of the other two multiplies 64
-of the tile's 128 rows and, free of the other, finishes its half while its neighbour still multiplies.
+A persistent kernel: each streaming multiprocessor runs one program, which takes every P-th tile of the
+output. Of its three warpgroups one copies operands into a ring of shared memory; each of the other two
+multiplies 64 of the tile's 128 rows and, free of the other, finishes its half of the tile.
 """
 
 import functools
@@ -112,16 +112,13 @@ def rows_product(
     Returns:
       The outputs.
     """
-    rows, depth = x.shape
+    depth = x.shape[1]
     experts = w.shape[0]
     columns = w.shape[1] if transpose_w else w.shape[2]
     block, stages = config.block_columns, config.stages
     blocks, steps_of_tile = pl.cdiv(columns, block), depth // BLOCK_K
     last_width = columns - (blocks - 1) * block
-    cluster = config.cluster
-    wide = pl.cdiv(blocks, cluster)
-    programs = max(min(num_cores() // cluster, schedule.max_tiles * wide), 1)
-    share = dict(collective_axes="cta") if cluster > 1 else {}
+    programs = max(min(num_cores(), schedule.max_tiles * blocks), 1)
     n_in, n_out = len(inputs), len(out_types)
 
     def body(x_gmem, w_gmem, tiles_gmem, num_tiles_gmem, *refs):
@@ -129,14 +126,15 @@ def rows_product(
         x_smem, w_smem, full, empty, *scratch = rest
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         num_tiles = num_tiles_gmem[0]
-        cta = lax.axis_index("cta") if cluster > 1 else 0
-        my_tiles = lax.div(num_tiles * wide - program + programs - 1, jnp.int32(programs))
+        my_tiles = lax.div(num_tiles * blocks - program + programs - 1, jnp.int32(programs))
 
         def tile_at(i):
             """Reads which tile is the program's i-th; past its last, some tile that exists."""
             linear = program + jnp.minimum(i, my_tiles - 1) * programs
-            index, at = plgpu.planar_snake(linear, (num_tiles, wide), config.minor, min(config.width, wide))
-            return index, at * cluster + cta, *(tiles_gmem[index, field] for field in range(4))
+            index, at = plgpu.planar_snake(
+                linear, (num_tiles, blocks), config.minor, min(config.width, blocks)
+            )
+            return index, at, *(tiles_gmem[index, field] for field in range(4))
 
         def slot_of(step):
             return lax.rem(step, jnp.int32(stages))
@@ -159,7 +157,7 @@ def rows_product(
 
                     ks, ns = pl.ds(k * BLOCK_K, BLOCK_K), pl.ds(at * block, block)
                     plgpu.copy_gmem_to_smem(
-                        x_gmem.at[pl.ds(row, BLOCK_ROWS), ks], x_smem.at[slot], full.at[slot], **share
+                        x_gmem.at[pl.ds(row, BLOCK_ROWS), ks], x_smem.at[slot], full.at[slot]
                     )
                     source = w_gmem.at[expert, ns, ks] if transpose_w else w_gmem.at[expert, ks, ns]
                     plgpu.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
@@ -188,9 +186,6 @@ def rows_product(
 
                 def pass_on(_, step):
                     plgpu.barrier_wait(full.at[slot_of(step)])
-                    if cluster > 1:
-                        # One thread of the warpgroup speaks to the cluster's barrier: the others first.
-                        plgpu.commit_smem()
                     release(step)
                     return step + 1
 
@@ -237,8 +232,6 @@ def rows_product(
                 low = jnp.clip(low - wg * WG_ROWS, 0, WG_ROWS)
                 count = jnp.maximum(jnp.clip(high - wg * WG_ROWS, 0, WG_ROWS) - low, 0)
                 tile = Tile(index, at, expert, pl.multiple_of(row + wg * WG_ROWS, 8), low, count)
-                count = jnp.where(at < blocks, count, 0) if blocks % cluster else count
-                tile = tile._replace(count=count)
                 pl.when((expert < experts) & (count == 0))(functools.partial(skip, step))
                 for width, here in widths(block, last_width, blocks, at):
 
@@ -262,7 +255,6 @@ def rows_product(
         out_type=tuple(out_types),
         grid=(programs,),
         grid_names=("program",),
-        **(dict(cluster=(cluster,), cluster_names=("cta",)) if cluster > 1 else {}),
         num_threads=3,
         thread_name="wg",
         kernel_name=name,
@@ -270,9 +262,7 @@ def rows_product(
             plgpu.SMEM((stages, BLOCK_ROWS, BLOCK_K), x.dtype, transforms=OPERAND),
             plgpu.SMEM(w_shape, w.dtype, transforms=OPERAND),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages)
-            if cluster == 1
-            else plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             *scratch_types,
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),

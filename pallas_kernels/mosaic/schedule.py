@@ -23,7 +23,6 @@ class Schedule(NamedTuple):
       num_tiles: (1,) int32.
       group_first: (E,) int32, first row of each group.
       group_stop: (E,) int32, one past its last row.
-      group_shift: (E,) int32: row r of the group is row `r + shift` of all tiles laid end to end.
       largest_first: (E,) int32, experts by number of rows, descending.
     """
 
@@ -31,7 +30,6 @@ class Schedule(NamedTuple):
     num_tiles: jax.Array
     group_first: jax.Array
     group_stop: jax.Array
-    group_shift: jax.Array
     largest_first: jax.Array
 
     @property
@@ -73,8 +71,7 @@ def schedule(group_sizes: jax.Array, rows: int) -> Schedule:
     high = jnp.minimum(stop[group] - row, BLOCK_ROWS)
     largest_first = jnp.argsort(group_first - group_stop, stable=True).astype(jnp.int32)
     tiles = jnp.stack([group, row, low, high], axis=1)
-    shift = ((tiles_stop - count) * BLOCK_ROWS - origin)[:experts]
-    return Schedule(tiles, num_tiles, group_first, group_stop, shift, largest_first)
+    return Schedule(tiles, num_tiles, group_first, group_stop, largest_first)
 
 
 def group_of_rows(plan: Schedule, rows: int) -> jax.Array:

@@ -13,7 +13,6 @@ class Config:
       slots: buffers of 64 columns through which a warpgroup's half of a tile leaves.
       minor: the axis of (rows, columns) blocks that varies fastest.
       width: how many blocks of the minor axis are walked before the major one advances.
-      cluster: thread blocks that share the operand that they have in common, 1 or 2.
     """
 
     block_columns: int
@@ -21,7 +20,6 @@ class Config:
     slots: int = 2
     minor: int = 1
     width: int = 64
-    cluster: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

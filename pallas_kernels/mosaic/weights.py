@@ -1,4 +1,10 @@
-"""The gradient of the weights: for each expert, a product over its rows (Hopper)."""
+"""The gradient of the weights: for each expert, a product over its rows (Hopper).
+
+The kernel is built like that of `pallas_kernels.mosaic.rows`. Here the rows are summed over, and a group
+may begin and end at any row, while the copy engine moves slabs of eight. A slab that two groups share is
+therefore laid out beforehand, once for each, with the rows of the other set to zero; so a NaN in a row of one
+group does not reach the gradient of another, and no step of the product masks anything.
+"""
 
 import functools
 from typing import Any
@@ -17,6 +23,7 @@ from pallas_kernels.mosaic.tuning import Config
 BLOCK_M = 128
 STEP = 64  # rows that one step of the product takes
 WG_M = BLOCK_M // 2
+_SLABS = STEP // ROW_ALIGNMENT
 
 
 def grad_weight(
@@ -24,13 +31,12 @@ def grad_weight(
     right: jax.Array,
     schedule: Schedule,
     dtype: Any,
-    config: Config = Config(192, slots=3),
+    config: Config,
     accumulator: jax.Array | None = None,
 ) -> jax.Array:
     """`out[e] = left[rows of e]^T right[rows of e]`.
 
-    Neither operand is transposed in memory, and rows of other groups, which the first and the last step of a
-    group may see, are set to zero in shared memory, so that a NaN there does not spread.
+    Neither operand is transposed in memory.
 
     Args:
       left: (R, M).
@@ -46,20 +52,19 @@ def grad_weight(
     """
     (_, m), (_, n) = left.shape, right.shape
     experts = schedule.group_first.shape[0]
-    block, stages = config.block_columns, config.stages
+    block, stages, slots = config.block_columns, config.stages, config.slots
     m_blocks, n_blocks = pl.cdiv(m, BLOCK_M), pl.cdiv(n, block)
     last_width, last_height = n - (n_blocks - 1) * block, m - (m_blocks - 1) * BLOCK_M
-    cluster = config.cluster
-    n_wide = pl.cdiv(n_blocks, cluster)
-    per_expert = m_blocks * n_wide
-    programs = min(num_cores() // cluster, experts * per_expert)
-    share = dict(collective_axes="cta") if cluster > 1 else {}
+    per_expert = m_blocks * n_blocks
+    programs = min(num_cores(), experts * per_expert)
     chunk_width = 128 // jnp.dtype(dtype).itemsize  # columns that are stored at once
 
-    def body(left_gmem, right_gmem, first_gmem, stop_gmem, order_gmem, out_gmem, *scratch):
-        left_smem, right_smem, staging, full, empty, raw, summand = scratch
+    def body(*refs):
+        (left_gmem, right_gmem, left_edges, right_edges, first_gmem, stop_gmem, order_gmem, out_gmem) = refs[
+            :8
+        ]
+        left_smem, right_smem, staging, whole, ragged, empty, summand = refs[8:]
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
-        cta = lax.axis_index("cta") if cluster > 1 else 0
         my_tiles = (experts * per_expert - program + programs - 1) // programs
 
         def tile_at(i):
@@ -68,11 +73,11 @@ def grad_weight(
             expert = order_gmem[lax.div(linear, jnp.int32(per_expert))]
             m_at, n_at = plgpu.planar_snake(
                 lax.rem(linear, jnp.int32(per_expert)),
-                (m_blocks, n_wide),
+                (m_blocks, n_blocks),
                 config.minor,
-                min(config.width, (m_blocks, n_wide)[config.minor]),
+                min(config.width, (m_blocks, n_blocks)[config.minor]),
             )
-            return expert, m_at, n_at * cluster + cta, first_gmem[expert], stop_gmem[expert]
+            return expert, m_at, n_at, first_gmem[expert], stop_gmem[expert]
 
         def steps_of(first, stop):
             origin = first // ROW_ALIGNMENT * ROW_ALIGNMENT
@@ -81,35 +86,46 @@ def grad_weight(
         def slot_of(step):
             return lax.rem(step, jnp.int32(stages))
 
-        def is_ragged(k, origin, first, stop):
-            """Whether a step sees rows of other groups."""
-            return (origin + k * STEP < first) | (origin + (k + 1) * STEP > stop)
-
-        def clear_rows(step, low, high):
-            """Zeroes what lies outside [low, high) in a slot whose copies have landed, and hands it on."""
-            slot = slot_of(step)
-            plgpu.barrier_wait(raw.at[slot])
-            row = plgpu.broadcasted_iota(jnp.int32, (STEP, 64), 0, layout=plgpu.Layout.WGMMA)
-            own = (row >= low) & (row < high)
-            refs = [left_smem.at[slot, :, pl.ds(column, 64)] for column in range(0, BLOCK_M, 64)]
-            refs += [right_smem.at[slot, :, pl.ds(column, 64)] for column in range(0, block, 64)]
-            # All reads before the first write: the waits for them overlap.
-            values = [plgpu.load(ref, layout=plgpu.Layout.WGMMA) for ref in refs]
-            for ref, value in zip(refs, values, strict=True):
-                ref[...] = jnp.where(own, value, jnp.zeros_like(value))
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(full.at[slot])
-            plgpu.barrier_arrive(full.at[slot])
+        def is_ragged(row, first, stop):
+            """Whether a step that starts at a row takes rows of other groups."""
+            return (row < first) | (row + STEP > stop)
 
         @pl.when(wg == 2)
         def producer():
             plgpu.set_max_registers(40, action="decrease")
 
             def load_tile(i, carry):
-                step, (_, m_at, n_at, first, stop) = carry
+                step, (expert, m_at, n_at, first, stop) = carry
                 ahead = tile_at(i + 1)
                 origin, steps = steps_of(first, stop)
-                origin = pl.multiple_of(origin, ROW_ALIGNMENT)
+                operands = (
+                    (left_gmem, left_edges, left_smem, pl.ds(m_at * BLOCK_M, BLOCK_M)),
+                    (right_gmem, right_edges, right_smem, pl.ds(n_at * block, block)),
+                )
+
+                def load_whole(row, slot):
+                    for source, _, target, columns in operands:
+                        plgpu.copy_gmem_to_smem(
+                            source.at[pl.ds(row, STEP), columns], target.at[slot], whole.at[slot]
+                        )
+
+                def load_slabs(row, slot):
+                    for slab in range(_SLABS):
+                        at = pl.multiple_of(row + slab * ROW_ALIGNMENT, ROW_ALIGNMENT)
+                        inside = (at >= first) & (at + ROW_ALIGNMENT <= stop)
+                        last = jnp.where(at < stop, experts + expert, 2 * experts)
+                        edge = jnp.where(at < first, expert, last)
+                        for source, edges, target, columns in operands:
+                            piece = target.at[slot, pl.ds(slab * ROW_ALIGNMENT, ROW_ALIGNMENT)]
+
+                            @pl.when(inside)
+                            def _(source=source, piece=piece, columns=columns, at=at):
+                                own = source.at[pl.ds(at, ROW_ALIGNMENT), columns]
+                                plgpu.copy_gmem_to_smem(own, piece, ragged.at[slot])
+
+                            @pl.when(~inside)
+                            def _(edges=edges, piece=piece, columns=columns, edge=edge):
+                                plgpu.copy_gmem_to_smem(edges.at[edge, :, columns], piece, ragged.at[slot])
 
                 def load(k, step):
                     slot = slot_of(step)
@@ -118,24 +134,10 @@ def grad_weight(
                     def _():
                         plgpu.barrier_wait(empty.at[slot])
 
-                    rows = pl.ds(origin + k * STEP, STEP)
-                    ragged = is_ragged(k, origin, first, stop)
-
-                    def copy(landed):
-                        plgpu.copy_gmem_to_smem(
-                            left_gmem.at[rows, pl.ds(m_at * BLOCK_M, BLOCK_M)],
-                            left_smem.at[slot],
-                            landed.at[slot],
-                            **share,
-                        )
-                        plgpu.copy_gmem_to_smem(
-                            right_gmem.at[rows, pl.ds(n_at * block, block)],
-                            right_smem.at[slot],
-                            landed.at[slot],
-                        )
-
-                    pl.when(ragged)(functools.partial(copy, raw))
-                    pl.when(~ragged)(functools.partial(copy, full))
+                    row = pl.multiple_of(origin + k * STEP, ROW_ALIGNMENT)
+                    shared = is_ragged(row, first, stop)
+                    pl.when(shared)(functools.partial(load_slabs, row, slot))
+                    pl.when(~shared)(functools.partial(load_whole, row, slot))
                     return step + 1
 
                 return lax.fori_loop(0, steps, load, step), ahead
@@ -148,36 +150,27 @@ def grad_weight(
 
             lax.fori_loop(jnp.maximum(0, stages - steps), stages, drain, None)
 
-        @pl.when(wg == 3)
-        def masker():
-            def mask_tile(i, carry):
-                step, (_, _, _, first, stop) = carry
-                ahead = tile_at(i + 1)
-                origin, steps = steps_of(first, stop)
-
-                def mask(k):
-                    low, high = first - origin - k * STEP, stop - origin - k * STEP
-                    pl.when(is_ragged(k, origin, first, stop))(
-                        functools.partial(clear_rows, step + k, low, high)
-                    )
-
-                pl.when(steps > 0)(functools.partial(mask, 0))
-                pl.when(steps > 1)(functools.partial(mask, steps - 1))
-                return step + steps, ahead
-
-            lax.fori_loop(0, my_tiles, mask_tile, (jnp.int32(0), tile_at(0)))
-
         @pl.when(wg < 2)
         def consumer():
-            plgpu.set_max_registers(168, action="increase")
+            plgpu.set_max_registers(232, action="increase")
+
+            def await_step(k, step, group):
+                first, stop = group
+                origin, _ = steps_of(first, stop)
+                slot = slot_of(step)
+                shared = is_ragged(origin + k * STEP, first, stop)
+                pl.when(shared)(lambda: plgpu.barrier_wait(ragged.at[slot]))
+                pl.when(~shared)(lambda: plgpu.barrier_wait(whole.at[slot]))
+                return slot
 
             def release(step):
                 plgpu.barrier_arrive(empty.at[slot_of(step)])
 
-            def multiply(width, step, steps, acc):
+            def multiply(width, step, group, acc):
+                _, steps = steps_of(*group)
+
                 def multiply_step(k, step):
-                    slot = slot_of(step)
-                    plgpu.barrier_wait(full.at[slot])
+                    slot = await_step(k, step, group)
                     plgpu.wgmma(
                         acc,
                         left_smem.at[slot, :, pl.ds(wg * WG_M, WG_M)].transpose((1, 0)),
@@ -200,19 +193,18 @@ def grad_weight(
 
                 return acc[...]
 
-            def skip(step, steps):
-                def pass_on(_, step):
-                    plgpu.barrier_wait(full.at[slot_of(step)])
-                    if cluster > 1:
-                        # One thread of the warpgroup speaks to the cluster's barrier: the others first.
-                        plgpu.commit_smem()
+            def skip(step, group):
+                """Keeps in step with the ring where the half lies below the last row of the output."""
+
+                def pass_on(k, step):
+                    await_step(k, step, group)
                     release(step)
                     return step + 1
 
-                lax.fori_loop(0, steps, pass_on, step)
+                lax.fori_loop(0, steps_of(*group)[1], pass_on, step)
 
             def store(acc, expert, m_at, n_at):
-                chunks, slots = acc.shape[1] // chunk_width, config.slots
+                chunks = acc.shape[1] // chunk_width
                 for begin in range(0, chunks, slots):
                     group = range(begin, min(begin + slots, chunks))
                     targets = [
@@ -233,6 +225,7 @@ def grad_weight(
                         value = acc[:, chunk * chunk_width : (chunk + 1) * chunk_width]
                         if accumulator is not None:
                             plgpu.barrier_wait(summand.at[wg * slots + slot])
+                            # Each thread writes where it has read.
                             value = value + staging[wg, slot]
                         staging[wg, slot] = value.astype(dtype)
                     plgpu.commit_smem()
@@ -240,23 +233,21 @@ def grad_weight(
                         plgpu.copy_smem_to_gmem(staging.at[wg, slot], target)
 
             def run_tile(i, carry):
-                step, (expert, m_at, n_at, first, stop) = carry
+                step, (expert, m_at, n_at, *group) = carry
                 ahead = tile_at(i + 1)
-                _, steps = steps_of(first, stop)
                 inside = (m_at < m_blocks - 1) | (wg * WG_M < last_height)
-                inside &= n_at < n_blocks
                 for width, here in widths(block, last_width, n_blocks, n_at):
 
                     @pl.when(here & inside)
                     def _(width=width):
                         acc = pl.run_scoped(
-                            functools.partial(multiply, width, step, steps),
+                            functools.partial(multiply, width, step, group),
                             plgpu.ACC((WG_M, width), jnp.float32),
                         )
                         store(acc, expert, m_at, n_at)
 
-                pl.when(~inside)(functools.partial(skip, step, steps))
-                return step + steps, ahead
+                pl.when(~inside)(functools.partial(skip, step, group))
+                return step + steps_of(*group)[1], ahead
 
             lax.fori_loop(0, my_tiles, run_tile, (jnp.int32(0), tile_at(0)))
             plgpu.wait_smem_to_gmem(0)
@@ -266,30 +257,42 @@ def grad_weight(
         out_type=jax.ShapeDtypeStruct((experts, m, n), dtype) if accumulator is None else (),
         grid=(programs,),
         grid_names=("program",),
-        **(dict(cluster=(cluster,), cluster_names=("cta",)) if cluster > 1 else {}),
-        num_threads=4,
+        num_threads=3,
         thread_name="wg",
         kernel_name="grouped_mlp_grad_weight",
         scratch_types=[
             plgpu.SMEM((stages, STEP, BLOCK_M), left.dtype, transforms=OPERAND),
             plgpu.SMEM((stages, STEP, block), right.dtype, transforms=OPERAND),
             plgpu.SMEM(
-                (2, config.slots, WG_M, chunk_width),
+                (2, slots, WG_M, chunk_width),
                 dtype,
                 transforms=(plgpu.TilingTransform((8, chunk_width)), plgpu.SwizzleTransform(128)),
             ),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages)
-            if cluster == 1
-            else plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2 * _SLABS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=1, num_barriers=2 * config.slots),
+            plgpu.Barrier(num_arrivals=1, num_barriers=2 * slots),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
-    operands = left, right, schedule.group_first, schedule.group_stop, schedule.largest_first
+    operands = left, right, _edges(left, schedule), _edges(right, schedule)
+    operands += schedule.group_first, schedule.group_stop, schedule.largest_first
     if accumulator is None:
         return kernel(*operands)
     total = jax.new_ref(accumulator)
     kernel(*operands, total)
     return jax.freeze(total)
+
+
+def _edges(x: jax.Array, schedule: Schedule) -> jax.Array:
+    """Lays out the slabs that groups share: (R, N) to (2 E + 1, 8, N).
+
+    The slab in which each group starts, then the one in which each ends, with the rows of other groups set to
+    zero, then one of zeros.
+    """
+    first, stop = schedule.group_first, schedule.group_stop
+    start = jnp.concatenate([first, jnp.maximum(stop - 1, 0)]) // ROW_ALIGNMENT * ROW_ALIGNMENT
+    row = start[:, None] + lax.iota(jnp.int32, ROW_ALIGNMENT)
+    own = (row >= jnp.tile(first, 2)[:, None]) & (row < jnp.tile(stop, 2)[:, None])
+    slabs = jnp.where(own[:, :, None], x.at[row].get(mode="clip"), jnp.zeros((), x.dtype))
+    return jnp.pad(slabs, [(0, 1), (0, 0), (0, 0)])
