@@ -31,9 +31,13 @@ class Mosaic:
         x, a, dy, probs = _align(x), _align(a), _align(dy), _align(probs)
         plan = schedule(group_sizes, x.shape[0])
         config = tuning.configs(w.w1.shape, x.shape[0])
-        dz, pa, dp = row_products.grad_act(dy, w.w2, a, probs, plan, config.grad_act)
+        scale_a = probs is not None and not config.scale_dy
+        dz, pa, dp = row_products.grad_act(dy, w.w2, a, probs, plan, config.grad_act, scale_a=scale_a)
+        pdy = dy
+        if probs is not None and not scale_a:
+            pdy = (dy.astype(jnp.float32) * probs.astype(jnp.float32)[:, None]).astype(dy.dtype)
         acc1, acc2 = (None, None) if accumulators is None else accumulators
-        dw2 = grad_weight(pa, dy, plan, grad_dtype, config.grad_w2, acc2)
+        dw2 = grad_weight(pa, pdy, plan, grad_dtype, config.grad_w2, acc2)
         dx = row_products.grad_x(dz, w.w1, plan, config.grad_x)
         dw1 = grad_weight(x, dz, plan, grad_dtype, config.grad_w1, acc1)
         db1 = None if w.b1 is None else _sum_rows(None, dz, plan)

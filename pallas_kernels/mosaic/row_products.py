@@ -142,77 +142,71 @@ def grad_act(
     probs: jax.Array | None,
     schedule: Schedule,
     config: Config,
+    *,
+    scale_a: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """`dA = dy W2^T ; dz = 2 p dA sqrt(a) ; p a ; dp = sum_I dA a`.
 
     Returns:
       dz (R, I), `p a` (R, I) whose rows past the last group hold anything, and dp (R,) float32, zero there.
-      Without probs, `p a` is a itself and dp is None.
+      Without `scale_a`, a itself comes back for `p a`; without probs, dp is None.
     """
     rows, (_, width, _) = a.shape[0], w2.shape
     block = config.block_columns
-    blocks = pl.cdiv(width, block)
-    has_p = probs is not None
+    blocks, chunks = pl.cdiv(width, block), block // CHUNK
     dtype = a.dtype
-    out_types = [jax.ShapeDtypeStruct((rows, width), dtype)]
-    chunks = block // CHUNK
-    scratch = [_staging(dtype, config.slots), _staging(dtype, chunks)]
-    scratch += [plgpu.Barrier(num_arrivals=1, num_barriers=2 * chunks)]
-    if has_p:
-        out_types += [
-            jax.ShapeDtypeStruct((rows, width), dtype),
-            jax.ShapeDtypeStruct((schedule.max_tiles, blocks, BLOCK_ROWS), jnp.float32),
-        ]
-
-    def split(refs):
-        """The refs by name; those that only probs need may be missing."""
-        if has_p:
-            return refs
-        a_gmem, dz_gmem, *rest = refs
-        return a_gmem, None, dz_gmem, None, None, *rest
+    row_type = jax.ShapeDtypeStruct((rows, width), dtype)
+    inputs, out_types, scratch = {"a": a}, {"dz": row_type}, {"chunks": _staging(dtype, chunks)}
+    scratch["loaded"] = plgpu.Barrier(num_arrivals=1, num_barriers=2 * chunks)
+    if scale_a:
+        out_types["pa"] = row_type
+        scratch["pa_chunks"] = _staging(dtype, config.slots)
+    if probs is not None:
+        inputs["p"] = _pad_rows(probs)
+        out_types["dp"] = jax.ShapeDtypeStruct((schedule.max_tiles, blocks, BLOCK_ROWS), jnp.float32)
+    names = (*inputs, *out_types, *scratch)
 
     def prefetch(width, tile, wg, *refs):
-        a_gmem, p_gmem, *_, a_smem, loaded = split(refs)
+        ref = dict(zip(names, refs, strict=True))
         # The tile before may still be on its way out of these slots.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for chunk in range(width // CHUNK):
             column = tile.block * block + chunk * CHUNK
             plgpu.copy_gmem_to_smem(
-                a_gmem.at[pl.ds(tile.row, WG_ROWS), pl.ds(column, CHUNK)],
-                a_smem.at[wg, chunk],
-                loaded.at[wg * chunks + chunk],
+                ref["a"].at[pl.ds(tile.row, WG_ROWS), pl.ds(column, CHUNK)],
+                ref["chunks"].at[wg, chunk],
+                ref["loaded"].at[wg * chunks + chunk],
             )
-        return _load_of_row(p_gmem, tile) if has_p else None
+        return None if probs is None else _load_of_row(ref["p"], tile)
 
     def epilogue(acc, early, tile, wg, *refs):
-        _, _, dz_gmem, pa_gmem, dp_gmem, dz_smem, a_smem, loaded = split(refs)
-        p = dp = None
-        twice_p = 2.0
-        if has_p:
+        ref = dict(zip(names, refs, strict=True))
+        p, twice_p, dp = None, 2.0, None
+        if probs is not None:
             p = lax.broadcast_in_dim(early, (WG_ROWS, CHUNK), (0,))
             twice_p = lax.broadcast_in_dim(2.0 * early, (WG_ROWS, CHUNK), (0,))
         for chunk in range(acc.shape[1] // CHUNK):
             column = tile.block * block + chunk * CHUNK
-            plgpu.barrier_wait(loaded.at[wg * chunks + chunk])
-            a_chunk = a_smem[wg, chunk].astype(jnp.float32)
+            own = ref["chunks"].at[wg, chunk]
+            plgpu.barrier_wait(ref["loaded"].at[wg * chunks + chunk])
+            a_chunk = own[...].astype(jnp.float32)
             da = acc[:, chunk * CHUNK : (chunk + 1) * CHUNK]
-            if has_p:
+            if probs is not None:
                 dp = da * a_chunk if dp is None else dp + da * a_chunk
-            dz = (da * twice_p * jnp.sqrt(a_chunk)).astype(dtype)
-            slot = chunk % config.slots
-            if chunk >= config.slots:
-                plgpu.wait_smem_to_gmem(config.slots - 1, wait_read_only=True)
-            dz_smem[wg, slot] = dz
-            if has_p:
-                # Each thread writes where it has read.
-                a_smem[wg, chunk] = (a_chunk * p).astype(dtype)
+            # Each thread writes where it has read.
+            own[...] = (da * twice_p * jnp.sqrt(a_chunk)).astype(dtype)
+            if scale_a:
+                slot = chunk % config.slots
+                if chunk >= config.slots:
+                    plgpu.wait_smem_to_gmem(config.slots - 1, wait_read_only=True)
+                ref["pa_chunks"][wg, slot] = (a_chunk * p).astype(dtype)
             plgpu.commit_smem()
-            store_ragged(dz_smem.at[wg, slot], dz_gmem, tile, column)
-            if has_p:
-                store_ragged(a_smem.at[wg, chunk], pa_gmem, tile, column)
+            store_ragged(own, ref["dz"], tile, column)
+            if scale_a:
+                store_ragged(ref["pa_chunks"].at[wg, slot], ref["pa"], tile, column)
             plgpu.commit_smem_to_gmem_group()
-        if has_p:
-            dp_gmem[tile.index, tile.block, pl.ds(wg * WG_ROWS, WG_ROWS)] = jnp.sum(dp, axis=1)
+        if probs is not None:
+            ref["dp"][tile.index, tile.block, pl.ds(wg * WG_ROWS, WG_ROWS)] = jnp.sum(dp, axis=1)
 
     outs = rows_product(
         dy,
@@ -220,17 +214,16 @@ def grad_act(
         schedule,
         transpose_w=True,
         config=config,
-        inputs=[a] + ([_pad_rows(probs)] if has_p else []),
-        out_types=out_types,
-        scratch_types=scratch,
+        inputs=list(inputs.values()),
+        out_types=list(out_types.values()),
+        scratch_types=list(scratch.values()),
         epilogue=epilogue,
         prefetch=prefetch,
         name="grouped_mlp_grad_act",
     )
-    if not has_p:
-        return outs[0], a, None
-    dz, pa, partial = outs
-    return dz, pa, _sum_partials(partial, schedule, rows)
+    out = dict(zip(out_types, outs, strict=True))
+    dp = None if probs is None else _sum_partials(out["dp"], schedule, rows)
+    return out["dz"], out.get("pa", a), dp
 
 
 def _sum_partials(partial: jax.Array, schedule: Schedule, rows: int) -> jax.Array:

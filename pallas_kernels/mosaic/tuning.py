@@ -24,7 +24,13 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Configs:
-    """One for each product of the grouped MLP."""
+    """One for each product of the grouped MLP.
+
+    Attributes:
+      fc1, fc2, grad_act, grad_x, grad_w1, grad_w2: the tiles.
+      scale_dy: whether the gradient of w2 multiplies dy with the probs, in a pass of its own over (R, H), or
+        a, which grad_act then writes on its way, (R, I).
+    """
 
     fc1: Config
     fc2: Config
@@ -32,6 +38,7 @@ class Configs:
     grad_x: Config
     grad_w1: Config
     grad_w2: Config
+    scale_dy: bool
 
 
 def configs(w1_shape: tuple[int, int, int], rows: int) -> Configs:
@@ -56,4 +63,6 @@ def configs(w1_shape: tuple[int, int, int], rows: int) -> Configs:
         grad_x=rows_config(width),
         grad_w1=Config(192, slots=3),
         grad_w2=Config(192, slots=3),
+        # The pass over dy reads and writes; the other only writes, but where the tensor cores wait for it.
+        scale_dy=4 * width < 3 * inner,
     )

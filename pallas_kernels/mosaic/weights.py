@@ -1,13 +1,14 @@
 """The gradient of the weights: for each expert, a product over its rows (Hopper).
 
-The kernel is built like that of `pallas_kernels.mosaic.rows`. Here the rows are summed over, and a group
-may begin and end at any row, while the copy engine moves slabs of eight. A slab that two groups share is
-therefore laid out beforehand, once for each, with the rows of the other set to zero; so a NaN in a row of one
-group does not reach the gradient of another, and no step of the product masks anything.
+The kernel is built like that of `pallas_kernels.mosaic.rows`. Here the rows are summed over, in steps of 64.
+A group may begin and end at any row, while the copy engine starts at multiples of eight. So the kernel takes
+whole steps from inside the group, and what is left at its two ends is laid out beforehand, in one or two
+steps filled up with zeros. No step masks anything, and a NaN in a row of one group does not reach another's
+gradient.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,20 @@ from pallas_kernels.mosaic.tuning import Config
 BLOCK_M = 128
 STEP = 64  # rows that one step of the product takes
 WG_M = BLOCK_M // 2
-_SLABS = STEP // ROW_ALIGNMENT
+# Less than a step is left between whole ones, and less than a unit of the copy engine at either end.
+_LEFT_OVER = STEP + 2 * ROW_ALIGNMENT
+
+
+class _Steps(NamedTuple):
+    """How each group's rows are taken: `whole` steps from `start` on, then what is left over.
+
+    All are (E,) int32.
+    """
+
+    start: jax.Array
+    whole: jax.Array
+    total: jax.Array
+    expert: jax.Array
 
 
 def grad_weight(
@@ -59,73 +73,52 @@ def grad_weight(
     programs = min(num_cores(), experts * per_expert)
     chunk_width = 128 // jnp.dtype(dtype).itemsize  # columns that are stored at once
 
-    def body(*refs):
-        (left_gmem, right_gmem, left_edges, right_edges, first_gmem, stop_gmem, order_gmem, out_gmem) = refs[
-            :8
-        ]
-        left_smem, right_smem, staging, whole, ragged, empty, summand = refs[8:]
+    steps, left_ends, right_ends = _cut(schedule, left, right)
+
+    def body(left_gmem, right_gmem, left_ends, right_ends, *refs):
+        steps_gmem, out_gmem = _Steps(*refs[:4]), refs[4]
+        left_smem, right_smem, staging, full, empty, summand = refs[5:]
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         my_tiles = (experts * per_expert - program + programs - 1) // programs
 
         def tile_at(i):
-            """Reads the program's i-th tile: expert, block of M, block of N, and its group's rows."""
+            """Reads the program's i-th tile: its block of M and of N, and the steps of its group."""
             linear = program + jnp.minimum(i, my_tiles - 1) * programs
-            expert = order_gmem[lax.div(linear, jnp.int32(per_expert))]
+            nth = lax.div(linear, jnp.int32(per_expert))
             m_at, n_at = plgpu.planar_snake(
                 lax.rem(linear, jnp.int32(per_expert)),
                 (m_blocks, n_blocks),
                 config.minor,
                 min(config.width, (m_blocks, n_blocks)[config.minor]),
             )
-            return expert, m_at, n_at, first_gmem[expert], stop_gmem[expert]
-
-        def steps_of(first, stop):
-            origin = first // ROW_ALIGNMENT * ROW_ALIGNMENT
-            return origin, jnp.where(stop > first, lax.div(stop - origin + (STEP - 1), jnp.int32(STEP)), 0)
+            return m_at, n_at, _Steps(*(field[nth] for field in steps_gmem))
 
         def slot_of(step):
             return lax.rem(step, jnp.int32(stages))
-
-        def is_ragged(row, first, stop):
-            """Whether a step that starts at a row takes rows of other groups."""
-            return (row < first) | (row + STEP > stop)
 
         @pl.when(wg == 2)
         def producer():
             plgpu.set_max_registers(40, action="decrease")
 
             def load_tile(i, carry):
-                step, (expert, m_at, n_at, first, stop) = carry
+                step, (m_at, n_at, steps) = carry
                 ahead = tile_at(i + 1)
-                origin, steps = steps_of(first, stop)
                 operands = (
-                    (left_gmem, left_edges, left_smem, pl.ds(m_at * BLOCK_M, BLOCK_M)),
-                    (right_gmem, right_edges, right_smem, pl.ds(n_at * block, block)),
+                    (left_gmem, left_ends, left_smem, pl.ds(m_at * BLOCK_M, BLOCK_M)),
+                    (right_gmem, right_ends, right_smem, pl.ds(n_at * block, block)),
                 )
 
-                def load_whole(row, slot):
+                def copy_whole(k, slot):
+                    rows = pl.ds(pl.multiple_of(steps.start + k * STEP, ROW_ALIGNMENT), STEP)
                     for source, _, target, columns in operands:
+                        plgpu.copy_gmem_to_smem(source.at[rows, columns], target.at[slot], full.at[slot])
+
+                def copy_ends(k, slot):
+                    rows = pl.ds(pl.multiple_of((k - steps.whole) * STEP, STEP), STEP)
+                    for _, ends, target, columns in operands:
                         plgpu.copy_gmem_to_smem(
-                            source.at[pl.ds(row, STEP), columns], target.at[slot], whole.at[slot]
+                            ends.at[steps.expert, rows, columns], target.at[slot], full.at[slot]
                         )
-
-                def load_slabs(row, slot):
-                    for slab in range(_SLABS):
-                        at = pl.multiple_of(row + slab * ROW_ALIGNMENT, ROW_ALIGNMENT)
-                        inside = (at >= first) & (at + ROW_ALIGNMENT <= stop)
-                        last = jnp.where(at < stop, experts + expert, 2 * experts)
-                        edge = jnp.where(at < first, expert, last)
-                        for source, edges, target, columns in operands:
-                            piece = target.at[slot, pl.ds(slab * ROW_ALIGNMENT, ROW_ALIGNMENT)]
-
-                            @pl.when(inside)
-                            def _(source=source, piece=piece, columns=columns, at=at):
-                                own = source.at[pl.ds(at, ROW_ALIGNMENT), columns]
-                                plgpu.copy_gmem_to_smem(own, piece, ragged.at[slot])
-
-                            @pl.when(~inside)
-                            def _(edges=edges, piece=piece, columns=columns, edge=edge):
-                                plgpu.copy_gmem_to_smem(edges.at[edge, :, columns], piece, ragged.at[slot])
 
                 def load(k, step):
                     slot = slot_of(step)
@@ -134,43 +127,31 @@ def grad_weight(
                     def _():
                         plgpu.barrier_wait(empty.at[slot])
 
-                    row = pl.multiple_of(origin + k * STEP, ROW_ALIGNMENT)
-                    shared = is_ragged(row, first, stop)
-                    pl.when(shared)(functools.partial(load_slabs, row, slot))
-                    pl.when(~shared)(functools.partial(load_whole, row, slot))
+                    pl.when(k < steps.whole)(functools.partial(copy_whole, k, slot))
+                    pl.when(k >= steps.whole)(functools.partial(copy_ends, k, slot))
                     return step + 1
 
-                return lax.fori_loop(0, steps, load, step), ahead
+                return lax.fori_loop(0, steps.total, load, step), ahead
 
-            steps, _ = lax.fori_loop(0, my_tiles, load_tile, (jnp.int32(0), tile_at(0)))
+            done, _ = lax.fori_loop(0, my_tiles, load_tile, (jnp.int32(0), tile_at(0)))
 
             # A barrier may not be given up with a phase that nobody saw.
             def drain(j, _):
-                plgpu.barrier_wait(empty.at[slot_of(steps + j)])
+                plgpu.barrier_wait(empty.at[slot_of(done + j)])
 
-            lax.fori_loop(jnp.maximum(0, stages - steps), stages, drain, None)
+            lax.fori_loop(jnp.maximum(0, stages - done), stages, drain, None)
 
         @pl.when(wg < 2)
         def consumer():
             plgpu.set_max_registers(232, action="increase")
 
-            def await_step(k, step, group):
-                first, stop = group
-                origin, _ = steps_of(first, stop)
-                slot = slot_of(step)
-                shared = is_ragged(origin + k * STEP, first, stop)
-                pl.when(shared)(lambda: plgpu.barrier_wait(ragged.at[slot]))
-                pl.when(~shared)(lambda: plgpu.barrier_wait(whole.at[slot]))
-                return slot
-
             def release(step):
                 plgpu.barrier_arrive(empty.at[slot_of(step)])
 
-            def multiply(width, step, group, acc):
-                _, steps = steps_of(*group)
-
+            def multiply(width, step, count, acc):
                 def multiply_step(k, step):
-                    slot = await_step(k, step, group)
+                    slot = slot_of(step)
+                    plgpu.barrier_wait(full.at[slot])
                     plgpu.wgmma(
                         acc,
                         left_smem.at[slot, :, pl.ds(wg * WG_M, WG_M)].transpose((1, 0)),
@@ -184,24 +165,24 @@ def grad_weight(
 
                     return step + 1
 
-                step = lax.fori_loop(0, steps, multiply_step, step)
+                step = lax.fori_loop(0, count, multiply_step, step)
                 plgpu.wgmma_wait(0)
 
-                @pl.when(steps > 0)
+                @pl.when(count > 0)
                 def _():
                     release(step + (stages - 1))
 
                 return acc[...]
 
-            def skip(step, group):
+            def skip(step, count):
                 """Keeps in step with the ring where the half lies below the last row of the output."""
 
-                def pass_on(k, step):
-                    await_step(k, step, group)
+                def pass_on(_, step):
+                    plgpu.barrier_wait(full.at[slot_of(step)])
                     release(step)
                     return step + 1
 
-                lax.fori_loop(0, steps_of(*group)[1], pass_on, step)
+                lax.fori_loop(0, count, pass_on, step)
 
             def store(acc, expert, m_at, n_at):
                 chunks = acc.shape[1] // chunk_width
@@ -233,7 +214,7 @@ def grad_weight(
                         plgpu.copy_smem_to_gmem(staging.at[wg, slot], target)
 
             def run_tile(i, carry):
-                step, (expert, m_at, n_at, *group) = carry
+                step, (m_at, n_at, steps) = carry
                 ahead = tile_at(i + 1)
                 inside = (m_at < m_blocks - 1) | (wg * WG_M < last_height)
                 for width, here in widths(block, last_width, n_blocks, n_at):
@@ -241,13 +222,13 @@ def grad_weight(
                     @pl.when(here & inside)
                     def _(width=width):
                         acc = pl.run_scoped(
-                            functools.partial(multiply, width, step, group),
+                            functools.partial(multiply, width, step, steps.total),
                             plgpu.ACC((WG_M, width), jnp.float32),
                         )
-                        store(acc, expert, m_at, n_at)
+                        store(acc, steps.expert, m_at, n_at)
 
-                pl.when(~inside)(functools.partial(skip, step, group))
-                return step + steps_of(*group)[1], ahead
+                pl.when(~inside)(functools.partial(skip, step, steps.total))
+                return step + steps.total, ahead
 
             lax.fori_loop(0, my_tiles, run_tile, (jnp.int32(0), tile_at(0)))
             plgpu.wait_smem_to_gmem(0)
@@ -269,14 +250,12 @@ def grad_weight(
                 transforms=(plgpu.TilingTransform((8, chunk_width)), plgpu.SwizzleTransform(128)),
             ),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2 * _SLABS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=2 * slots),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
-    operands = left, right, _edges(left, schedule), _edges(right, schedule)
-    operands += schedule.group_first, schedule.group_stop, schedule.largest_first
+    operands = left, right, left_ends, right_ends, *steps
     if accumulator is None:
         return kernel(*operands)
     total = jax.new_ref(accumulator)
@@ -284,15 +263,27 @@ def grad_weight(
     return jax.freeze(total)
 
 
-def _edges(x: jax.Array, schedule: Schedule) -> jax.Array:
-    """Lays out the slabs that groups share: (R, N) to (2 E + 1, 8, N).
+def _cut(schedule: Schedule, left: jax.Array, right: jax.Array) -> tuple[_Steps, jax.Array, jax.Array]:
+    """Cuts each group into steps, the largest group first, and lays out what whole steps leave over.
 
-    The slab in which each group starts, then the one in which each ends, with the rows of other groups set to
-    zero, then one of zeros.
+    Returns:
+      the steps, and for each operand (R, N) what is left over of its groups, (E, 80, N), zero past its end.
     """
     first, stop = schedule.group_first, schedule.group_stop
-    start = jnp.concatenate([first, jnp.maximum(stop - 1, 0)]) // ROW_ALIGNMENT * ROW_ALIGNMENT
-    row = start[:, None] + lax.iota(jnp.int32, ROW_ALIGNMENT)
-    own = (row >= jnp.tile(first, 2)[:, None]) & (row < jnp.tile(stop, 2)[:, None])
-    slabs = jnp.where(own[:, :, None], x.at[row].get(mode="clip"), jnp.zeros((), x.dtype))
-    return jnp.pad(slabs, [(0, 1), (0, 0), (0, 0)])
+    inside = (first + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+    whole = jnp.maximum(stop // ROW_ALIGNMENT * ROW_ALIGNMENT - inside, 0) // STEP
+    start = jnp.where(whole > 0, inside, first)
+    left_over = stop - first - whole * STEP
+    total = whole + (left_over + STEP - 1) // STEP
+
+    place = lax.iota(jnp.int32, _LEFT_OVER)[None]
+    before = (start - first)[:, None]
+    row = first[:, None] + place + jnp.where(place < before, 0, (whole * STEP)[:, None])
+    own = place < left_over[:, None]
+
+    def ends(x):
+        rows = x.at[jnp.where(own, row, 0)].get(mode="promise_in_bounds")
+        return jnp.where(own[:, :, None], rows, jnp.zeros((), x.dtype))
+
+    order = schedule.largest_first
+    return _Steps(start[order], whole[order], total[order], order), ends(left), ends(right)
