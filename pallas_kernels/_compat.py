@@ -1,7 +1,10 @@
 """What JAX does not export: the one module that looks inside it."""
 
+from typing import Any
+
 import jax
 from jax._src import config
+from jax.extend import backend
 
 
 def in_interpret_mode() -> bool:
@@ -12,3 +15,13 @@ def in_interpret_mode() -> bool:
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """The mesh axes over which a value differs between devices, inside `jax.shard_map`."""
     return frozenset(getattr(jax.typeof(x).mat, "varying", ()))
+
+
+def default_device() -> Any:
+    """The `jax.Device` that a computation runs on unless something says otherwise."""
+    return backend.get_default_device()
+
+
+def abstract_device() -> Any:
+    """The `jax.sharding.AbstractDevice` that is traced for without being there, or None."""
+    return jax.sharding.get_abstract_mesh().abstract_device

@@ -49,8 +49,9 @@ class Backend(Protocol):
         probs: _Optional,
         group_sizes: jax.Array,
         dy: jax.Array,
-        grad_dtype: Any,
         accumulators: tuple[jax.Array, jax.Array] | None,
+        *,
+        grad_dtype: Any,
     ) -> Grads:
         """The gradients of fc2 after fc1, where x and a are known; those of the weights in `grad_dtype`.
 

@@ -4,9 +4,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.extend import backend
 
-from pallas_kernels._compat import in_interpret_mode
+from pallas_kernels._compat import abstract_device, default_device, in_interpret_mode
 
 IMPLEMENTATIONS = ("mosaic", "reference")
 MAX_EXPERTS = 512
@@ -72,10 +71,10 @@ def require_mosaic(x: jax.Array, w1: jax.Array) -> None:
 
 def num_cores() -> int:
     """The number of streaming multiprocessors of the device that the kernels will run on."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    abstract = abstract_device()
     if abstract is not None:
         return abstract.num_cores or _DEFAULT_CORES
-    return getattr(backend.get_default_device(), "core_count", _DEFAULT_CORES)
+    return getattr(default_device(), "core_count", _DEFAULT_CORES)
 
 
 def _obstacle(x: jax.Array, w1: jax.Array) -> str | None:
@@ -96,13 +95,13 @@ def _obstacle(x: jax.Array, w1: jax.Array) -> str | None:
 def _device_name() -> str:
     if in_interpret_mode():
         return "the interpreter"
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return abstract.device_kind if abstract is not None else backend.get_default_device().device_kind
+    abstract = abstract_device()
+    return abstract.device_kind if abstract is not None else default_device().device_kind
 
 
 def _is_hopper() -> bool:
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    abstract = abstract_device()
     if abstract is not None:
         words = abstract.device_kind.replace("-", " ").split()
         return abstract.platform in ("cuda", "gpu") and any(name in words for name in _HOPPER_NAMES)
-    return getattr(backend.get_default_device(), "compute_capability", None) == "9.0"
+    return getattr(default_device(), "compute_capability", None) == "9.0"

@@ -13,13 +13,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels._compat import varying_axes
 from pallas_kernels.backend import Backend, Weights
-from pallas_kernels.mosaic.launch import Mosaic
 from pallas_kernels.reference import Reference
 
 _Optional = jax.Array | None
 
 
-_BACKENDS: dict[str, Backend] = {"reference": Reference(), "mosaic": Mosaic()}
+def _backend(name: str) -> Backend:
+    if name == "reference":
+        return Reference()
+    # Not before it is used: JAX's Mosaic GPU sets environment variables when it is imported.
+    from pallas_kernels.mosaic.launch import Mosaic
+
+    return Mosaic()
 
 
 class Static(NamedTuple):
@@ -82,26 +87,21 @@ def _forward(static, x, w1, w2, group_sizes, probs, b1, b2, accumulators):
 
     The rule without gradients and the one with them both use it, so that the names are there in either.
     """
-    backend, weights = _BACKENDS[static.implementation], _weights(x, w1, w2, b1, b2)
+    backend, weights = _backend(static.implementation), _weights(x, w1, w2, b1, b2)
+    vary = functools.partial(_vary, axes=varying_axes(x))
     x = pin_and_name(x, "moe.dispatched")
-    a = pin_and_name(backend.fc1(x, weights, group_sizes), "moe.act")
-    y = backend.fc2(a, weights, probs, group_sizes)
+    a = pin_and_name(vary(backend.fc1(x, weights, group_sizes)), "moe.act")
+    y = vary(backend.fc2(a, weights, probs, group_sizes))
     return y, (x, a, w1, w2, group_sizes, probs, b1, b2, accumulators)
 
 
 def _backward(static, residuals, dy):
     x, a, w1, w2, group_sizes, probs, b1, b2, accumulators = residuals
-    grads = _BACKENDS[static.implementation].backward(
-        x,
-        a,
-        _weights(x, w1, w2, b1, b2),
-        probs,
-        group_sizes,
-        dy,
-        static.grad_dtype if accumulators is None else jnp.float32,
-        accumulators,
-    )
-    vary = functools.partial(_vary, axes=varying_axes(dy))
+    dtype = static.grad_dtype if accumulators is None else jnp.dtype(jnp.float32)
+    weights = _weights(x, w1, w2, b1, b2)
+    backend = _backend(static.implementation)
+    grads = backend.backward(x, a, weights, probs, group_sizes, dy, accumulators, grad_dtype=dtype)
+    vary = functools.partial(_vary, axes=varying_axes(x))
 
     def like(grad, value):
         return None if value is None else vary(grad.astype(value.dtype))

@@ -92,7 +92,7 @@ class Reference:
 
         return _for_tiles(step, _zeros((a.shape[0], w.w2.shape[2]), a.dtype, a), tiles)
 
-    def backward(self, x, a, w, probs, group_sizes, dy, grad_dtype, accumulators):
+    def backward(self, x, a, w, probs, group_sizes, dy, accumulators, *, grad_dtype):
         tiles, height = _tiles_of(x, w, group_sizes)
 
         def step(carry, tile):
@@ -112,11 +112,11 @@ class Reference:
             # relu(z) = sqrt(a). The inner select keeps a second derivative finite where the unit is off.
             on = a_t > 0.0
             dz = 2.0 * da * jnp.where(on, jnp.sqrt(jnp.where(on, a_t, 1.0)), 0.0)
+            dz = dz.astype(x.dtype)
             if w.b1 is not None:
-                db1 = _accumulate(db1, jnp.sum(dz, axis=0), tile)
+                db1 = _accumulate(db1, jnp.sum(dz.astype(jnp.float32), axis=0), tile)
             if w.b2 is not None:
                 db2 = _accumulate(db2, jnp.sum(pdy, axis=0), tile)
-            dz = dz.astype(x.dtype)
             dw2 = _accumulate(dw2, _dot(pa.astype(x.dtype), dy_t, (0, 0)), tile)
             dw1 = _accumulate(dw1, _dot(x_t, dz, (0, 0)), tile)
             dx = _store(dx, _dot(dz, e1, (1, 1)), tile)

@@ -1,5 +1,7 @@
 """The row products of the grouped MLP: FC1 with its activation, FC2, and their gradients toward the rows."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -156,7 +158,8 @@ def grad_act(
     blocks, chunks = pl.cdiv(width, block), block // CHUNK
     dtype = a.dtype
     row_type = jax.ShapeDtypeStruct((rows, width), dtype)
-    inputs, out_types, scratch = {"a": a}, {"dz": row_type}, {"chunks": _staging(dtype, chunks)}
+    inputs, out_types = {"a": a}, {"dz": row_type}
+    scratch: dict[str, Any] = {"chunks": _staging(dtype, chunks)}
     scratch["loaded"] = plgpu.Barrier(num_arrivals=1, num_barriers=2 * chunks)
     if scale_a:
         out_types["pa"] = row_type
@@ -181,7 +184,7 @@ def grad_act(
 
     def epilogue(acc, early, tile, wg, *refs):
         ref = dict(zip(names, refs, strict=True))
-        p, twice_p, dp = None, 2.0, None
+        p, twice_p, dp = None, 2.0, 0.0
         if probs is not None:
             p = lax.broadcast_in_dim(early, (WG_ROWS, CHUNK), (0,))
             twice_p = lax.broadcast_in_dim(2.0 * early, (WG_ROWS, CHUNK), (0,))
@@ -192,7 +195,7 @@ def grad_act(
             a_chunk = own[...].astype(jnp.float32)
             da = acc[:, chunk * CHUNK : (chunk + 1) * CHUNK]
             if probs is not None:
-                dp = da * a_chunk if dp is None else dp + da * a_chunk
+                dp = dp + da * a_chunk
             # Each thread writes where it has read.
             own[...] = (da * twice_p * jnp.sqrt(a_chunk)).astype(dtype)
             if scale_a:

@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+# (JAX declares the transforms abstract and does not list ACC.)
 from pallas_kernels.implementation import num_cores
 from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule
 from pallas_kernels.mosaic.tuning import Config
@@ -89,7 +91,7 @@ def rows_product(
     out_types: Sequence[jax.ShapeDtypeStruct],
     scratch_types: Sequence[Any],
     epilogue: Callable[..., None],
-    prefetch: Callable[..., None] | None = None,
+    prefetch: Callable[..., Any] | None = None,
     name: str,
 ) -> Any:
     """Runs `epilogue(acc, tile, refs...)` on every half tile of `x[r] @ w[expert(r)]`.
@@ -250,23 +252,35 @@ def rows_product(
             plgpu.wait_smem_to_gmem(0)
 
     w_shape = (stages, block, BLOCK_K) if transpose_w else (stages, BLOCK_K, block)
-    return plgpu.kernel(
-        body,
-        out_type=tuple(out_types),
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=3,
-        thread_name="wg",
-        kernel_name=name,
-        scratch_types=[
-            plgpu.SMEM((stages, BLOCK_ROWS, BLOCK_K), x.dtype, transforms=OPERAND),
-            plgpu.SMEM(w_shape, w.dtype, transforms=OPERAND),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            *scratch_types,
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(x, w, schedule.tiles, schedule.num_tiles, *inputs)
+    launch = jax.custom_jvp(
+        plgpu.kernel(
+            body,
+            out_type=tuple(out_types),
+            grid=(programs,),
+            grid_names=("program",),
+            num_threads=3,
+            thread_name="wg",
+            kernel_name=name,
+            scratch_types=[
+                plgpu.SMEM((stages, BLOCK_ROWS, BLOCK_K), x.dtype, transforms=OPERAND),
+                plgpu.SMEM(w_shape, w.dtype, transforms=OPERAND),
+                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+                *scratch_types,
+            ],
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        )
+    )
+    launch.defjvp(_refuse_derivative)
+    return launch(x, w, schedule.tiles, schedule.num_tiles, *inputs)
+
+
+def _refuse_derivative(primals, tangents):
+    """Serves where a gradient is differentiated; JAX would name a primitive of the kernel's insides."""
+    raise NotImplementedError(
+        "grouped_mlp: the fused kernels have no second derivative; "
+        'pass implementation="reference" where the gradient is differentiated'
+    )
 
 
 def widths(block, last_width, blocks, at):

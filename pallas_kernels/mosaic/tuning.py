@@ -1,6 +1,14 @@
-"""Tile sizes and orders of the kernels."""
+"""Tile sizes and orders of the kernels: a table of what was measured, and a rule for the rest.
+
+`python -m bench.tune_grouped_mlp` measures the candidates on a GPU and prints the table.
+"""
 
 import dataclasses
+
+# Output blocks of a row up to which one row after the other is walked; wider outputs in strips.
+_BLOCKS_OF_A_ROW = 28
+_STRIP = 8
+_MANY_ROWS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,9 +18,9 @@ class Config:
     Attributes:
       block_columns: width of a tile of the output, a multiple of 64.
       stages: steps of operands that shared memory holds.
-      slots: buffers of 64 columns through which a warpgroup's half of a tile leaves.
-      minor: the axis of (rows, columns) blocks that varies fastest.
-      width: how many blocks of the minor axis are walked before the major one advances.
+      slots: buffers of 64 columns (of float32: 32) through which a warpgroup's half of a tile leaves.
+      minor: the axis of the output, 0 for rows or 1 for columns, whose blocks are walked first.
+      width: how many blocks of that axis are walked before the other advances; more than there are means all.
     """
 
     block_columns: int
@@ -24,13 +32,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Configs:
-    """One for each product of the grouped MLP.
-
-    Attributes:
-      fc1, fc2, grad_act, grad_x, grad_w1, grad_w2: the tiles.
-      scale_dy: whether the gradient of w2 multiplies dy with the probs, in a pass of its own over (R, H), or
-        a, which grad_act then writes on its way, (R, I).
-    """
+    """One for each product of the grouped MLP."""
 
     fc1: Config
     fc2: Config
@@ -38,11 +40,21 @@ class Configs:
     grad_x: Config
     grad_w1: Config
     grad_w2: Config
-    scale_dy: bool
+
+
+def rows_bucket(rows: int, experts: int) -> int:
+    """The power of two at or below the mean number of rows an expert has, at least 1.
+
+    Example:
+      >>> from pallas_kernels.mosaic.tuning import rows_bucket
+      >>> rows_bucket(rows=98304, experts=128)
+      512
+    """
+    return 1 << (max(rows // experts, 1).bit_length() - 1)
 
 
 def configs(w1_shape: tuple[int, int, int], rows: int) -> Configs:
-    """Chooses the tiles for a shape.
+    """Chooses the tiles for a shape: those of the table, else those of the rule.
 
     Args:
       w1_shape: (E, H, I).
@@ -51,18 +63,66 @@ def configs(w1_shape: tuple[int, int, int], rows: int) -> Configs:
     Returns:
       The choice.
     """
-    _, width, inner = w1_shape
+    experts, width, inner = w1_shape
+    found = TABLE.get((width, inner, rows_bucket(rows, experts)))
+    return found or rule(w1_shape, rows)
 
-    def rows_config(columns):
-        return Config(256, slots=2) if columns % 256 == 0 else Config(192, slots=3)
 
+def rule(w1_shape: tuple[int, int, int], rows: int) -> Configs:
+    """Chooses tiles for a shape that was not measured.
+
+    Tiles 256 wide move the fewest bytes, tiles 192 wide hide their ends better: the wider serve groups that
+    are long, and outputs of which the narrower would leave a strip of 64.
+    """
+    experts, width, inner = w1_shape
+    many = rows >= _MANY_ROWS * experts
+
+    def product(columns, wide, narrow):
+        exact = columns % 256 == 0
+        config = wide if exact and (many or columns % 192 == 64) else narrow
+        blocks = -(-columns // config.block_columns)
+        return config if blocks <= _BLOCKS_OF_A_ROW else dataclasses.replace(config, width=_STRIP)
+
+    plain = Config(256), Config(192, slots=3)
+    activation = Config(256, stages=3, slots=1), Config(192, slots=1)
     return Configs(
-        fc1=rows_config(inner),
-        fc2=rows_config(width),
-        grad_act=Config(192, slots=1),
-        grad_x=rows_config(width),
-        grad_w1=Config(192, slots=3),
-        grad_w2=Config(192, slots=3),
-        # The pass over dy reads and writes; the other only writes, but where the tensor cores wait for it.
-        scale_dy=4 * width < 3 * inner,
+        fc1=product(inner, *plain),
+        fc2=product(width, *plain),
+        grad_act=product(inner, *activation),
+        grad_x=product(width, *plain),
+        grad_w1=product(inner, *plain),
+        grad_w2=product(width, *plain),
     )
+
+
+def scales_dy(w1_shape: tuple[int, int, int]) -> bool:
+    """Says which operand of W2's gradient takes the probs: dy (true), or a.
+
+    Scaling dy is a pass of its own, which reads and writes (R, H). Scaling a only writes (R, I), but in
+    grad_act's epilogue, where the tensor cores wait for it.
+    """
+    _, width, inner = w1_shape
+    return 4 * width < 3 * inner
+
+
+# By (H, I, rows_bucket), measured on an H200.
+TABLE: dict[tuple[int, int, int], Configs] = {
+    # Mixtral 8x7B
+    (4096, 14336, 4096): Configs(
+        fc1=Config(192, slots=3, width=8),
+        fc2=Config(256),
+        grad_act=Config(256, stages=3, slots=1, width=8),
+        grad_x=Config(256, width=8),
+        grad_w1=Config(256, width=8),
+        grad_w2=Config(256, minor=0, width=8),
+    ),
+    # DeepSeek-V3
+    (7168, 2048, 4096): Configs(
+        fc1=Config(256),
+        fc2=Config(256),
+        grad_act=Config(256, stages=3, slots=1, width=4),
+        grad_x=Config(192, slots=3),
+        grad_w1=Config(256),
+        grad_w2=Config(256, minor=0),
+    ),
+}

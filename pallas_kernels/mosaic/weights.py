@@ -16,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+# (JAX declares the transforms abstract and does not list ACC.)
 from pallas_kernels.implementation import num_cores
 from pallas_kernels.mosaic.rows import OPERAND, widths
 from pallas_kernels.mosaic.schedule import ROW_ALIGNMENT, Schedule
