@@ -10,6 +10,12 @@ file is rewritten after every product.
     python -m bench.grouped_mlp --out memory.json --memory --shapes nano-16k,ultra-4k
     python -m bench.grouped_mlp_table speed.json memory.json --markdown table.md --chart chart.png
 
+Compiling takes most of the time. On a machine with many cores, one process a shape compiles beside the
+others, and each then measures alone:
+
+    python -m bench.grouped_mlp --shapes dsv3 --turns /tmp/turns --of 2 --out dsv3.json &
+    python -m bench.grouped_mlp --shapes mixtral --turns /tmp/turns --of 2 --out mixtral.json
+
 Peers are optional: torch (with triton) and tokamax are measured where they can be imported.
 """
 
@@ -34,9 +40,11 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from bench import grouped_mlp_peers as peers
+from bench.grouped_mlp_ours import ours
 from bench.grouped_mlp_peers import Data, Program, Programs
 from bench.grouped_mlp_shapes import GROUPS, MEASURED, PRODUCTS, SHAPES, WHOLE, group_sizes
 from bench.provenance import provenance
+from bench.turns import turn
 
 SAMPLE_MS = 30.0
 MAX_CALLS = 400
@@ -45,33 +53,6 @@ MAX_STATE_NBYTES = 20 * 10**9
 # In norm, between two roundings of one function to bfloat16.
 TOLERANCE = 2e-2
 RESULTS = ("y", "dx", "dw1", "dw2", "dp")
-
-
-def ours(data: Data) -> Programs:
-    """The fused kernels, one by one and as the whole op."""
-    # Here, so that a jax without Mosaic GPU costs this variant and not the program.
-    from pallas_kernels.mosaic.forward import fc1, fc2, grad_act, grad_x
-    from pallas_kernels.mosaic.schedule import schedule
-    from pallas_kernels.mosaic.weights import grad_weight
-
-    x, dy, a, pa, dz, p, w1, w2 = (
-        data.x, data.dy, data.a, data.pa, data.dz, data.p, data.w1, data.w2
-    )  # fmt: skip
-
-    def program(kernel, *operands):
-        return peers.jax_product(kernel, *operands, schedule=lambda sizes: schedule(sizes, data.shape.rows))
-
-    def op(x, w1, w2, p, sizes):
-        return pallas_kernels.grouped_mlp(x, w1, w2, sizes, probs=p, implementation="mosaic")
-
-    return {
-        "F1": program(lambda x, w1, plan: fc1(x, w1, None, plan), x, w1),
-        "F2": program(lambda a, w2, p, plan: fc2(a, w2, None, p, plan), a, w2, p),
-        "B1": program(lambda dy, w2, a, p, plan: grad_act(dy, w2, a, p, plan), dy, w2, a, p),
-        "B2": program(lambda pa, dy, plan: grad_weight(pa, dy, plan, w2.dtype), pa, dy),
-        "B3": program(lambda dz, w1, plan: grad_x(dz, w1, plan), dz, w1),
-        "B4": program(lambda x, dz, plan: grad_weight(x, dz, plan, w1.dtype), x, dz),
-    } | peers.jax_parts(op, data)
 
 
 def make_variants() -> dict[str, Callable[[Data], Programs]]:
@@ -144,13 +125,26 @@ def summary(times_ms: list[float]) -> dict[str, float]:
     return {"ms": median, "min_ms": min(times_ms), "q1_ms": q1, "q3_ms": q3, "max_ms": max(times_ms)}
 
 
+def warm_up(programs: Programs, sizes: jax.Array) -> dict[str, dict[str, Any]]:
+    """Calls each program once, for its compilation: by variant how long that took, or what went wrong."""
+    rows: dict[str, dict[str, Any]] = {}
+    for variant, program in programs.items():
+        try:
+            start = time.perf_counter()
+            call_once(program, sizes)
+            rows[variant] = {"first_call_s": time.perf_counter() - start}
+        except Exception as error:  # whatever a compiler, an allocator or a missing kernel raises
+            rows[variant] = {"error": describe(error)}
+    return rows
+
+
 def measure(
-    programs: dict[str, Program], sizes: jax.Array, flops: int, repeats: int, target_ms: float = SAMPLE_MS
+    programs: Programs, sizes: jax.Array, flops: int, repeats: int, target_ms: float = SAMPLE_MS
 ) -> dict[str, dict[str, Any]]:
     """Times variants of one product against each other.
 
     Args:
-      programs: by variant.
+      programs: by variant, warmed up.
       sizes: (E,) int32 on the device.
       flops: operations of one call.
       repeats: samples of each variant; the order turns by one from each to the next.
@@ -163,14 +157,9 @@ def measure(
     times: dict[str, list[float]] = {}
     for variant, program in programs.items():
         try:
-            start = time.perf_counter()
-            call_once(program, sizes)
-            first_call_s = time.perf_counter() - start
-            rows[variant] = {
-                "calls": choose_calls(program, sizes, target_ms), "first_call_s": first_call_s
-            }  # fmt: skip
+            rows[variant] = {"calls": choose_calls(program, sizes, target_ms)}
             times[variant] = []
-        except Exception as error:  # whatever a compiler, an allocator or a missing kernel raises
+        except Exception as error:
             rows[variant] = {"error": describe(error)}
     for repeat in range(repeats):
         names = list(times)
@@ -256,26 +245,31 @@ def run_shape(
         except Exception as error:  # not installed, or not for this shape
             result["rows"].append({"shape": name, "variant": variant, "error": describe(error)})
             say(f"  {variant}: {result['rows'][-1]['error']}")
-    for kind in o.groups:
-        sizes = jnp.asarray(group_sizes(kind, shape.experts, shape.rows, o.seed))
-        at = {"shape": name, "groups": kind}
+    drawn = {kind: jnp.asarray(group_sizes(kind, shape.experts, shape.rows, o.seed)) for kind in o.groups}
+    for kind, sizes in drawn.items():
         try:
             checks = check(built, data, sizes)
         except Exception as error:  # the yardstick itself
             checks = [{"variant": "yardstick", "error": describe(error), "ok": False}]
         for found in checks:
-            result["checks"].append(at | found)
-            say_check(at | found)
+            result["checks"].append({"shape": name, "groups": kind} | found)
+            say_check(result["checks"][-1])
         save()
         release()
-        for product in o.products:
-            programs = {variant: p[product] for variant, p in built.items() if product in p}
-            rows = measure(programs, sizes, shape.flops(product), o.repeats)
-            for variant, row in rows.items():
-                result["rows"].append({**at, "product": product, "variant": variant, **row})
-                say(line_of(result["rows"][-1]))
-            save()
-            release()
+    programs = {product: {v: p[product] for v, p in built.items() if product in p} for product in o.products}
+    warm = {product: warm_up(p, drawn[o.groups[0]]) for product, p in programs.items()}
+    release()
+    with turn(o.turns, o.of, name):
+        for kind, sizes in drawn.items():
+            for product in o.products:
+                able = {v: p for v, p in programs[product].items() if "error" not in warm[product][v]}
+                rows = measure(able, sizes, shape.flops(product), o.repeats)
+                for variant, first in warm[product].items():
+                    row = {"shape": name, "groups": kind, "product": product, "variant": variant}
+                    result["rows"].append(row | first | rows.get(variant, {}))
+                    say(line_of(result["rows"][-1]))
+                save()
+                release()
 
 
 def say_check(found: dict[str, Any]) -> None:
@@ -379,10 +373,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parts.add_argument(
         "--per-gemm", dest="products", action="store_const", const=PRODUCTS, help="the products only"
     )
+    parts.add_argument("--products", type=one_of((*PRODUCTS, *WHOLE)), help=", ".join((*PRODUCTS, *WHOLE)))
     parts.add_argument(
         "--whole", dest="products", action="store_const", const=tuple(WHOLE), help="the whole op only"
     )
     parser.add_argument("--memory", action="store_true", help="the memory of a step instead of its speed")
+    parser.add_argument(
+        "--turns", type=Path, metavar="DIR", help="take turns with the processes that name it"
+    )
+    parser.add_argument("--of", type=int, default=1, help="how many processes, of one shape each, take turns")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time with --memory")
     parser.add_argument(
         "--memory-of", choices=MEMORY_VARIANTS, metavar="VARIANT", help="one variant's memory, as JSON"
@@ -396,6 +395,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--memory needs a whole step, got {', '.join(sorted(other))}; choose from {choices}")
     if o.out is None and o.memory_of is None:
         parser.error("--out is needed: the result file")
+    if o.turns is not None and len(o.shapes) != 1:
+        parser.error(f"--turns takes one shape a process, got {', '.join(o.shapes)}")
     if o.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {o.repeats}")
     return o

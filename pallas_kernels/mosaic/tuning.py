@@ -53,7 +53,7 @@ def rows_bucket(rows: int, experts: int) -> int:
     return 1 << (max(rows // experts, 1).bit_length() - 1)
 
 
-def configs(w1_shape: tuple[int, int, int], rows: int) -> Configs:
+def configs(w1_shape: tuple[int, ...], rows: int) -> Configs:
     """Chooses the tiles for a shape: those of the table, else those of the rule.
 
     Args:
@@ -68,7 +68,7 @@ def configs(w1_shape: tuple[int, int, int], rows: int) -> Configs:
     return found or rule(w1_shape, rows)
 
 
-def rule(w1_shape: tuple[int, int, int], rows: int) -> Configs:
+def rule(w1_shape: tuple[int, ...], rows: int) -> Configs:
     """Chooses tiles for a shape that was not measured.
 
     Tiles 256 wide move the fewest bytes, tiles 192 wide hide their ends better: the wider serve groups that
@@ -95,7 +95,7 @@ def rule(w1_shape: tuple[int, int, int], rows: int) -> Configs:
     )
 
 
-def scales_dy(w1_shape: tuple[int, int, int]) -> bool:
+def scales_dy(w1_shape: tuple[int, ...]) -> bool:
     """Says which operand of W2's gradient takes the probs: dy (true), or a.
 
     Scaling dy is a pass of its own, which reads and writes (R, H). Scaling a only writes (R, I), but in
