@@ -62,6 +62,13 @@ def grouped_mlp(
     # Inside shard_map the weights are often the same on every device while the rows differ. Marking all
     # arguments alike, out here, leaves the sum of the weights' gradients over devices to JAX.
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arguments)))
+    for accumulator in accumulators or ():
+        if missing := axes - varying_axes(accumulator):
+            raise ValueError(
+                "grouped_mlp: grad_accumulators must differ between the devices of every mesh axis that the rows "
+                f"differ over, got accumulators that are the same over {sorted(missing)}: JAX would add them "
+                "once for each device; shard them over these axes too and add them up after the last call"
+            )
     return _grouped_mlp(static, *jax.tree.map(functools.partial(_vary, axes=axes), arguments))
 
 

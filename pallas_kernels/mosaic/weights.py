@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 # (JAX declares the transforms abstract and does not list ACC.)
+from pallas_kernels._compat import varying_axes
 from pallas_kernels.implementation import num_cores
 from pallas_kernels.mosaic.rows import OPERAND, widths
 from pallas_kernels.mosaic.schedule import ROW_ALIGNMENT, Schedule
@@ -66,6 +67,9 @@ def grad_weight(
     Returns:
       (E, M, N); zero for an expert without rows.
     """
+    if accumulator is not None and varying_axes(accumulator):
+        # Inside shard_map a kernel takes no reference to a value that differs between devices.
+        return accumulator + grad_weight(left, right, schedule, jnp.float32, config)
     (_, m), (_, n) = left.shape, right.shape
     experts = schedule.group_first.shape[0]
     block, stages, slots = config.block_columns, config.stages, config.slots
