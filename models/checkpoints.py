@@ -104,17 +104,18 @@ def check_disk(
     Args:
       folder: where they go; it need not exist.
       nbytes: of one.
-      keep: how many are kept. One more is on disk while it is written.
+      keep: how many are kept. One more is on disk while it is written. 0: none is ever written.
       present: how many are there already.
       free_bytes: (folder) to the bytes free there.
 
     Raises:
       InputError: if they do not fit.
     """
-    need, free = nbytes * max(1, keep + 1 - present), free_bytes(Path(folder).resolve())
+    need = nbytes * max(1, keep + 1 - present) if keep else 0
+    free = free_bytes(Path(folder).resolve())
     if need > free:
         raise InputError(
             f"Checkpoints of {nbytes / 1e6:,.1f} MB, --keep {keep} and one being written, need "
             f"{need / 1e6:,.1f} MB on disk, got {free / 1e6:,.1f} MB free at {folder}. "
-            "Choose another --out or a smaller --keep."
+            "Choose another --out, a smaller --keep, or --keep 0, which writes none."
         )

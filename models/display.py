@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from models.options import Options
+from models.work import Work
 
 _LINES = 20
 
@@ -23,10 +24,11 @@ class Display:
       console: where.
       options: of the run.
       first: steps done before.
+      work: of a step.
     """
 
-    def __init__(self, console: Console, options: Options, first: int):
-        self.console, self.options = console, options
+    def __init__(self, console: Console, options: Options, first: int, work: Work):
+        self.console, self.options, self.work = console, options, work
         self._every = max(1, options.steps // _LINES)
         self._held_out = ""
         columns = (
@@ -47,8 +49,7 @@ class Display:
         self._progress.stop()
 
     def step(self, step: int, metrics: dict[str, float], time_ms: float) -> None:
-        rate = self.options.tokens_per_step / time_ms * 1e3
-        text = f"loss {metrics['loss']:.4f}  {rate:,.0f} tokens/s  {time_ms:.0f} ms/step"
+        text = f"loss {metrics['loss']:.4f}  {self.work.rate(time_ms)}  {time_ms:.0f} ms/step"
         self._progress.update(self._task, completed=step, description=text + self._held_out)
         if not self.console.is_terminal and (step % self._every == 0 or step in (1, self.options.steps)):
             self.console.print(f"step {step}/{self.options.steps}  {text}  lr {metrics['lr']:.2e}")

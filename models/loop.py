@@ -167,7 +167,7 @@ class Trainer:
         self.watcher.held_out(step, loss)
 
     def _save(self, state: State, step: int) -> None:
-        if step != self.checkpoints.latest:
+        if self.options.keep and step != self.checkpoints.latest:
             self.checkpoints.save(step, state, self.run)
             self.watcher.saved(step)
 

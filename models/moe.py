@@ -18,7 +18,7 @@ from jax import lax
 import jaxoff
 from models.config import Config
 from models.layers import MLP, fan_out, fence, logsumexp, normal, pin, sum_of_exp
-from pallas_kernels import grouped_mlp
+from pallas_kernels import Implementation, choose_implementation, grouped_mlp
 
 
 class RouterStats(NamedTuple):
@@ -181,6 +181,30 @@ dispatch_probs.defvjp(
     lambda probs_Tk, permutation: (_spread_copies(probs_Tk, permutation), (permutation, probs_Tk.shape)),
     _dispatch_probs_backward,
 )
+
+
+def experts_implementation(config: Config, tokens: int) -> Implementation | None:
+    """Says which implementation of the grouped MLP serves a layer's experts, and why.
+
+    Args:
+      config: of the model.
+      tokens: how many tokens T enter the layer at once.
+
+    Returns:
+      The implementation with its reason; None for a model without experts.
+
+    Example:
+      >>> from models import Config
+      >>> from models.moe import experts_implementation
+      >>> experts_implementation(Config.preset("tiny", dtype="float32"), tokens=64).name
+      'reference'
+    """
+    c = config
+    if not c.num_moe_layers + c.mtp_layers:
+        return None
+    x = jax.ShapeDtypeStruct((tokens * c.top_k, c.d_model), c.dtype)
+    w1 = jax.ShapeDtypeStruct((c.num_experts, c.d_model, c.d_expert), c.dtype)
+    return choose_implementation(x, w1)
 
 
 class MoE(nnx.Module):

@@ -31,7 +31,8 @@ class Options:
       seed: of weights and of the input's order.
       eval_every, eval_batches: steps between held-out losses, 0 for the last step alone; microbatches in
         each.
-      checkpoint_every, keep: steps between checkpoints, 0 for the last step alone; how many to keep.
+      checkpoint_every, keep: steps between checkpoints, 0 for the last step alone; how many to keep, 0 for
+        a run that writes none.
 
     Raises:
       InputError: where an option is out of range or two do not fit each other.
@@ -56,10 +57,10 @@ class Options:
     keep: int = 2
 
     def __post_init__(self):
-        for field in ("steps", "batch", "seq", "accum", "eval_batches", "keep"):
+        for field in ("steps", "batch", "seq", "accum", "eval_batches"):
             if getattr(self, field) < 1:
                 raise InputError(f"{_flag(field)} is at least 1, got {getattr(self, field)}.")
-        for field in ("warmup", "weight_decay", "seed", "eval_every", "checkpoint_every"):
+        for field in ("warmup", "weight_decay", "seed", "eval_every", "checkpoint_every", "keep"):
             if not getattr(self, field) >= 0:  # also for nan
                 raise InputError(f"{_flag(field)} is at least 0, got {getattr(self, field)}.")
         for field in ("lr", "clip"):

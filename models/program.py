@@ -18,7 +18,10 @@ import jaxoff
 from models import optim
 from models.config import Config
 from models.lm import LM, loss_fn
+from models.moe import experts_implementation
 from models.options import Options
+from models.work import Work
+from pallas_kernels import Implementation
 
 State = dict[str, Any]
 
@@ -67,6 +70,18 @@ class Program:
     def microbatch_shape(self) -> jax.ShapeDtypeStruct:
         o = self.options
         return jax.ShapeDtypeStruct((o.batch // o.accum, o.seq + 1), jnp.int32)
+
+    @property
+    def experts(self) -> Implementation | None:
+        """What the default device computes the experts with, and why; None for a model without experts."""
+        batch, length = self.microbatch_shape.shape
+        return experts_implementation(self.config, batch * (length - 1))
+
+    @property
+    def work(self) -> Work:
+        """The work of one optimizer step on the default device."""
+        o, kind = self.options, jax.devices()[0].device_kind
+        return Work.of(self.config, tokens=o.tokens_per_step, seq=o.seq, device_kind=kind)
 
     def loss(self, params: Any, tokens_BL: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The model's loss and its scalar metrics."""

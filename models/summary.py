@@ -18,6 +18,7 @@ from rich.table import Table
 
 from models.compare import Comparison, Measurement
 from models.data import bits
+from models.work import Work
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=*#@"
@@ -92,7 +93,8 @@ class Summary:
       byte_frequency: nats a byte of the best model that knows only byte frequencies, on the same held-out
         bytes.
       device_bytes, host_bytes, recompute_bytes: of the residuals, by where the policy puts them.
-      tokens_per_step, step_ms: step_ms is the median, None if this process took no step.
+      work: of a step.
+      step_ms: the median, None if this process took no step.
       compile_s: None likewise.
       peak_bytes: the device's memory at its fullest in this process; None on a CPU.
       comparison: the policy and its twin, if they were measured.
@@ -104,7 +106,7 @@ class Summary:
     device_bytes: int
     host_bytes: int
     recompute_bytes: int
-    tokens_per_step: int
+    work: Work
     step_ms: float | None
     compile_s: float | None
     peak_bytes: int | None
@@ -112,11 +114,16 @@ class Summary:
 
     @property
     def tokens_per_s(self) -> float | None:
-        return self.tokens_per_step / self.step_ms * 1e3 if self.step_ms else None
+        return self.work.tokens_per_s(self.step_ms) if self.step_ms else None
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the device's peak that the median step reaches; None where that is not known."""
+        return self.work.mfu(self.step_ms) if self.step_ms else None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s}
+        return dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s, "mfu": self.mfu}
 
     def show(self, console: Console) -> None:
         blocks = BLOCKS if console.encoding.lower().startswith("utf") else ASCII_BLOCKS
@@ -134,14 +141,14 @@ class Summary:
         if self.step_ms is not None:
             table.add_row(
                 "speed",
-                f"{self.tokens_per_s:,.0f} tokens/s, {self.step_ms:.1f} ms a step (median), "
+                f"{self.work.rate(self.step_ms)}, {self.step_ms:.1f} ms a step (median), "
                 f"compiled in {self.compile_s:.1f} s",
             )
         if self.peak_bytes is not None:
             table.add_row("peak device memory", _mb(self.peak_bytes))
         if self.comparison is not None:
-            table.add_row("with the policy", _measured(self.comparison.policy))
-            table.add_row("all on the device", _measured(self.comparison.on_device))
+            table.add_row("with the policy", _measured(self.comparison.policy, self.work))
+            table.add_row("all on the device", _measured(self.comparison.on_device, self.work))
             if line := _gain(self.comparison):
                 table.add_row("difference", line)
         console.print(table)
@@ -158,11 +165,11 @@ def _gain(comparison: Comparison) -> str | None:
     return text
 
 
-def _measured(m: Measurement) -> str:
+def _measured(m: Measurement, work: Work) -> str:
     if m.step_ms is None:
         return f"not measured ({m.error})"
     peak = "peak memory not known on this device" if m.peak_bytes is None else f"peak {_mb(m.peak_bytes)}"
-    return f"{m.step_ms:.1f} ms a step, {peak}"
+    return f"{m.step_ms:.1f} ms a step, {work.rate(m.step_ms)}, {peak}"
 
 
 def _in_both(nats: float) -> str:

@@ -113,7 +113,7 @@ def train(job: Job, console: Console, *, comparison: bool | None) -> int:
     check_disk(job.folder.path, job.program.state_bytes, keep=job.options.keep, present=present)
     if not job.resume:
         job.folder.write_run(job.run)
-    with Checkpoints(job.folder.checkpoints, keep=job.options.keep) as checkpoints:
+    with Checkpoints(job.folder.checkpoints, keep=max(1, job.options.keep)) as checkpoints:
         try:
             outcome, history, compile_s = run(job, console, checkpoints)
         except DivergedError as error:
@@ -143,6 +143,8 @@ def introduce(job: Job, console: Console) -> jaxoff.Report:
     console.print(f"model    {o.preset}: {counts.total:,} parameters, {counts.active:,} active a token")
     console.print(str(counts), markup=False)
     console.print(f"devices  {summary.environment()}")
+    if program.experts is not None:
+        console.print(f"experts  {program.experts}", markup=False)
     cut = ", cut there" if corpus.truncated else ""
     held = f"{len(corpus.held_out):,} held out, {job.windows[..., 1:].size:,} of them measured"
     console.print(f"data     {corpus.nbytes:,} bytes of {corpus.num_files} files{cut}, {held}")
@@ -170,7 +172,7 @@ def run(job: Job, console: Console, checkpoints: Checkpoints) -> tuple[Outcome, 
         start = time.perf_counter()
         step, held_out = program.compile_step(), program.compile_held_out(job.windows)
         compile_s = time.perf_counter() - start
-        with Stop() as stop, Display(console, job.options, first) as display:
+        with Stop() as stop, Display(console, job.options, first, program.work) as display:
             trainer = Trainer(
                 options=job.options,
                 take_step=lambda state, tokens: step(state, program.microbatches(tokens)),
@@ -189,10 +191,12 @@ def run(job: Job, console: Console, checkpoints: Checkpoints) -> tuple[Outcome, 
 def interrupted(job: Job, console: Console, outcome: Outcome) -> int:
     """Says how to go on after a signal."""
     name = signal.Signals(outcome.signum or 0).name
-    console.print(
-        f"stopped by {name} after step {outcome.step} of {job.options.steps}; to go on:", markup=False
-    )
-    console.print(f"  {job.again}", soft_wrap=True, markup=False)
+    said = f"stopped by {name} after step {outcome.step} of {job.options.steps}"
+    if job.options.keep:
+        console.print(f"{said}; to go on:", markup=False)
+        console.print(f"  {job.again}", soft_wrap=True, markup=False)
+    else:
+        console.print(f"{said}; with --keep 0 nothing was saved to go on from", markup=False)
     return 128 + (outcome.signum or 0)
 
 
@@ -213,7 +217,7 @@ def finish(
         device_bytes=report.device_bytes,
         host_bytes=report.host_bytes,
         recompute_bytes=report.recompute_bytes,
-        tokens_per_step=job.options.tokens_per_step,
+        work=job.program.work,
         step_ms=outcome.median_step_ms,
         compile_s=compile_s,
         peak_bytes=(jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
@@ -227,6 +231,7 @@ def finish(
     content = job.run | {
         "options": dataclasses.asdict(job.options),
         "devices": devices,
+        "experts": None if job.program.experts is None else dataclasses.asdict(job.program.experts),
         "settings": summary.settings(),
         "summary": result.to_dict(),
         "report": report.to_dict(),
@@ -273,7 +278,9 @@ def cli(
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints, 0: only the last.")
     ] = None,
-    keep: Annotated[int | None, typer.Option(help="How many checkpoints to keep.")] = None,
+    keep: Annotated[
+        int | None, typer.Option(help="How many checkpoints to keep, 0: none is written.")
+    ] = None,
     comparison: Annotated[
         bool | None,
         typer.Option(

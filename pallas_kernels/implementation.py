@@ -13,6 +13,8 @@ WIDTH_MULTIPLE = 64
 # Of the GPUs with compute capability 9.0; an abstract device tells its name only.
 _HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 _DEFAULT_CORES = 132
+type _ArrayLike = jax.Array | jax.ShapeDtypeStruct
+
 _MOSAIC_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -32,7 +34,7 @@ class Implementation:
         return f"{self.name}: {self.reason}"
 
 
-def choose_implementation(x: jax.Array, w1: jax.Array) -> Implementation:
+def choose_implementation(x: _ArrayLike, w1: _ArrayLike) -> Implementation:
     """Says which implementation `grouped_mlp(..., implementation=None)` uses for these arguments, and why.
 
     The kernels serve a GPU of compute capability 9.0 (Hopper), 16-bit rows, widths that are multiples of 64
@@ -59,7 +61,7 @@ def choose_implementation(x: jax.Array, w1: jax.Array) -> Implementation:
     return Implementation("mosaic", f"the fused kernels run on {_device_name()}")
 
 
-def require_mosaic(x: jax.Array, w1: jax.Array) -> None:
+def require_mosaic(x: _ArrayLike, w1: _ArrayLike) -> None:
     """Raises NotImplementedError, with the reason, where the fused kernels cannot serve a call."""
     obstacle = _obstacle(x, w1)
     if obstacle is not None:
@@ -77,7 +79,7 @@ def num_cores() -> int:
     return getattr(default_device(), "core_count", _DEFAULT_CORES)
 
 
-def _obstacle(x: jax.Array, w1: jax.Array) -> str | None:
+def _obstacle(x: _ArrayLike, w1: _ArrayLike) -> str | None:
     """The first reason why the fused kernels cannot serve a call, or None."""
     (_, width), (experts, _, inner) = x.shape, w1.shape
     if x.dtype not in _MOSAIC_DTYPES:

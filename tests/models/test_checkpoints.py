@@ -118,6 +118,12 @@ def test_checkpoints_already_there_need_no_more_disk(tmp_path: Path):
         check_disk(tmp_path, 100, keep=2, present=2, free_bytes=lambda folder: 99)
 
 
+def test_a_run_without_checkpoints_needs_no_disk(tmp_path: Path):
+    check_disk(tmp_path, 10**18, keep=0, free_bytes=lambda folder: 0)
+    with pytest.raises(InputError, match="or --keep 0, which writes none"):
+        check_disk(tmp_path, 10**18, keep=1, free_bytes=lambda folder: 0)
+
+
 def test_a_folder_yet_to_be_made_is_measured_by_its_parent(tmp_path: Path):
     check_disk(tmp_path / "a" / "b", 1, keep=1)
     with pytest.raises(InputError):

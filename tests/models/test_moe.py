@@ -10,7 +10,15 @@ import pytest
 from flax import nnx
 
 from models import Config, MoE
-from models.moe import choose_experts, combine, dispatch, dispatch_probs, router_stats, sort_by_expert
+from models.moe import (
+    choose_experts,
+    combine,
+    dispatch,
+    dispatch_probs,
+    experts_implementation,
+    router_stats,
+    sort_by_expert,
+)
 
 EXACT = Config.preset("tiny", dtype="float32", d_model=16, d_expert=24, d_shared=20, num_experts=5, top_k=3)
 VARIANTS = {
@@ -147,6 +155,31 @@ def test_router_computes_in_float32_and_output_keeps_the_dtype():
     np.testing.assert_allclose(
         out.astype(jnp.float32), loop(moe, x.astype(jnp.bfloat16)), rtol=0.1, atol=0.05
     )
+
+
+def test_the_kernels_serve_a_hopper_gpu_and_the_reason_is_told():
+    nano = Config.preset("nano")
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        assert str(experts_implementation(nano, 64)) == "mosaic: the fused kernels run on NVIDIA H200"
+        wide = experts_implementation(dataclasses.replace(nano, dtype="float32"), 64)
+        assert wide is not None
+        assert (wide.name, "got float32" in wide.reason) == ("reference", True)
+    assert experts_implementation(Config.preset("tiny", first_k_dense=3), 64) is None
+
+
+def test_on_hopper_a_step_runs_the_kernels_and_nothing_else_for_the_experts():
+    """Lowered for an H200 that need not be there: the six products, and no loop over tiles."""
+    config = Config.preset("tiny", d_shared=0)
+    moe = MoE(config, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(moe)
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    step = jax.jit(jax.grad(lambda p, x: jnp.sum(jnp.square(nnx.merge(graph, p)(x)[0])), (0, 1)))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        traced = step.trace(params, jnp.ones((64, config.d_model), jnp.bfloat16))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 6
+    assert "stablehlo.while" not in text
 
 
 def test_leading_axes_are_kept():

@@ -18,7 +18,7 @@ CORPUS = Corpus(np.zeros(9, np.uint8), np.zeros(1, np.uint8), 1, 10, False, "a" 
     [
         (dict(steps=0), "--steps is at least 1, got 0"),
         (dict(batch=-1), "--batch is at least 1, got -1"),
-        (dict(keep=0), "--keep is at least 1, got 0"),
+        (dict(keep=-1), "--keep is at least 0, got -1"),
         (dict(checkpoint_every=-1), "--checkpoint-every is at least 0, got -1"),
         (dict(lr=0.0), "--lr is greater than 0, got 0.0"),
         (dict(lr=float("nan")), "--lr is greater than 0, got nan"),
@@ -91,7 +91,8 @@ def test_other_data_is_another_run():
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(policy="te_v1"), dict(eval_every=3), dict(checkpoint_every=7), dict(keep=5)]
+    "changes",
+    [dict(policy="te_v1"), dict(eval_every=3), dict(checkpoint_every=7), dict(keep=5), dict(keep=0)],
 )
 def test_what_decides_no_weight_may_change(changes):
     assert (

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from models.compare import Comparison, Measurement
 from models.summary import ASCII_BLOCKS, BLOCKS, Summary, draw, environment, sparkline, versions
+from models.work import Work
 
 LOSSES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300)
 
@@ -66,7 +67,7 @@ def summary(**changes) -> Summary:
         device_bytes=1_500_000,
         host_bytes=2_000_000_000,
         recompute_bytes=0,
-        tokens_per_step=2048,
+        work=Work(tokens=2048, flops=10**12, peak_flops=None),
         step_ms=100.0,
         compile_s=3.0,
         peak_bytes=None,
@@ -91,7 +92,20 @@ def test_a_terminal_without_blocks_gets_ascii():
 def test_a_run_that_took_no_step_has_no_speed():
     text = shown(summary(step_ms=None, compile_s=None))
     assert "tokens/s" not in text
-    assert summary(step_ms=None).to_dict()["tokens_per_s"] is None
+    content = summary(step_ms=None).to_dict()
+    assert content["tokens_per_s"] is content["mfu"] is None
+    assert content["work"]["tokens"] == 2048
+
+
+def test_a_device_whose_peak_is_known_has_a_utilization():
+    assert "MFU" not in shown(summary())
+    work, twins = Work(2048, 10**12, 40e12), Comparison(Measurement("gpu", 50.0), Measurement("gpu", 200.0))
+    there = summary(work=work, comparison=twins)
+    text = shown(there)
+    assert "20,480 tokens/s, MFU 25.0%, 100.0 ms a step (median)" in text
+    assert "50.0 ms a step, 40,960 tokens/s, MFU 50.0%, peak memory not known" in text
+    assert "200.0 ms a step, 10,240 tokens/s, MFU 12.5%, peak memory not known" in text
+    assert there.to_dict()["mfu"] == 0.25
 
 
 def test_the_comparison_says_what_the_policy_gains():
@@ -100,8 +114,8 @@ def test_the_comparison_says_what_the_policy_gains():
         Measurement("gpu", 100.0, 40_000_000_000),
     )
     text = shown(summary(comparison=Comparison(ours, twin), peak_bytes=31_000_000_000))
-    assert "101.0 ms a step, peak 30.00 GB" in text
-    assert "100.0 ms a step, peak 40.00 GB" in text
+    assert "101.0 ms a step, 20,277 tokens/s, peak 30.00 GB" in text
+    assert "100.0 ms a step, 20,480 tokens/s, peak 40.00 GB" in text
     assert "+1.0% step time, -10.00 GB peak device memory" in text
     assert "peak device memory    31.00 GB" in text
 

@@ -127,6 +127,7 @@ def test_a_run_prints_what_it_does_and_ends_with_a_summary(whole: Ended):
     for words in (
         "parameters",
         "jax 0.",
+        "experts  ",
         "moe.act",
         "host",
         f"step {STEPS}/{STEPS}",
@@ -154,6 +155,9 @@ def test_the_summary_file_holds_what_a_reader_needs(whole: Ended):
     assert content["devices"]["platform"] == jax.default_backend()
     assert content["summary"]["host_bytes"] == content["report"]["bytes"]["host"] > 0
     assert content["summary"]["step_ms"] > 0
+    assert content["summary"]["work"]["tokens"] == 4 * 16
+    assert content["experts"]["name"] == "reference"  # of this width
+    assert "multiple of 64, got H = 16" in content["experts"]["reason"]
     assert len(content["summary"]["train"]) == STEPS
     assert [step for step, _ in content["summary"]["held_out"]] == [100, 200, 300]
     assert (whole.out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -296,6 +300,16 @@ def test_a_checkpoint_of_another_run_is_refused(arguments, whole: Ended, tmp_pat
     assert ended.status == 2
     assert "seed was 0, is 7" in one_error_line(ended)
     assert snapshot(out / "checkpoints") == before
+
+
+def test_a_run_that_keeps_no_checkpoint_writes_none(arguments, whole: Ended, tmp_path: Path):
+    out = tmp_path / "run"
+    ended = in_process([*arguments, "--keep", "0", "--out", str(out)], out)
+    assert (ended.status, ended.stderr) == (0, "")
+    assert "checkpoint saved" not in ended.stdout
+    assert [p.name for p in (out / "checkpoints").iterdir()] == []
+    assert ended.losses == whole.losses
+    assert (out / "summary.json").exists()
 
 
 def test_a_finished_run_resumes_to_its_summary(arguments, whole: Ended):
