@@ -66,8 +66,8 @@ def grouped_mlp(
         if missing := axes - varying_axes(accumulator):
             raise ValueError(
                 "grouped_mlp: grad_accumulators must differ between devices along every mesh axis that the "
-                f"rows differ over, got accumulators that are the same over {sorted(missing)}: JAX would add them "
-                "once for each device; shard them over these axes too and add them up after the last call"
+                f"rows differ over, got accumulators that are the same over {sorted(missing)}. JAX would add "
+                "them once a device: shard them over these axes too, and add them up after the last call"
             )
     return _grouped_mlp(static, *jax.tree.map(functools.partial(_vary, axes=axes), arguments))
 

@@ -1,41 +1,52 @@
-"""What the grouped MLP keeps: two named values, placed by a policy, of the same bits wherever they live."""
+"""What the grouped MLP keeps: two named values, placed by a policy, of the same bits wherever they live.
+
+The kernels are traced for a GPU that need not be there; their bits are compared on one, in `tests/gpu`.
+"""
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxoff
 from pallas_kernels import grouped_mlp
+from tests.pallas_kernels.hopper import launches, on_h200
+from tests.pallas_kernels.interpreter import interpreted
 
-ROWS, WIDTH, HIDDEN, EXPERTS = 24, 16, 40, 3
+ROWS, WIDTH, HIDDEN, EXPERTS = 24, 64, 128, 3
 BOTH = ("moe.dispatched", "moe.act")
+SHAPES = {"moe.dispatched": (ROWS, WIDTH), "moe.act": (ROWS, HIDDEN)}
 policies = jax.checkpoint_policies
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["reference", "mosaic"])
 
 
-def offload(*names):
-    return policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=names,
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+def device_of(implementation):
+    """Where to trace an implementation."""
+    return on_h200() if implementation == "mosaic" else contextlib.nullcontext()
 
 
-def layer(x, w1, w2, probs):
-    # The input of the op is made here: it is an intermediate of the checkpointed function, as in a model.
-    return grouped_mlp(jnp.sin(x), w1, w2, jnp.array([7, 0, 15], jnp.int32), probs=probs)
+def layer_of(implementation):
+    def layer(x, w1, w2, probs):
+        # The input of the op is made here: it is an intermediate of the checkpointed function, as in a model.
+        sizes = jnp.array([7, 0, 15], jnp.int32)
+        return grouped_mlp(jnp.sin(x), w1, w2, sizes, probs=probs, implementation=implementation)
+
+    return layer
 
 
-def inputs(dtype):
+def inputs(dtype=jnp.bfloat16):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((ROWS, WIDTH), (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
     x, w1, w2 = (jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=False))
     return x, w1, w2, jax.random.uniform(keys[3], (ROWS,))
 
 
-def kept(function, dtype=jnp.bfloat16):
+def kept(function, implementation):
     """Shape and place of each value of R rows that the gradient's program carries over, the inputs aside."""
-    closed = jax.make_jaxpr(lambda *a: jax.vjp(function, *a)[1])(*inputs(dtype))
+    with device_of(implementation):
+        closed = jax.make_jaxpr(lambda *a: jax.vjp(function, *a)[1])(*inputs())
     given = set(map(id, closed.jaxpr.invars))
     found = {
         id(v): (v.aval.shape, str(v.aval.memory_space).lower())
@@ -45,37 +56,91 @@ def kept(function, dtype=jnp.bfloat16):
     return sorted(found.values())
 
 
-def test_only_the_two_names_are_kept_when_saved():
-    saved = kept(jax.checkpoint(layer, policy=policies.save_only_these_names(*BOTH)))
-    assert [shape for shape, _ in saved] == [(ROWS, WIDTH), (ROWS, HIDDEN)]
-    assert not any("host" in place for _, place in saved)
+def table(implementation, policy):
+    layer = layer_of(implementation)
+    with device_of(implementation):
+        return jaxoff.residuals(layer if policy is None else jax.checkpoint(layer, policy=policy), *inputs())
 
 
-def test_each_name_is_offloaded_alone_and_together():
-    for names, shapes in {
-        BOTH: [(ROWS, WIDTH), (ROWS, HIDDEN)],
-        BOTH[:1]: [(ROWS, WIDTH)],
-        BOTH[1:]: [(ROWS, HIDDEN)],
-    }.items():
-        moved = kept(jax.checkpoint(layer, policy=offload(*names)))
-        assert [shape for shape, _ in moved] == shapes
-        assert all("host" in place for _, place in moved)
+PLACED = {
+    "saved": jaxoff.policy(save=BOTH),
+    "offloaded": jaxoff.policy(offload=BOTH),
+    "the activation offloaded": jaxoff.policy(offload=["moe.act"], save=["moe.dispatched"]),
+    "the rows offloaded": jaxoff.policy(offload=["moe.dispatched"], save=["moe.act"]),
+    "the activation recomputed": jaxoff.policy(save=["moe.dispatched"]),
+    "the rows recomputed": jaxoff.policy(save=["moe.act"]),
+    "both recomputed": jaxoff.policy(),
+}
 
 
-def test_nothing_is_kept_when_recomputed_and_two_values_without_a_checkpoint():
-    assert kept(jax.checkpoint(layer, policy=policies.nothing_saveable)) == []
-    plain = [shape for shape, _ in kept(layer)]
-    assert plain.count((ROWS, HIDDEN)) == 1
+@pytest.mark.parametrize("policy", PLACED)
+def test_both_implementations_have_the_same_table_and_it_is_the_policys(policy):
+    """And it is what the gradient's program carries."""
+    chosen = PLACED[policy]
+    reference, kernels = (table(name, chosen) for name in ("reference", "mosaic"))
+    assert reference == kernels
+    places = {row.name: row.placement for row in kernels if row.shape in SHAPES.values()}
+    wanted = dict.fromkeys(BOTH, "recompute")
+    wanted |= dict.fromkeys(chosen.save, "device") | dict.fromkeys(chosen.offload, "host")
+    assert places == wanted
+    for row in kernels:
+        if row.name in SHAPES:
+            assert (row.shape, row.nbytes) == (SHAPES[row.name], 2 * np.prod(SHAPES[row.name]))
+    carried = sorted(
+        (SHAPES[name], "host" if place == "host" else "device")
+        for name, place in wanted.items()
+        if place != "recompute"
+    )
+    for implementation in ("reference", "mosaic"):
+        found = kept(jax.checkpoint(layer_of(implementation), policy=chosen), implementation)
+        assert [(shape, "host" if "host" in place else "device") for shape, place in found] == carried
 
 
-def test_names_are_there_without_gradients():
-    jaxpr = str(jax.make_jaxpr(layer)(*inputs(jnp.bfloat16)))
+@IMPLEMENTATIONS
+def test_without_a_checkpoint_one_value_of_the_experts_width_is_kept(implementation):
+    found = kept(layer_of(implementation), implementation)
+    assert [shape for shape, _ in found].count((ROWS, HIDDEN)) == 1
+    rows = [row for row in table(implementation, None) if row.shape == (ROWS, HIDDEN)]
+    assert [row.name for row in rows] == ["moe.act"]
+
+
+FORWARD = {"fc1": 1, "fc2": 1}
+BACKWARD = {"grad_act": 1, "grad_x": 1, "grad_weight": 2}
+
+
+@pytest.mark.parametrize(
+    ("policy", "again"),
+    [("saved", 0), ("offloaded", 0), ("the rows recomputed", 0), ("the activation recomputed", 1)],
+)
+def test_fc1_runs_again_only_where_its_output_is_recomputed(policy, again):
+    block = jax.checkpoint(layer_of("mosaic"), policy=PLACED[policy])
+
+    def step(*arguments):
+        y, pullback = jax.vjp(block, *arguments)
+        return y, pullback(y)
+
+    assert launches(layer_of("mosaic"), *inputs()) == FORWARD
+    assert launches(step, *inputs()) == FORWARD | BACKWARD | {"fc1": 1 + again}
+
+
+@IMPLEMENTATIONS
+def test_names_are_there_without_gradients(implementation):
+    with device_of(implementation):
+        jaxpr = str(jax.make_jaxpr(layer_of(implementation))(*inputs()))
     for name in BOTH:
         assert f"name={name}" in jaxpr
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(jnp.bfloat16, (8, 7)), (jnp.float32, (8, 23))])
-def test_rounding_is_pinned_right_before_each_name(dtype, bits):
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "bits"),
+    [
+        ("reference", jnp.bfloat16, (8, 7)),
+        ("reference", jnp.float32, (8, 23)),
+        ("mosaic", jnp.bfloat16, (8, 7)),
+        ("mosaic", jnp.float16, (5, 10)),
+    ],
+)
+def test_rounding_is_pinned_right_before_each_name(implementation, dtype, bits):
     """In the program without gradients and in that of the gradient's forward pass."""
 
     def formats(jaxpr, found):
@@ -90,20 +155,37 @@ def test_rounding_is_pinned_right_before_each_name(dtype, bits):
                     formats(inner, found)
         return found
 
+    layer = layer_of(implementation)
     for function in (layer, lambda *a: jax.vjp(layer, *a)[0]):
-        assert formats(jax.make_jaxpr(function)(*inputs(dtype)).jaxpr, {}) == dict.fromkeys(BOTH, bits)
+        with device_of(implementation):
+            jaxpr = jax.make_jaxpr(function)(*inputs(dtype)).jaxpr
+        assert formats(jaxpr, {}) == dict.fromkeys(BOTH, bits)
+
+
+def offload(*names):
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=names,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def gradients(implementation, policy):
+    function = jax.checkpoint(layer_of(implementation), policy=policy)
+    return jax.value_and_grad(
+        lambda *a: jnp.sum(jnp.sin(function(*a)).astype(jnp.float32)), tuple(range(len(inputs())))
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_saved_offloaded_and_recomputed_give_the_same_bits(dtype):
-    def gradients(policy):
-        function = jax.checkpoint(layer, policy=policy)
-        value_and_grad = jax.value_and_grad(
-            lambda *a: jnp.sum(jnp.sin(function(*a)).astype(jnp.float32)), (0, 1, 2, 3)
-        )
-        return jax.tree.leaves(jax.jit(value_and_grad)(*inputs(dtype)))
+    """By JAX's own policies: the names are plain ones."""
 
-    saved = gradients(policies.save_only_these_names(*BOTH))
+    def run(policy):
+        return jax.tree.leaves(jax.jit(gradients("reference", policy))(*inputs(dtype)))
+
+    saved = run(policies.save_only_these_names(*BOTH))
     assert all(np.asarray(g, np.float32).any() for g in saved)
     for policy in (
         offload(*BOTH),
@@ -111,5 +193,16 @@ def test_saved_offloaded_and_recomputed_give_the_same_bits(dtype):
         policies.save_only_these_names(BOTH[0]),
         policies.nothing_saveable,
     ):
-        for a, b in zip(saved, gradients(policy), strict=True):
+        for a, b in zip(saved, run(policy), strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.slow
+def test_the_kernels_give_the_same_bits_saved_and_recomputed():
+    saved, recomputed = (
+        interpreted(gradients("mosaic", PLACED[policy]), *inputs())(*inputs())
+        for policy in ("saved", "both recomputed")
+    )
+    for a, b in zip(jax.tree.leaves(saved), jax.tree.leaves(recomputed), strict=True):
+        assert np.asarray(a, np.float32).any()
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
