@@ -133,9 +133,7 @@ def rows_product(
         def tile_at(i):
             """Reads which tile is the program's i-th; past its last, some tile that exists."""
             linear = program + jnp.minimum(i, my_tiles - 1) * programs
-            index, at = plgpu.planar_snake(
-                linear, (num_tiles, blocks), config.minor, min(config.width, blocks)
-            )
+            index, at = walk(linear, (num_tiles, blocks), config)
             return index, at, *(tiles_gmem[index, field] for field in range(4))
 
         def slot_of(step):
@@ -281,6 +279,15 @@ def _refuse_derivative(primals, tangents):
         "grouped_mlp: the fused kernels have no second derivative; "
         'pass implementation="reference" where the gradient is differentiated'
     )
+
+
+def walk(linear, shape, config: Config):
+    """Turns a position in the order of walking into (row, column) of blocks; shape[1] is static."""
+    if config.minor == 1 and config.width >= shape[1]:
+        # The common case apart: both warpgroups wait for this between two tiles, and a snake takes long.
+        return lax.div(linear, jnp.int32(shape[1])), lax.rem(linear, jnp.int32(shape[1]))
+    width = min(config.width, shape[1]) if config.minor == 1 else config.width
+    return plgpu.planar_snake(linear, shape, config.minor, width)
 
 
 def widths(block, last_width, blocks, at):

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # (JAX declares the transforms abstract and does not list ACC.)
 from pallas_kernels._compat import varying_axes
 from pallas_kernels.implementation import num_cores
-from pallas_kernels.mosaic.rows import OPERAND, widths
+from pallas_kernels.mosaic.rows import OPERAND, walk, widths
 from pallas_kernels.mosaic.schedule import ROW_ALIGNMENT, Schedule
 from pallas_kernels.mosaic.tuning import Config
 
@@ -91,12 +91,7 @@ def grad_weight(
             """Reads the program's i-th tile: its block of M and of N, and the steps of its group."""
             linear = program + jnp.minimum(i, my_tiles - 1) * programs
             nth = lax.div(linear, jnp.int32(per_expert))
-            m_at, n_at = plgpu.planar_snake(
-                lax.rem(linear, jnp.int32(per_expert)),
-                (m_blocks, n_blocks),
-                config.minor,
-                min(config.width, (m_blocks, n_blocks)[config.minor]),
-            )
+            m_at, n_at = walk(lax.rem(linear, jnp.int32(per_expert)), (m_blocks, n_blocks), config)
             return m_at, n_at, _Steps(*(field[nth] for field in steps_gmem))
 
         def slot_of(step):
