@@ -154,7 +154,7 @@ def test_without_probs_and_biases(implementation):
         assert norm_error(value, expected) < BOUNDS[jnp.bfloat16][0]
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(data=st.data())
 def test_any_shape_and_groups(data):
     experts = data.draw(st.integers(1, 5), "experts")

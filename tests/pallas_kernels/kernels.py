@@ -1,0 +1,169 @@
+"""The Hopper kernels as functions of named operands, each with its product in float64."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.mosaic import row_products, tuning
+from pallas_kernels.mosaic.schedule import schedule
+from pallas_kernels.mosaic.weights import grad_weight
+from tests.pallas_kernels.interpreter import interpreted
+from tests.pallas_kernels.oracle import float64, norm_error
+
+EXPERTS, ROWS, WIDTH, HIDDEN = 4, 152, 128, 192
+BOUND = {jnp.bfloat16: 3e-3, jnp.float16: 4e-4, jnp.float32: 1e-6}
+
+
+def operands(sizes, rows=ROWS, *, experts=EXPERTS, width=WIDTH, hidden=HIDDEN, dtype=jnp.bfloat16, seed=0):
+    """Draws what the kernels take. Rows past the last group are NaN."""
+    rng = np.random.default_rng(seed)
+    past = np.arange(rows) >= sum(sizes)
+
+    def of_rows(columns, draw=rng.normal):
+        return np.where(past[:, None], np.nan, draw(size=(rows, columns)))
+
+    values = dict(
+        x=of_rows(width),
+        dy=of_rows(width),
+        a=np.square(np.maximum(of_rows(hidden), 0)),
+        dz=of_rows(hidden),
+        w1=rng.normal(size=(experts, width, hidden)) * width**-0.5,
+        w2=rng.normal(size=(experts, hidden, width)) * hidden**-0.5,
+    )
+    wide = dict(
+        p=of_rows(1, rng.random)[:, 0],
+        b1=rng.normal(size=(experts, hidden)),
+        b2=rng.normal(size=(experts, width)),
+        acc=rng.normal(size=(experts, width, hidden)),
+    )
+    return {name: jnp.asarray(value, dtype) for name, value in values.items()} | {
+        name: jnp.asarray(value, jnp.float32) for name, value in wide.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel as a function of its operands' names.
+
+    Attributes:
+      config: the field of `tuning.Configs`.
+      takes: the names of its operands.
+      run: the kernel, of operands by name, a schedule and a config; gives a tuple of arrays.
+      oracle: the same for the rows of one expert, in float64, with that expert's matrices.
+    """
+
+    config: str
+    takes: tuple[str, ...]
+    run: Callable[..., tuple[Any, ...]]
+    oracle: Callable[..., tuple[np.ndarray, ...]]
+
+
+def of_fc1(b1):
+    return Kernel(
+        "fc1",
+        ("x", "w1", *("b1",) * b1),
+        lambda plan, config, x, w1, b1=None: (row_products.fc1(x, w1, b1, plan, config),),
+        lambda x, w1, b1=0.0: (np.square(np.maximum(x @ w1 + b1, 0)),),
+    )
+
+
+def of_fc2(b2, p):
+    return Kernel(
+        "fc2",
+        ("a", "w2", *("b2",) * b2, *("p",) * p),
+        lambda plan, config, a, w2, b2=None, p=None: (row_products.fc2(a, w2, b2, p, plan, config),),
+        lambda a, w2, b2=0.0, p=1.0: (np.reshape(p, (-1, 1)) * (a @ w2 + b2),),
+    )
+
+
+def of_grad_act(p, scale_a):
+    def oracle(dy, w2, a, p=1.0):
+        p, da = np.reshape(p, (-1, 1)), dy @ w2.T
+        return 2 * p * da * np.sqrt(a), p * a if scale_a else a, (da * a).sum(1)
+
+    def run(plan, config, dy, w2, a, p=None):
+        dz, pa, dp = row_products.grad_act(dy, w2, a, p, plan, config, scale_a=scale_a)
+        return (dz, pa) if p is None else (dz, pa, dp)
+
+    return Kernel("grad_act", ("dy", "w2", "a", *("p",) * p), run, oracle)
+
+
+def of_grad_w1(dtype, *, accumulate=False):
+    return Kernel(
+        "grad_w1",
+        ("x", "dz", *("acc",) * accumulate),
+        lambda plan, config, x, dz, acc=None: (grad_weight(x, dz, plan, dtype, config, acc),),
+        lambda x, dz, acc=0.0: (x.T @ dz + acc,),
+    )
+
+
+def of_grad_w2(dtype):
+    """Its output is 192 rows high: in the last block of them one warpgroup has nothing to do."""
+    return Kernel(
+        "grad_w2",
+        ("a", "dy"),
+        lambda plan, config, a, dy: (grad_weight(a, dy, plan, dtype, config),),
+        lambda a, dy: (a.T @ dy,),
+    )
+
+
+KERNELS = {
+    "fc1": of_fc1(b1=False),
+    "fc1, bias": of_fc1(b1=True),
+    "fc2, bias, probs": of_fc2(b2=True, p=True),
+    "fc2": of_fc2(b2=False, p=False),
+    "grad_act, probs, p a": of_grad_act(p=True, scale_a=True),
+    "grad_act, probs": of_grad_act(p=True, scale_a=False),
+    "grad_act": of_grad_act(p=False, scale_a=False),
+    "grad_x": Kernel(
+        "grad_x",
+        ("dz", "w1"),
+        lambda plan, config, dz, w1: (row_products.grad_x(dz, w1, plan, config),),
+        lambda dz, w1: (dz @ w1.T,),
+    ),
+    "grad_w2": of_grad_w2(jnp.bfloat16),
+    "grad_w2, float32": of_grad_w2(jnp.float32),
+    "grad_w1, accumulator": of_grad_w1(jnp.float32, accumulate=True),
+}
+
+
+class Program:
+    """A kernel compiled once for any group sizes."""
+
+    def __init__(self, kernel: Kernel, given: dict[str, Any], *, programs=3, **changes):
+        self.kernel, (self.rows, _) = kernel, given["x"].shape
+        experts, width, hidden = given["w1"].shape
+        of_shape = getattr(tuning.configs((experts, width, hidden), self.rows), kernel.config)
+        config = dataclasses.replace(of_shape, **changes)
+
+        def run(group_sizes, *operands):
+            plan = schedule(group_sizes, self.rows)
+            return kernel.run(plan, config, **dict(zip(kernel.takes, operands, strict=True)))
+
+        zeros = jnp.zeros(experts, jnp.int32)
+        self.compiled = interpreted(run, zeros, *self.of(given), programs=programs)
+
+    def of(self, given):
+        return [given[name] for name in self.kernel.takes]
+
+    def __call__(self, sizes, given):
+        return self.compiled(jnp.asarray(sizes, jnp.int32), *self.of(given))
+
+    def check(self, sizes, given):
+        """Compares with the oracle, expert by expert: a wrong row of a small expert is not lost in a norm."""
+        got = self(sizes, given)
+        wide = {name: float64(value) for name, value in zip(self.kernel.takes, self.of(given), strict=True)}
+        stops = np.minimum(np.cumsum(sizes), self.rows)
+        for e, (first, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
+            own = {
+                name: value[first:stop] if len(value) == self.rows else value[e]
+                for name, value in wide.items()
+            }
+            for value, want in zip(got, self.kernel.oracle(**own), strict=False):
+                part = value[first:stop] if len(value) == self.rows else value[e]
+                error = norm_error(part, want)
+                assert error <= BOUND[value.dtype.type], (list(sizes), e, error)
+        return got
