@@ -85,7 +85,7 @@ EVERY_CASE = pytest.mark.parametrize(
         ("reference", jnp.bfloat16),
         ("reference", jnp.float16),
         ("mosaic", jnp.bfloat16),
-        pytest.param("mosaic", jnp.float16, marks=pytest.mark.slow),
+        pytest.param("mosaic", jnp.float16, marks=pytest.mark.long),
     ],
 )
 

@@ -56,14 +56,14 @@ def test_any_kernel(**draws):
     try_kernel(**draws)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(deadline=None, max_examples=80)
 @given(**DRAWS)
 def test_many_kernels(**draws):
     try_kernel(**draws)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(deadline=None, max_examples=12)
 @given(groups(), WIDTHS, WIDTHS, DTYPES, st.booleans(), st.booleans(), st.booleans())
 def test_the_whole_op_is_as_near_to_float64_as_the_reference(
