@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 # (JAX declares the transforms abstract and does not list ACC.)
 from pallas_kernels.implementation import num_cores
+from pallas_kernels.mosaic.ring import Ring
 from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule
 from pallas_kernels.mosaic.tuning import Config
 
@@ -126,6 +127,7 @@ def rows_product(
     def body(x_gmem, w_gmem, tiles_gmem, num_tiles_gmem, *refs):
         in_refs, out_refs, rest = refs[:n_in], refs[n_in : n_in + n_out], refs[n_in + n_out :]
         x_smem, w_smem, full, empty, *scratch = rest
+        ring = Ring(full, empty, stages)
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         num_tiles = num_tiles_gmem[0]
         my_tiles = lax.div(num_tiles * blocks - program + programs - 1, jnp.int32(programs))
@@ -135,9 +137,6 @@ def rows_product(
             linear = program + jnp.minimum(i, my_tiles - 1) * programs
             index, at = walk(linear, (num_tiles, blocks), config)
             return index, at, *(tiles_gmem[index, field] for field in range(4))
-
-        def slot_of(step):
-            return lax.rem(step, jnp.int32(stages))
 
         @pl.when((wg == 2) & (my_tiles > 0))
         def producer():
@@ -149,12 +148,7 @@ def rows_product(
                 row = pl.multiple_of(row, 8)
 
                 def load(k, step):
-                    slot = slot_of(step)
-
-                    @pl.when(step >= stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot])
-
+                    slot = ring.claim(step)
                     ks, ns = pl.ds(k * BLOCK_K, BLOCK_K), pl.ds(at * block, block)
                     plgpu.copy_gmem_to_smem(
                         x_gmem.at[pl.ds(row, BLOCK_ROWS), ks], x_smem.at[slot], full.at[slot]
@@ -167,55 +161,28 @@ def rows_product(
 
             steps, _ = lax.fori_loop(0, my_tiles, load_tile, (jnp.int32(0), tile_at(0)))
 
-            # A barrier may not be given up with a phase that nobody saw.
-            def drain(j, _):
-                plgpu.barrier_wait(empty.at[slot_of(steps + j)])
-
-            lax.fori_loop(jnp.maximum(0, stages - steps), stages, drain, None)
+            ring.drain(steps)
 
         @pl.when((wg < 2) & (my_tiles > 0))
         def consumer():
             plgpu.set_max_registers(232, action="increase")
             staging = scratch[0]
 
-            def release(step):
-                plgpu.barrier_arrive(empty.at[slot_of(step)])
-
-            def skip(step):
-                """Keeps in step with the ring where the half owns no row."""
-
-                def pass_on(_, step):
-                    plgpu.barrier_wait(full.at[slot_of(step)])
-                    release(step)
-                    return step + 1
-
-                lax.fori_loop(0, steps_of_tile, pass_on, step)
-
             def multiply(width, tile, step, acc):
-                def multiply_step(k, step):
-                    slot = slot_of(step)
-                    plgpu.barrier_wait(full.at[slot])
+                def issue(slot):
                     if transpose_w:
                         w_step = w_smem.at[slot, pl.ds(0, width)].transpose((1, 0))
                     else:
                         w_step = w_smem.at[slot, :, pl.ds(0, width)]
                     plgpu.wgmma(acc, x_smem.at[slot, pl.ds(wg * WG_ROWS, WG_ROWS)], w_step)
-                    plgpu.wgmma_wait(1)
-
-                    @pl.when(k > 0)
-                    def _():
-                        release(step + (stages - 1))
-
-                    return step + 1
 
                 # What the epilogue will read is asked for halfway, when the last tile has long left.
-                middle, early = steps_of_tile // 2, None
+                middle, early = 0, None
                 if prefetch is not None:
-                    step = lax.fori_loop(0, middle, multiply_step, step)
+                    middle = steps_of_tile // 2
+                    step = ring.multiply(0, middle, step, issue)
                     early = prefetch(width, tile, wg, *in_refs, *out_refs, *scratch)
-                step = lax.fori_loop(0 if prefetch is None else middle, steps_of_tile, multiply_step, step)
-                plgpu.wgmma_wait(0)
-                release(step + (stages - 1))
+                ring.finish(ring.multiply(middle, steps_of_tile, step, issue))
                 return acc[...], early
 
             def zero(width, tile):
@@ -232,7 +199,7 @@ def rows_product(
                 low = jnp.clip(low - wg * WG_ROWS, 0, WG_ROWS)
                 count = jnp.maximum(jnp.clip(high - wg * WG_ROWS, 0, WG_ROWS) - low, 0)
                 tile = Tile(index, at, expert, pl.multiple_of(row + wg * WG_ROWS, 8), low, count)
-                pl.when((expert < experts) & (count == 0))(functools.partial(skip, step))
+                pl.when((expert < experts) & (count == 0))(functools.partial(ring.skip, step, steps_of_tile))
                 for width, here in widths(block, last_width, blocks, at):
 
                     @pl.when(here & (expert < experts) & (count > 0))

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # (JAX declares the transforms abstract and does not list ACC.)
 from pallas_kernels._compat import varying_axes
 from pallas_kernels.implementation import num_cores
+from pallas_kernels.mosaic.ring import Ring
 from pallas_kernels.mosaic.rows import OPERAND, walk, widths
 from pallas_kernels.mosaic.schedule import ROW_ALIGNMENT, Schedule
 from pallas_kernels.mosaic.tuning import Config
@@ -84,6 +85,7 @@ def grad_weight(
     def body(left_gmem, right_gmem, left_ends, right_ends, *refs):
         steps_gmem, out_gmem = _Steps(*refs[:4]), refs[4]
         left_smem, right_smem, staging, full, empty, summand = refs[5:]
+        ring = Ring(full, empty, stages)
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         my_tiles = (experts * per_expert - program + programs - 1) // programs
 
@@ -93,9 +95,6 @@ def grad_weight(
             nth = lax.div(linear, jnp.int32(per_expert))
             m_at, n_at = walk(lax.rem(linear, jnp.int32(per_expert)), (m_blocks, n_blocks), config)
             return m_at, n_at, _Steps(*(field[nth] for field in steps_gmem))
-
-        def slot_of(step):
-            return lax.rem(step, jnp.int32(stages))
 
         @pl.when(wg == 2)
         def producer():
@@ -122,12 +121,7 @@ def grad_weight(
                         )
 
                 def load(k, step):
-                    slot = slot_of(step)
-
-                    @pl.when(step >= stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot])
-
+                    slot = ring.claim(step)
                     pl.when(k < steps.whole)(functools.partial(copy_whole, k, slot))
                     pl.when(k >= steps.whole)(functools.partial(copy_ends, k, slot))
                     return step + 1
@@ -136,54 +130,24 @@ def grad_weight(
 
             done, _ = lax.fori_loop(0, my_tiles, load_tile, (jnp.int32(0), tile_at(0)))
 
-            # A barrier may not be given up with a phase that nobody saw.
-            def drain(j, _):
-                plgpu.barrier_wait(empty.at[slot_of(done + j)])
-
-            lax.fori_loop(jnp.maximum(0, stages - done), stages, drain, None)
+            ring.drain(done)
 
         @pl.when(wg < 2)
         def consumer():
             plgpu.set_max_registers(232, action="increase")
 
-            def release(step):
-                plgpu.barrier_arrive(empty.at[slot_of(step)])
-
             def multiply(width, step, count, acc):
-                def multiply_step(k, step):
-                    slot = slot_of(step)
-                    plgpu.barrier_wait(full.at[slot])
+                def issue(slot):
                     plgpu.wgmma(
                         acc,
                         left_smem.at[slot, :, pl.ds(wg * WG_M, WG_M)].transpose((1, 0)),
                         right_smem.at[slot, :, pl.ds(0, width)],
                     )
-                    plgpu.wgmma_wait(1)
 
-                    @pl.when(k > 0)
-                    def _():
-                        release(step + (stages - 1))
-
-                    return step + 1
-
-                step = lax.fori_loop(0, count, multiply_step, step)
-                plgpu.wgmma_wait(0)
-
-                @pl.when(count > 0)
-                def _():
-                    release(step + (stages - 1))
-
+                step = ring.multiply(0, count, step, issue)
+                # An expert without rows has no step; its gradient is the accumulator's zero.
+                pl.when(count > 0)(functools.partial(ring.finish, step))
                 return acc[...]
-
-            def skip(step, count):
-                """Keeps in step with the ring where the half lies below the last row of the output."""
-
-                def pass_on(_, step):
-                    plgpu.barrier_wait(full.at[slot_of(step)])
-                    release(step)
-                    return step + 1
-
-                lax.fori_loop(0, count, pass_on, step)
 
             def store(acc, expert, m_at, n_at):
                 chunks = acc.shape[1] // chunk_width
@@ -228,7 +192,7 @@ def grad_weight(
                         )
                         store(acc, steps.expert, m_at, n_at)
 
-                pl.when(~inside)(functools.partial(skip, step, steps.total))
+                pl.when(~inside)(functools.partial(ring.skip, step, steps.total))
                 return step + steps.total, ahead
 
             lax.fori_loop(0, my_tiles, run_tile, (jnp.int32(0), tile_at(0)))
