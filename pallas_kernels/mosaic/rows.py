@@ -95,7 +95,7 @@ def rows_product(
     prefetch: Callable[..., Any] | None = None,
     name: str,
 ) -> Any:
-    """Runs `epilogue(acc, tile, refs...)` on every half tile of `x[r] @ w[expert(r)]`.
+    """Runs an epilogue on every half tile of `x[r] @ w[expert(r)]`.
 
     Args:
       x: (R, K) rows.
@@ -106,10 +106,12 @@ def rows_product(
       inputs: further arrays in global memory for the epilogue.
       out_types: the outputs, all in global memory. `out_types[0]` is (R, N), and its rows past the last group
         are zeroed here; the epilogue does not see them.
-      scratch_types: the epilogue's scratch, one for the program. The first is a (2, 2, 64, 64) buffer, and
-        the epilogue leaves at most copies to global memory in flight there.
-      epilogue: takes the float32 accumulator of (64, width) in the WGMMA layout, the `Tile`, the warpgroup,
-        and the refs of inputs, outputs and scratch.
+      scratch_types: the epilogue's scratch, one for the program. The first is a (2, slots, 64, 64) buffer of
+        the two warpgroups, and the epilogue leaves at most copies to global memory in flight there.
+      epilogue: takes the float32 accumulator of (64, width) in the WGMMA layout, what `prefetch` returned,
+        the `Tile`, the warpgroup, and the refs of inputs, outputs and scratch.
+      prefetch: takes the width, the `Tile`, the warpgroup and the same refs, halfway through the product: it
+        asks for what the epilogue will read.
       name: the kernel's name in profiles.
 
     Returns:
@@ -160,7 +162,6 @@ def rows_product(
                 return lax.fori_loop(0, jnp.where(expert < experts, steps_of_tile, 0), load, step), ahead
 
             steps, _ = lax.fori_loop(0, my_tiles, load_tile, (jnp.int32(0), tile_at(0)))
-
             ring.drain(steps)
 
         @pl.when((wg < 2) & (my_tiles > 0))

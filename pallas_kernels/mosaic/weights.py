@@ -129,7 +129,6 @@ def grad_weight(
                 return lax.fori_loop(0, steps.total, load, step), ahead
 
             done, _ = lax.fori_loop(0, my_tiles, load_tile, (jnp.int32(0), tile_at(0)))
-
             ring.drain(done)
 
         @pl.when(wg < 2)
