@@ -30,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from bench import grouped_mlp_peers as peers
 from bench.grouped_mlp_ours import ours
 from bench.grouped_mlp_peers import Data, Program, Programs
 from bench.grouped_mlp_shapes import GROUPS, MEASURED, PRODUCTS, SHAPES, WHOLE, group_sizes
+from bench.options import one_of
 from bench.provenance import provenance
 from bench.turns import turn
 
@@ -350,18 +351,6 @@ def _version(package: str) -> str | None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-
-    def one_of(choices: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-        def names(text: str) -> tuple[str, ...]:
-            chosen = tuple(text.split(","))
-            if unknown := set(chosen) - set(choices):
-                raise argparse.ArgumentTypeError(
-                    f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(choices)}"
-                )
-            return chosen
-
-        return names
-
     parser = argparse.ArgumentParser(description="The speed and memory of the grouped MLP and its peers.")
     parser.add_argument("--out", type=Path, help="the result file, JSON")
     parser.add_argument("--shapes", type=one_of(SHAPES), default=MEASURED, help=", ".join(SHAPES))

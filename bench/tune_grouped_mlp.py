@@ -32,6 +32,7 @@ from bench import grouped_mlp_peers as peers
 from bench.grouped_mlp import call_once, describe, measure, release, say
 from bench.grouped_mlp_peers import Data, Program
 from bench.grouped_mlp_shapes import GROUPS, MEASURED, PRODUCTS, SHAPES, Shape, group_sizes
+from bench.options import one_of
 from bench.provenance import provenance
 from pallas_kernels.mosaic import tuning
 from pallas_kernels.mosaic.tuning import Config, Configs
@@ -312,23 +313,11 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-
-    def some_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-        def names(text: str) -> tuple[str, ...]:
-            chosen = tuple(text.split(","))
-            if unknown := set(chosen) - set(known):
-                raise argparse.ArgumentTypeError(
-                    f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(known)}"
-                )
-            return chosen
-
-        return names
-
     parser = argparse.ArgumentParser(description="Tiles for the grouped MLP's kernels.")
     parser.add_argument("--out", type=Path, help="the result file, JSON; continued if it exists")
     default = (*MEASURED, *(shape.name for shape in OFF_TABLE))
-    parser.add_argument("--shapes", type=some_of(ALL_SHAPES), default=default, help=", ".join(ALL_SHAPES))
-    parser.add_argument("--products", type=some_of(PRODUCTS), default=PRODUCTS, help=", ".join(PRODUCTS))
+    parser.add_argument("--shapes", type=one_of(ALL_SHAPES), default=default, help=", ".join(ALL_SHAPES))
+    parser.add_argument("--products", type=one_of(PRODUCTS), default=PRODUCTS, help=", ".join(PRODUCTS))
     parser.add_argument("--groups", choices=tuple(GROUPS), default="dirichlet")
     parser.add_argument("--repeats", type=int, default=3, help="samples of each candidate")
     parser.add_argument("--thorough", action="store_true", help="more tiles, and orders for the best three")

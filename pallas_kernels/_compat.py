@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax import lax
 from jax._src import config
 from jax.extend import backend
 
@@ -15,6 +16,12 @@ def in_interpret_mode() -> bool:
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """The mesh axes over which a value differs between devices, inside `jax.shard_map`."""
     return frozenset(getattr(jax.typeof(x).mat, "varying", ()))
+
+
+def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Marks a value as differing over `axes`, which changes its type and nothing else."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def default_device() -> Any:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels._compat import varying_axes
+from pallas_kernels._compat import vary, varying_axes
 from pallas_kernels.backend import Backend, Weights
 from pallas_kernels.reference import Reference
 
@@ -69,12 +69,7 @@ def grouped_mlp(
                 f"rows differ over, got accumulators that are the same over {sorted(missing)}. JAX would add "
                 "them once a device: shard them over these axes too, and add them up after the last call"
             )
-    return _grouped_mlp(static, *jax.tree.map(functools.partial(_vary, axes=axes), arguments))
-
-
-def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    missing = tuple(sorted(axes - varying_axes(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    return _grouped_mlp(static, *jax.tree.map(functools.partial(vary, axes=axes), arguments))
 
 
 def _weights(x, w1, w2, b1, b2) -> Weights:
@@ -95,29 +90,30 @@ def _forward(static, x, w1, w2, group_sizes, probs, b1, b2, accumulators):
     The rule without gradients and the one with them both use it, so that the names are there in either.
     """
     backend, weights = _backend(static.implementation), _weights(x, w1, w2, b1, b2)
-    vary = functools.partial(_vary, axes=varying_axes(x))
+    mark = functools.partial(vary, axes=varying_axes(x))
     x = pin_and_name(x, "moe.dispatched")
-    a = pin_and_name(vary(backend.fc1(x, weights, group_sizes)), "moe.act")
-    y = vary(backend.fc2(a, weights, probs, group_sizes))
+    a = pin_and_name(mark(backend.fc1(x, weights, group_sizes)), "moe.act")
+    y = mark(backend.fc2(a, weights, probs, group_sizes))
     return y, (x, a, w1, w2, group_sizes, probs, b1, b2, accumulators)
 
 
 def _backward(static, residuals, dy):
     x, a, w1, w2, group_sizes, probs, b1, b2, accumulators = residuals
-    dtype = static.grad_dtype if accumulators is None else jnp.dtype(jnp.float32)
     weights = _weights(x, w1, w2, b1, b2)
     backend = _backend(static.implementation)
-    grads = backend.backward(x, a, weights, probs, group_sizes, dy, accumulators, grad_dtype=dtype)
-    vary = functools.partial(_vary, axes=varying_axes(x))
+    grads = backend.backward(
+        x, a, weights, probs, group_sizes, dy, accumulators, grad_dtype=static.grad_dtype
+    )
+    mark = functools.partial(vary, axes=varying_axes(x))
 
     def like(grad, value):
-        return None if value is None else vary(grad.astype(value.dtype))
+        return None if value is None else mark(grad.astype(value.dtype))
 
     rest = None, like(grads.probs, probs), like(grads.b1, b1), like(grads.b2, b2)
     if accumulators is not None:
         sums = like(grads.w1, accumulators[0]), like(grads.w2, accumulators[1])
-        return vary(grads.x), None, None, *rest, sums
-    return vary(grads.x), like(grads.w1, w1), like(grads.w2, w2), *rest, None
+        return mark(grads.x), None, None, *rest, sums
+    return mark(grads.x), like(grads.w1, w1), like(grads.w2, w2), *rest, None
 
 
 _grouped_mlp.defvjp(_forward, _backward)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._compat import varying_axes
+from pallas_kernels._compat import vary, varying_axes
 from pallas_kernels.backend import Grads
 from pallas_kernels.tiles import Tiles, cut_tiles, tile_height
 
@@ -51,14 +51,9 @@ def _accumulate(stack: jax.Array, value: jax.Array, tile: Tiles) -> jax.Array:
     return lax.dynamic_update_index_in_dim(stack, _expert(stack, tile) + value, tile.expert, 0)
 
 
-def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Marks a value as differing over `axes`, as a scan's initial carry must be if its result does."""
-    missing = tuple(sorted(axes - varying_axes(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
 def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
-    return _vary(jnp.zeros(shape, dtype), varying_axes(like))
+    # A scan's initial carry must differ over the axes that its result differs over.
+    return vary(jnp.zeros(shape, dtype), varying_axes(like))
 
 
 def _for_tiles(step: Callable[[Any, Tiles], Any], init: Any, tiles: Tiles) -> Any:

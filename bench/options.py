@@ -1,0 +1,18 @@
+"""Options that benchmarks share."""
+
+import argparse
+from collections.abc import Callable, Iterable
+
+
+def one_of(choices: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """The type of an option that takes some of the choices, with commas between them."""
+
+    def names(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        if unknown := set(chosen) - set(choices):
+            raise argparse.ArgumentTypeError(
+                f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(choices)}"
+            )
+        return chosen
+
+    return names
