@@ -4,7 +4,9 @@ For each shape and each of the six products: candidates are compiled one after t
 rule's result, timed in turns (a sample is as many queued calls as last about 30 ms, and one wait), first the
 tiles, then for the best of them the orders in which tiles are walked, at last the fastest few against the
 rule, and against what is in use, with more samples. The result file is rewritten after every product; what it
-holds already is not measured again, so a run that was cut short goes on where it stopped.
+holds already is not measured again, so a run that was cut short goes on where it stopped. Most of the
+time is compiling: on a machine with many cores run one process a shape, each with the same `--turns DIR`, and
+they compile side by side and time one at a time.
 
     python -m bench.tune_grouped_mlp --out tiles.json
     python -m bench.tune_grouped_mlp --out tiles.json --shapes nano-16k --products F1
@@ -34,6 +36,7 @@ from bench.grouped_mlp_peers import Data, Program
 from bench.grouped_mlp_shapes import GROUPS, MEASURED, PRODUCTS, SHAPES, Shape, group_sizes
 from bench.options import one_of
 from bench.provenance import provenance
+from bench.turns import turn
 from pallas_kernels.mosaic import tuning
 from pallas_kernels.mosaic.tuning import Config, Configs
 
@@ -181,8 +184,8 @@ class Search:
       results: by config, its median time "ms" with its spread and "compile_s", or an "error".
     """
 
-    def __init__(self, product: str, data: Data, sizes: jax.Array):
-        self._product, self._data, self._sizes = product, data, sizes
+    def __init__(self, product: str, data: Data, sizes: jax.Array, turns: Path | None = None):
+        self._product, self._data, self._sizes, self._turns = product, data, sizes, turns
         self._programs: dict[Config, Program] = {}
         self._want: Any = None
         self.results: dict[Config, dict[str, Any]] = {}
@@ -210,7 +213,9 @@ class Search:
         """Times configs against each other, in turns, where they compiled; the newest times count."""
         programs = {str(i): c for i, c in enumerate(configs) if c in self._programs}
         flops = self._data.shape.flops(self._product)
-        rows = measure({name: self._programs[c] for name, c in programs.items()}, self._sizes, flops, repeats)
+        able = {name: self._programs[c] for name, c in programs.items()}
+        with turn(self._turns):
+            rows = measure(able, self._sizes, flops, repeats)
         for name, row in rows.items():
             result, config = self.results[programs[name]], programs[name]
             result.pop("ms", None)  # an error now outweighs a time before
@@ -224,7 +229,15 @@ class Search:
         return sorted(timed, key=timed.__getitem__)[:count]
 
 
-def tune(product: str, data: Data, sizes: jax.Array, *, repeats: int, thorough: bool) -> dict[str, Any]:
+def tune(
+    product: str,
+    data: Data,
+    sizes: jax.Array,
+    *,
+    repeats: int,
+    thorough: bool,
+    turns: Path | None = None,
+) -> dict[str, Any]:
     """Searches the best config of a product.
 
     Args:
@@ -233,6 +246,7 @@ def tune(product: str, data: Data, sizes: jax.Array, *, repeats: int, thorough: 
       sizes: (E,) int32 on the device.
       repeats: samples of each candidate; the last comparison takes three times as many.
       thorough: more tiles, and orders for the best three tiles instead of one.
+      turns: what the processes that share the card name, one of which times at a time.
 
     Returns:
       The configs of the rule, of what is in use and the best, their times, and every candidate, JSON-ready.
@@ -241,7 +255,7 @@ def tune(product: str, data: Data, sizes: jax.Array, *, repeats: int, thorough: 
         "rule": of_shape(tuning.rule, data.shape, product),
         "in_use": of_shape(tuning.configs, data.shape, product),
     }
-    rule, search = chosen["rule"], Search(product, data, sizes)
+    rule, search = chosen["rule"], Search(product, data, sizes, turns)
     candidates = tile_candidates(product, data.shape, thorough=thorough)
     tiles = [dataclasses.replace(c, minor=rule.minor, width=rule.width) for c in candidates]
     tiles = list(dict.fromkeys([*chosen.values(), *tiles]))
@@ -321,6 +335,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", choices=tuple(GROUPS), default="dirichlet")
     parser.add_argument("--repeats", type=int, default=3, help="samples of each candidate")
     parser.add_argument("--thorough", action="store_true", help="more tiles, and orders for the best three")
+    parser.add_argument("--turns", type=Path, metavar="DIR", help="time in turns with processes that name it")
     parser.add_argument("--limit-s", type=float, help="start no product after so many seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", type=Path, nargs="+", metavar="JSON", help="print the table of results")
@@ -370,7 +385,7 @@ def run(o: argparse.Namespace) -> list[dict[str, Any]]:
             data = data or peers.make_data(shape, o.seed)
             sizes = jnp.asarray(group_sizes(o.groups, shape.experts, shape.rows, o.seed))
             say(f"\n{name} {product}: E {shape.experts}, H {shape.width}, I {shape.hidden}, R {shape.rows}")
-            row = tune(product, data, sizes, repeats=o.repeats, thorough=o.thorough)
+            row = tune(product, data, sizes, repeats=o.repeats, thorough=o.thorough, turns=o.turns)
             result["rows"].append({"shape": name, "groups": o.groups, "run": len(result["runs"]) - 1, **row})
             o.out.write_text(json.dumps(result, indent=1) + "\n")
             say(f"  best: {config_literal(Config(**row['best']))}" if "best" in row else f"  {row['error']}")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def turn(folder: Path | None, of: int, name: str) -> Iterator[None]:
+def turn(folder: Path | None, of: int = 0, name: str = "") -> Iterator[None]:
     """Holds the card for one process at a time, once so many have warmed up.
 
     Args:
       folder: what the processes share, empty at the start; None for a process that is alone.
-      of: how many processes there are.
+      of: how many processes to wait for; 0 for none.
       name: this one's, different from the others'.
 
     Yields:
@@ -23,7 +23,8 @@ def turn(folder: Path | None, of: int, name: str) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.ready").touch()
+    if of:
+        (folder / f"{name}.ready").touch()
     while len(list(folder.glob("*.ready"))) < of:
         time.sleep(0.2)
     with open(folder / "turn", "w") as file:
