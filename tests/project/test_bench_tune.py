@@ -141,7 +141,7 @@ def test_a_search_goes_on_past_what_fails_and_refuses_other_results(monkeypatch)
 def test_a_run_writes_each_product_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     seen = []
 
-    def fake(product, data, sizes, *, repeats, thorough):
+    def fake(product, data, sizes, *, repeats, thorough, turns):
         seen.append((data.shape.name, product, int(sizes.sum()), repeats, thorough))
         return {key: value for key, value in row_of("", product, Config(128)).items() if key != "shape"}
 
