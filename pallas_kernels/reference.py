@@ -107,7 +107,9 @@ class Reference:
             # relu(z) = sqrt(a). The inner select keeps a second derivative finite where the unit is off.
             on = a_t > 0.0
             dz = 2.0 * da * jnp.where(on, jnp.sqrt(jnp.where(on, a_t, 1.0)), 0.0)
-            dz = dz.astype(x.dtype)
+            # As it is stored, also where XLA would keep it wider on its way into db1.
+            info = jnp.finfo(x.dtype)
+            dz = lax.reduce_precision(dz, info.nexp, info.nmant).astype(x.dtype)
             if w.b1 is not None:
                 db1 = _accumulate(db1, jnp.sum(dz.astype(jnp.float32), axis=0), tile)
             if w.b2 is not None:
