@@ -8,7 +8,11 @@ import dataclasses
 # Output blocks of a row up to which one row after the other is walked; wider outputs in strips.
 _BLOCKS_OF_A_ROW = 28
 _STRIP = 8
+# Bytes of an expert's rows that stay in L2 while a weight gradient walks over them; more go in strips.
+_L2_NBYTES = 32 * 2**20
 _MANY_ROWS = 2048
+# Up to this depth, the activation's gradient spends so much of a tile in its epilogue that small tiles win.
+_SHALLOW = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +76,8 @@ def rule(w1_shape: tuple[int, ...], rows: int) -> Configs:
     """Chooses tiles for a shape that was not measured.
 
     Tiles 256 wide move the fewest bytes, tiles 192 wide hide their ends better: the wider serve groups that
-    are long, and outputs of which the narrower would leave a strip of 64.
+    are long, and outputs of which the narrower would leave a strip of 64. The activation's gradient takes 128
+    where its groups are short and its products shallow.
     """
     experts, width, inner = w1_shape
     many = rows >= _MANY_ROWS * experts
@@ -83,15 +88,21 @@ def rule(w1_shape: tuple[int, ...], rows: int) -> Configs:
         blocks = -(-columns // config.block_columns)
         return config if blocks <= _BLOCKS_OF_A_ROW else dataclasses.replace(config, width=_STRIP)
 
+    def weights(columns):
+        config = product(columns, *plain)
+        fits = 2 * columns * rows // experts <= _L2_NBYTES
+        return config if fits else dataclasses.replace(config, width=_STRIP)
+
     plain = Config(256), Config(192, slots=3)
     activation = Config(256, stages=3, slots=1), Config(192, slots=1)
+    small = not many and width <= _SHALLOW
     return Configs(
         fc1=product(inner, *plain),
         fc2=product(width, *plain),
-        grad_act=product(inner, *activation),
+        grad_act=Config(128, stages=5, slots=1) if small else product(inner, *activation),
         grad_x=product(width, *plain),
-        grad_w1=product(inner, *plain),
-        grad_w2=product(width, *plain),
+        grad_w1=weights(inner),
+        grad_w2=weights(width),
     )
 
 

@@ -76,6 +76,11 @@ def output_and_gradients(implementation):
     return jax.jit(run)
 
 
+# Tensor cores add with fewer bits than float32: where the reference rounds nothing to 16 bits (db2), its own
+# error is no measure. Both are far below one rounding to bfloat16, 1e-3.
+NORM_SLACK, WORST_SLACK = 2e-5, 1e-4
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_error_against_float64_is_that_of_the_reference(name):
     """At most twice in norm, and three times for the worst element: none is wild."""
@@ -86,11 +91,13 @@ def test_error_against_float64_is_that_of_the_reference(name):
         group_sizes = jnp.array(sizes, jnp.int32)
         wanted = dense(sizes, arguments)
         got, other = kernels(group_sizes, *arguments), reference(group_sizes, *arguments)
-        for field, value, rival, want in zip(Results._fields, got, other, wanted, strict=True):
-            errors = norm_error(value, want), norm_error(rival, want)
-            assert errors[0] <= 2 * errors[1] + 1e-6, (field, sizes[:8], errors)
-            worst = largest_error(value, want), largest_error(rival, want)
-            assert worst[0] <= 3 * worst[1] + 1e-5, (field, sizes[:8], worst)
+        errors = {
+            field: [(norm_error(v, want), largest_error(v, want)) for v in (value, rival)]
+            for field, value, rival, want in zip(Results._fields, got, other, wanted, strict=True)
+        }
+        for field, ((norm, worst), (rival_norm, rival_worst)) in errors.items():
+            assert norm <= 2 * rival_norm + NORM_SLACK, (field, sizes[:8], errors)
+            assert worst <= 3 * rival_worst + WORST_SLACK, (field, sizes[:8], errors)
         for value in (got.y, got.dx, got.dprobs):
             assert not float64(value[sum(sizes) :]).any(), "rows of no expert"
 
