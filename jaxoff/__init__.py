@@ -1,8 +1,12 @@
 """Activation offload in JAX: named residuals, placed at trace time, moved to pinned host memory, proven."""
 
+from jaxoff._cost import Device as Device
 from jaxoff._explain import Report as Report
 from jaxoff._explain import explain as explain
+from jaxoff._facts import CompiledFacts as CompiledFacts
+from jaxoff._facts import HostCopy as HostCopy
 from jaxoff._finding import Finding as Finding
+from jaxoff._jit import jit as jit
 from jaxoff._marks import mark_not_offload as mark_not_offload
 from jaxoff._marks import mark_offload as mark_offload
 from jaxoff._marks import name as name
@@ -12,5 +16,10 @@ from jaxoff._presets import policy as policy
 from jaxoff._presets import register as register
 from jaxoff._residuals import Residual as Residual
 from jaxoff._residuals import residuals as residuals
+from jaxoff._scan import layers as layers
+from jaxoff._scan import scan as scan
+from jaxoff._target import Target as Target
+from jaxoff._target import target as target
+from jaxoff._verify import verify as verify
 
 __version__ = "0.1.0"

@@ -7,6 +7,7 @@ The rest of the library uses documented JAX only. What stands here is either exp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,9 @@ from jax.ad_checkpoint import Recompute as Recompute
 from jax.ad_checkpoint import Saveable as Saveable
 from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import JaxprEqn as JaxprEqn
 from jax.extend.core import Literal as Literal
 from jax.extend.core import Var as Var
 from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
@@ -188,3 +191,62 @@ def with_policy(jaxpr, policy: Callable[..., Any]):
 def remat3_enabled() -> bool:
     """Whether the coming rewrite of `jax.checkpoint` is switched on."""
     return bool(getattr(jax.config, "jax_remat3", False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call whose equations may stand in its place."""
+
+    jaxpr: Jaxpr
+    prevent_cse: bool = False
+    checkpoint: bool = False
+
+
+def inlinable_call(eqn: JaxprEqn) -> Call | None:
+    """What an equation of a program that is not differentiated any more calls and can do without calling."""
+    if checkpoint := checkpoint_in(eqn):
+        flags = checkpoint.prevent_cse
+        hides = any(flags) if isinstance(flags, tuple) else flags
+        hides = hides and bool(eqn.params.get("differentiated", True))
+        return Call(checkpoint.jaxpr, prevent_cse=hides, checkpoint=True)
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):  # nothing differentiates it any more
+        rule = eqn.params["call_jaxpr"]
+        return None if rule.consts else Call(rule.jaxpr)
+    if eqn.primitive is not _primitives.jit_p:
+        return None
+    closed, shardings = eqn.params["jaxpr"], (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    plain = not closed.consts and not any(eqn.params["donated_invars"])
+    if not plain or any(type(s).__name__ != "UnspecifiedValue" for s in shardings):
+        return None
+    return Call(closed.jaxpr)
+
+
+def is_backward(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the backward pass of a `jax.checkpoint`."""
+    return checkpoint_in(eqn) is not None and bool(eqn.params.get("differentiated"))
+
+
+def inside(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
+    """An equation of a called jaxpr, with the scope names that the call gives it."""
+    scopes = call.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=scopes))
+
+
+@functools.cache
+def _a_barrier() -> JaxprEqn:
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(1.0).jaxpr.eqns[0]
+
+
+def barrier(operands: list[Any], like: JaxprEqn) -> tuple[list[Var], JaxprEqn]:
+    """An optimization barrier over values, in the context of another equation; the values behind it, too."""
+    outs = [Var(v.aval) for v in operands]
+    eqn = _a_barrier().replace(invars=operands, outvars=outs, source_info=like.source_info, ctx=like.ctx)
+    return outs, eqn
+
+
+def transfer_in(eqn: JaxprEqn) -> str | None:
+    """ "D2H" or "H2D" where an equation moves a value between device and host memory, or None."""
+    if eqn.primitive is not _primitives.device_put_p or len(eqn.invars) != 1:
+        return None
+    source, target = is_host(eqn.invars[0].aval), is_host(eqn.outvars[0].aval)
+    return {(False, True): "D2H", (True, False): "H2D"}.get((source, target))

@@ -1,0 +1,57 @@
+"""Calls in a program put in place, so that their equations can be ordered together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jaxoff import _compat
+from jaxoff._compat import JaxprEqn, Literal, Var
+
+type Renamed = dict[Var, Any]
+
+
+def inlined(eqns: Iterable[JaxprEqn], renamed: Renamed, *, checkpoints: bool = True) -> Iterator[JaxprEqn]:
+    """Replaces `jax.checkpoint` and plain `jax.jit` calls by the equations in them, at any depth.
+
+    A differentiated `jax.checkpoint` that prevents CSE hides its operands from the rest of the program behind
+    one barrier over all of them, so that its first equation waits for the last reload from the host. Here each
+    operand gets a barrier of its own.
+
+    Args:
+      eqns: equations in program order.
+      renamed: what stands for a variable of theirs, filled with the results of the calls.
+      checkpoints: whether `jax.checkpoint` calls are replaced, too.
+
+    Yields:
+      Equations that compute the same.
+    """
+    for eqn in eqns:
+        operands = [now(renamed, v) for v in eqn.invars]
+        call = _compat.inlinable_call(eqn)
+        if call is None or (call.checkpoint and not checkpoints):
+            yield eqn.replace(invars=operands)
+            continue
+        if call.prevent_cse:
+            for i, operand in enumerate(operands):
+                if isinstance(operand, Var) and not _compat.is_host(operand.aval):
+                    (operands[i],), barrier = _compat.barrier([operand], like=eqn)
+                    yield barrier
+        # Inner variables get fresh ones, since a jaxpr may be called more than once.
+        inner: Renamed = dict(zip(call.jaxpr.invars, operands, strict=True))
+        body = []
+        for e in call.jaxpr.eqns:
+            outs = [Var(v.aval) for v in e.outvars]
+            body.append(
+                _compat.inside(e, eqn).replace(invars=[now(inner, v) for v in e.invars], outvars=outs)
+            )
+            inner.update(zip(e.outvars, outs, strict=True))
+        results: Renamed = {}
+        yield from inlined(body, results, checkpoints=checkpoints)
+        for out, value in zip(eqn.outvars, call.jaxpr.outvars, strict=True):
+            renamed[out] = now(results, now(inner, value))
+
+
+def now(renamed: Renamed, atom: Any) -> Any:
+    """What stands for an atom."""
+    return atom if isinstance(atom, Literal) else renamed.get(atom, atom)

@@ -1,0 +1,153 @@
+"""`jax.jit` for programs that move residuals: the order and the compiler options that let the copies overlap."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from jaxoff import _compat, _options
+from jaxoff._cost import H200, Device
+from jaxoff._rewrite import Rewritten, rewrite
+
+type Options = tuple[tuple[str, Any], ...]
+
+
+def jit(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+    device: Device = H200,
+    **kwargs: Any,
+) -> Any:
+    """`jax.jit`, with copies between device and pinned host memory beside the compute.
+
+    Where the program moves residuals, and only there, two things change. Barriers put its large values into one
+    order, in which memory is used again and a copy starts as late as it can and still be in time; the numbers
+    are the same. And XLA gets the options that this kind of program needs: for layers in a loop, CUDA graphs
+    whose edges are those of the data (CONCURRENT), collectives among them. Differentiate inside, as in
+    `jaxoff.jit(jax.value_and_grad(loss))`: outside of it there is no backward pass to see.
+
+    Args:
+      fun: as for `jax.jit`; without it, a decorator.
+      compiler_options: as for `jax.jit`; they win over the ones chosen here. What is known to harm is warned
+        of.
+      device: speeds of the accelerator and its link, to plan the copies with.
+      **kwargs: as for `jax.jit`: static and donated arguments, shardings.
+
+    Returns:
+      A function like that of `jax.jit`, with `lower`, `trace` and `eval_shape`. Called inside another
+      transformation it is an inner `jax.jit` and leaves the choice to what is around it.
+
+    Raises:
+      RuntimeError: at the first call, if the program moves residuals on a GPU and jaxlib is older than 0.11.1,
+        which computes wrong gradients then.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxoff
+      >>> def layer(x, w):
+      ...     return jnp.tanh(jaxoff.name(x, "x_in") @ w), None
+      >>> def loss(w, x):
+      ...     return jaxoff.scan(layer, x, w, policy=jaxoff.policy(offload=["x_in"]))[0].sum()
+      >>> step = jaxoff.jit(jax.value_and_grad(loss))
+      >>> value, grads = step(jnp.ones((3, 8, 8)), jnp.ones((2, 8)))
+      >>> grads.shape
+      (3, 8, 8)
+    """
+    if fun is None:
+        return functools.partial(jit, compiler_options=compiler_options, device=device, **kwargs)
+    return Jitted(fun, dict(compiler_options or {}), device, kwargs)
+
+
+class _NeedsOptions(Exception):
+    """The program being traced wants to be compiled with other options."""
+
+    def __init__(self, options: Options):
+        self.options = options
+
+
+class Jitted:
+    """What `jaxoff.jit` returns; see there."""
+
+    def __init__(self, fun, compiler_options: dict[str, Any], device: Device, kwargs: dict[str, Any]):
+        self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
+        self._inner = jax.jit(fun, **kwargs)
+        self._by_options: dict[Options, Any] = {}
+        self._latest: Options = ()
+        functools.update_wrapper(self, fun)
+
+    def __call__(self, *args, **kwargs):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            return self._inner(*args, **kwargs)
+        return self._try(lambda jitted: jitted(*args, **kwargs))
+
+    def lower(self, *args, **kwargs) -> jax.stages.Lowered:
+        """As `jax.jit(fun).lower`; `compile` uses the options chosen."""
+        return self._try(lambda jitted: jitted.lower(*args, **kwargs))
+
+    def trace(self, *args, **kwargs) -> Any:
+        """As `jax.jit(fun).trace`, of the program in its new order."""
+        return self._try(lambda jitted: jitted.trace(*args, **kwargs))
+
+    def eval_shape(self, *args, **kwargs) -> Any:
+        """As `jax.jit(fun).eval_shape`."""
+        return self._inner.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """As `jax.jit(fun).clear_cache`."""
+        for jitted in (self._inner, *self._by_options.values()):
+            jitted.clear_cache()
+
+    def _try(self, use: Callable[[Any], Any]) -> Any:
+        """Uses the program under the options of last time, and under others if it turns out to want them."""
+        try:
+            return use(self._under(self._latest))
+        except _NeedsOptions as needed:
+            options = needed.options
+        result = use(self._under(options))
+        self._latest = options
+        return result
+
+    def _under(self, options: Options) -> Any:
+        if options not in self._by_options:
+            merged = dict(options) | self._given
+            self._by_options[options] = jax.jit(
+                self._overlapped(options), compiler_options=merged or None, **self._kwargs
+            )
+        return self._by_options[options]
+
+    def _overlapped(self, options: Options) -> Callable[..., Any]:
+        @functools.wraps(self._fun)
+        def overlapped(*args, **kwargs):
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
+
+            def of_traced(*values):
+                filled = list(leaves)  # static arguments stay as they are
+                for i, value in zip(traced, values, strict=True):
+                    filled[i] = value
+                positional, named = jax.tree.unflatten(tree, filled)
+                return self._fun(*positional, **named)
+
+            closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
+            program = rewrite(closed, self._device)
+            wanted = _options.for_program(program.scanned, program.flat)
+            if wanted != options:
+                raise _NeedsOptions(wanted)
+            self._check(program)
+            results = _compat.jaxpr_as_fun(program.jaxpr)(*(leaves[i] for i in traced))
+            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+        return overlapped
+
+    def _check(self, program: Rewritten) -> None:
+        if not (program.scanned or program.flat):
+            return
+        _options.refuse_wrong_jaxlib()
+        for text in _options.harms(self._given, scanned=bool(program.scanned)):
+            warnings.warn(text, stacklevel=2)

@@ -1,0 +1,125 @@
+"""Programs rewritten so that the copies of their residuals overlap with compute."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxoff import _compat
+from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._cost import Device
+from jaxoff._inline import Renamed, inlined, now
+from jaxoff._order import Straight, dependents, ordered
+from jaxoff._scan import PLAIN_SCOPE
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """A program whose copies overlap.
+
+    Attributes:
+      jaxpr: the program.
+      scanned: how many loops in it move residuals.
+      flat: whether it moves residuals outside of loops.
+    """
+
+    jaxpr: ClosedJaxpr
+    scanned: int
+    flat: bool
+
+
+def rewrite(closed: ClosedJaxpr, device: Device) -> Rewritten:
+    """Orders the bodies of all scans that move residuals, and what moves residuals outside of them.
+
+    Args:
+      closed: a program that nothing differentiates any more.
+      device: speeds of what it will run on.
+
+    Returns:
+      A program of the same arguments, results and effects.
+    """
+    rewriter = _Rewriter(device)
+    jaxpr = rewriter.loops(closed.jaxpr)
+    flat = moves_residuals(jaxpr)
+    if flat and not jaxpr.effects:
+        jaxpr = rewriter.flat(jaxpr)
+    return Rewritten(closed.replace(jaxpr=jaxpr), rewriter.scanned, flat)
+
+
+def moves_residuals(jaxpr: Jaxpr) -> bool:
+    """Whether a program brings values back from the host, in what it calls too but not in its loops."""
+    for eqn in jaxpr.eqns:
+        call = _compat.inlinable_call(eqn)
+        if _compat.transfer_in(eqn) == "H2D" or (call is not None and moves_residuals(call.jaxpr)):
+            return True
+    return False
+
+
+class _Rewriter:
+    def __init__(self, device: Device):
+        self._device = device
+        self.scanned = 0
+
+    def loops(self, jaxpr: Jaxpr) -> Jaxpr:
+        return jaxpr.replace(eqns=[self._loops_in(eqn) for eqn in jaxpr.eqns])
+
+    def _loops_in(self, eqn: JaxprEqn) -> JaxprEqn:
+        def inner(value):
+            if isinstance(value, (tuple, list)) and any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value):
+                return type(value)(map(inner, value))
+            if isinstance(value, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
+                return value.replace(jaxpr=self.loops(value.jaxpr))
+            return self.loops(value) if isinstance(value, Jaxpr) else value
+
+        eqn = eqn.replace(params={key: inner(value) for key, value in eqn.params.items()})
+        layout = _compat.scan_in(eqn)
+        if layout is None or PLAIN_SCOPE in str(eqn.source_info.name_stack):
+            return eqn
+        body = eqn.params["jaxpr"].jaxpr
+        if not any(map(_moves, _deep(body))):
+            return eqn
+        self.scanned += moves_residuals(body)
+        if body.effects:
+            return eqn
+        carry = body.invars[layout.num_consts : layout.num_consts + layout.num_carry]
+        renamed: Renamed = {}
+        eqns = list(inlined(body.eqns, renamed))
+        ordered_body = self._ordered(body, eqns, renamed, dependents(eqns, set(carry)), holds_copies=False)
+        closed = eqn.params["jaxpr"].replace(jaxpr=ordered_body)
+        return eqn.replace(params={**eqn.params, "jaxpr": closed})
+
+    def flat(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Orders a program whose layers are not in a loop.
+
+        Its backward pass begins where the first differentiated `jax.checkpoint` stands. From there on, what
+        does not depend on that checkpoint's newest operand, the cotangent, is computed again.
+        """
+        renamed: Renamed = {}
+        outer = list(inlined(jaxpr.eqns, renamed, checkpoints=False))
+        backward = next((i for i, eqn in enumerate(outer) if _compat.is_backward(eqn)), len(outer))
+        made = {v: i for i, eqn in enumerate(outer) for v in eqn.outvars}
+        head = list(inlined(outer[:backward], renamed))
+        newest: set[Var] = set()
+        if backward < len(outer):
+            operands = [v for v in outer[backward].invars if isinstance(v, Var)]
+            newest = {now(renamed, max(operands, key=lambda v: made.get(v, -1)))}
+        tail = list(inlined(outer[backward:], renamed))
+        in_order = [True] * len(head) + dependents(tail, newest)
+        return self._ordered(jaxpr, head + tail, renamed, in_order, holds_copies=True)
+
+    def _ordered(self, jaxpr, eqns, renamed, in_order, *, holds_copies) -> Jaxpr:
+        outs = [now(renamed, v) for v in jaxpr.outvars]
+        results = frozenset(v for v in outs if isinstance(v, Var))
+        program = Straight(tuple(eqns), results, tuple(in_order), holds_copies)
+        return jaxpr.replace(eqns=ordered(program, self._device), outvars=outs)
+
+
+def _moves(eqn: JaxprEqn) -> bool:
+    return _compat.transfer_in(eqn) is not None
+
+
+def _deep(jaxpr: Jaxpr):
+    """The equations of a program and of what it calls, not those of its loops."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if call := _compat.inlinable_call(eqn):
+            yield from _deep(call.jaxpr)

@@ -1,0 +1,107 @@
+"""Compiling for GPUs that are not there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import pallas_kernels
+from jaxoff._target import target
+from jaxoff._verify import verify
+from tests.aot.programs import BOTH, arguments, scanned, step
+
+pytestmark = pytest.mark.aot
+
+
+def double(x, times=2, *, shift=0.0):
+    return jnp.sin(x) * times + shift
+
+
+def test_a_target_knows_its_gpu():
+    h200 = target()
+    assert (h200.name, h200.devices, h200.device_kind, h200.num_cores) == ("h200", 1, "NVIDIA H200", 132)
+    assert "gpu_device_info" not in repr(h200)
+    assert [d.device_kind for d in target("h200", 4).topology.devices] == ["NVIDIA H200"] * 4
+
+
+def test_functions_and_jitted_functions_compile_with_all_kinds_of_arguments():
+    x = np.ones((8, 128), np.float32)
+    h200 = target()
+    for fun in (double, jax.jit(double, static_argnames="times")):
+        program = h200.compile(fun, x, shift=jax.ShapeDtypeStruct((8, 128), jnp.float32))
+        (device,) = program.output_shardings.device_set
+        assert device.platform == "gpu" and program.as_text().startswith("HloModule")
+    assert "constant(7)" in h200.compile(jax.jit(double, static_argnums=1), x, 7).as_text()
+
+
+def test_the_options_of_jit_and_of_compile_both_count():
+    def flags(fun, **options):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="No such compile option: 'xla_no_such"
+        ) as raised:
+            target().compile(fun, jnp.ones(8), compiler_options=options)
+        return str(raised.value)
+
+    assert "xla_no_such_a" in flags(jax.jit(jnp.sin, compiler_options={"xla_no_such_a": True}))
+    assert "xla_no_such_b" in flags(jnp.sin, xla_no_such_b=True)
+
+
+def test_an_argument_without_arrays_names_no_device():
+    with pytest.raises(ValueError, match="got no array among them"):
+        target().lower(lambda: jnp.ones(3))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_keep_their_partition(axis_type):
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices to shard an array")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    rows = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, PartitionSpec("data")))
+    placed, other, number = target("h200", 4).place((rows, jnp.ones(3, jnp.bfloat16), 5))
+    assert number == 5
+    assert placed.sharding.spec == PartitionSpec("data")
+    assert placed.sharding.mesh.axis_types == (axis_type,) * 2
+    assert (other.shape, other.dtype, other.sharding.spec) == ((3,), jnp.bfloat16, PartitionSpec())
+    assert other.sharding.mesh == placed.sharding.mesh
+    assert {d.device_kind for d in placed.sharding.device_set} == {"NVIDIA H200"}
+    program = target("h200", 4).compile(lambda x, y: x * 2 + y[0], rows, jnp.ones(3))
+    assert "num_partitions=4" in program.as_text()
+
+
+def test_a_mesh_has_as_many_devices_as_the_target():
+    with pytest.raises(ValueError, match=r"got \(2, 3\) = 6 devices and a target of 4.*devices=6"):
+        target("h200", 4).mesh((2, 3), ("a", "b"))
+
+
+def test_code_that_depends_on_the_device_takes_the_gpus_path():
+    seen = []
+
+    def look(x):
+        seen.append(jax.sharding.get_abstract_mesh())
+        return x * 2
+
+    h200 = target("h200", 2)
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+    h200.lower(look, x)
+    with jax.set_mesh(h200.mesh()):
+        h200.lower(look, x)
+    assert [mesh.abstract_device.device_kind for mesh in seen] == ["NVIDIA H200"] * 2
+    assert [mesh.axis_names for mesh in seen] == [(), ("devices",)]
+    assert jax.sharding.get_abstract_mesh().abstract_device is None
+
+
+def test_the_grouped_mlps_kernel_is_compiled_for_the_target():
+    shapes = {"x": (1024, 256), "w1": (4, 256, 512), "w2": (4, 512, 256)}
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes.values()]
+    program = target().compile(pallas_kernels.grouped_mlp, *args, jax.ShapeDtypeStruct((4,), jnp.int32))
+    assert "mosaic_gpu" in program.as_text()
+
+
+def test_a_description_of_ones_own(tmp_path):
+    text = target().description.replace("core_count: 132", "core_count: 114")
+    file = tmp_path / "mine.txtpb"
+    file.write_text(text)
+    mine = target(file)
+    assert (mine.name, mine.num_cores) == (str(file), 114)
+    assert verify(mine.compile(step(scanned(BOTH)), *arguments())).d2h_bytes > 0
