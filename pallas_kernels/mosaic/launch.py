@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.backend import Grads
 from pallas_kernels.mosaic import row_products, tuning
@@ -74,9 +75,11 @@ def _sum_rows(scale: jax.Array | None, x: jax.Array, plan: Schedule) -> jax.Arra
         largest = jnp.max(jnp.where(of_expert, jnp.abs(rest)[:, None], 0.0), axis=0)
         unit = jnp.exp2(jnp.floor(jnp.log2(jnp.maximum(largest, jnp.finfo(jnp.float32).tiny))))
         rest, parts = rest / unit.at[group].get(mode="clip"), []
+        info = jnp.finfo(x.dtype)
         for _ in range(3):
-            parts.append(rest.astype(x.dtype))
-            rest = rest - parts[-1].astype(jnp.float32)
+            rounded = lax.reduce_precision(rest, info.nexp, info.nmant)
+            parts.append(rounded.astype(x.dtype))
+            rest = rest - rounded
         unit = unit[:, None]
     left = jnp.stack(parts + [jnp.zeros_like(parts[0])] * (WG_M - len(parts)), axis=1)
     sums = grad_weight(left, x, plan, jnp.float32, tuning.Config(192, slots=3))
