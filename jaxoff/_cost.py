@@ -46,6 +46,6 @@ def _product_flops(eqn: JaxprEqn) -> float:
     if eqn.primitive.name != "dot_general":
         return 0.0
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    left, out = eqn.invars[0].aval, eqn.outvars[0].aval
-    width = 1 if left.dtype.itemsize <= 2 else 2
-    return 2.0 * math.prod(out.shape) * math.prod(left.shape[i] for i in contracted) * width
+    left, out = _compat.struct_of(eqn.invars[0].aval), _compat.struct_of(eqn.outvars[0].aval)
+    slowdown = 1 if left.dtype.itemsize <= 2 else 2
+    return 2.0 * math.prod(out.shape) * math.prod(left.shape[i] for i in contracted) * slowdown

@@ -15,8 +15,8 @@ def inlined(eqns: Iterable[JaxprEqn], renamed: Renamed, *, checkpoints: bool = T
     """Replaces `jax.checkpoint` and plain `jax.jit` calls by the equations in them, at any depth.
 
     A differentiated `jax.checkpoint` that prevents CSE hides its operands from the rest of the program behind
-    one barrier over all of them, so that its first equation waits for the last reload from the host. Here each
-    operand gets a barrier of its own.
+    one barrier over all of them, so that its first equation waits for the last reload from the host. Here
+    each operand gets a barrier of its own.
 
     Args:
       eqns: equations in program order.

@@ -1,8 +1,9 @@
-"""`jax.jit` for programs that move residuals: the order and the compiler options that let the copies overlap."""
+"""`jax.jit` for programs that move residuals: an order and compiler options that let the copies overlap."""
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,10 +28,10 @@ def jit(
 ) -> Any:
     """`jax.jit`, with copies between device and pinned host memory beside the compute.
 
-    Where the program moves residuals, and only there, two things change. Barriers put its large values into one
-    order, in which memory is used again and a copy starts as late as it can and still be in time; the numbers
-    are the same. And XLA gets the options that this kind of program needs: for layers in a loop, CUDA graphs
-    whose edges are those of the data (CONCURRENT), collectives among them. Differentiate inside, as in
+    Where the program moves residuals, and only there, two things change. Barriers put its large values into
+    one order, in which memory is used again and a copy starts as late as it can and still be in time; the
+    results are the same. And XLA gets the options that this kind of program needs: for layers in a loop, CUDA
+    graphs whose edges are those of the data (CONCURRENT), collectives among them. Differentiate inside, as in
     `jaxoff.jit(jax.value_and_grad(loss))`: outside of it there is no backward pass to see.
 
     Args:
@@ -45,8 +46,8 @@ def jit(
       transformation it is an inner `jax.jit` and leaves the choice to what is around it.
 
     Raises:
-      RuntimeError: at the first call, if the program moves residuals on a GPU and jaxlib is older than 0.11.1,
-        which computes wrong gradients then.
+      RuntimeError: at the first call, if the program moves residuals on a GPU and jaxlib is older than
+        0.11.1, which computes wrong gradients then.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxoff
@@ -64,7 +65,7 @@ def jit(
     return Jitted(fun, dict(compiler_options or {}), device, kwargs)
 
 
-class _NeedsOptions(Exception):
+class _NeedsOptionsError(Exception):
     """The program being traced wants to be compiled with other options."""
 
     def __init__(self, options: Options):
@@ -76,10 +77,10 @@ class Jitted:
 
     def __init__(self, fun, compiler_options: dict[str, Any], device: Device, kwargs: dict[str, Any]):
         self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
-        self._inner = jax.jit(fun, **kwargs)
+        self._inner: Any = jax.jit(fun, **kwargs)
         self._by_options: dict[Options, Any] = {}
         self._latest: Options = ()
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
     def __call__(self, *args, **kwargs):
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
@@ -107,11 +108,16 @@ class Jitted:
         """Uses the program under the options of last time, and under others if it turns out to want them."""
         try:
             return use(self._under(self._latest))
-        except _NeedsOptions as needed:
+        except _NeedsOptionsError as needed:
             options = needed.options
         result = use(self._under(options))
         self._latest = options
         return result
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler options of the latest call."""
+        return dict(self._latest) | self._given
 
     def _under(self, options: Options) -> Any:
         if options not in self._by_options:
@@ -136,9 +142,9 @@ class Jitted:
 
             closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
             program = rewrite(closed, self._device)
-            wanted = _options.for_program(program.scanned, program.flat)
+            wanted = _options.for_program(program.scanned)
             if wanted != options:
-                raise _NeedsOptions(wanted)
+                raise _NeedsOptionsError(wanted)
             self._check(program)
             results = _compat.jaxpr_as_fun(program.jaxpr)(*(leaves[i] for i in traced))
             return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -148,6 +154,6 @@ class Jitted:
     def _check(self, program: Rewritten) -> None:
         if not (program.scanned or program.flat):
             return
-        _options.refuse_wrong_jaxlib()
+        _options.refuse_wrong_jaxlib(importlib.metadata.version("jaxlib"), jax.default_backend())
         for text in _options.harms(self._given, scanned=bool(program.scanned)):
             warnings.warn(text, stacklevel=2)

@@ -1,13 +1,14 @@
 """One order for the values of a program that moves residuals, so that their memory is used again.
 
-Under CUDA graphs scheduled CONCURRENT, XLA lets two values share memory only where one is provably before the
-other by dependency. Gradients of weights and recomputed values hang loosely in a backward pass, so that nearly
-everything would live at once. Optimization barriers from one large value to the next give the dependencies
-back; the copies between device and host stay outside of that chain and run beside it.
+Under CUDA graphs scheduled CONCURRENT, XLA lets two values share memory only where one is provably before
+the other by dependency. Gradients of weights and recomputed values hang loosely in a backward pass, so that
+nearly everything would live at once. Optimization barriers from one large value to the next give the
+dependencies back; the copies between device and host stay outside of that chain and run beside it.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -17,24 +18,25 @@ from jaxoff._cost import Device
 from jaxoff._inline import Renamed, now
 
 # Equations that XLA computes again wherever they are read, within the kernel that reads them.
-_CHEAP = frozenset(
-    "abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type copy cos cosh "
-    "div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p "
-    "logistic lt max min mul name ne neg not optimization_barrier or pow pvary reduce_precision rem reshape round "
-    "rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor".split()
-)
+_CHEAP_NAMES = """
+abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type copy cos cosh
+div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p
+logistic lt max min mul name ne neg not optimization_barrier or pow pvary reduce_precision rem reshape round
+rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
+"""
 # Of an argument, these are read in place, or copied just before they are read.
-_VIEWS = frozenset(
-    "dynamic_slice expand_dims optimization_barrier reshape slice split squeeze transpose".split()
-)
+_VIEW_NAMES = "dynamic_slice expand_dims optimization_barrier reshape slice split squeeze transpose"
 # Kernels that only move or sum up what they read: no reason to hold anything else back.
-_LIGHT = _CHEAP | frozenset(
-    "argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather "
-    "pad random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or reduce_prod "
-    "reduce_sum rev scatter scatter-add scatter_add sort top_k".split()
-)
-# Values below this many bytes are not worth a place in the chain.
-_SMALL_NBYTES = 1 << 20
+_MOVING_NAMES = """
+argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather
+pad random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or reduce_prod
+reduce_sum rev scatter scatter-add scatter_add sort top_k
+"""
+_CHEAP = frozenset(_CHEAP_NAMES.split())
+_VIEWS = frozenset(_VIEW_NAMES.split())
+_LIGHT = _CHEAP | frozenset(_MOVING_NAMES.split())
+# Values of fewer bytes are not worth a place in the chain.
+LARGE_NBYTES = 1 << 20
 # How many equations ahead may be taken first while a copy is on its way.
 _LOOKAHEAD = 8
 # Copies are planned for this many times their estimated length.
@@ -60,7 +62,7 @@ class Straight:
     holds_copies: bool
 
 
-def ordered(program: Straight, device: Device) -> list[JaxprEqn]:
+def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> list[JaxprEqn]:
     """Puts the large values of a straight-line program into one chain.
 
     An equation that has to wait for a copy from the host lets a later one go first. What frees as much memory
@@ -69,25 +71,43 @@ def ordered(program: Straight, device: Device) -> list[JaxprEqn]:
     Args:
       program: the program.
       device: speeds, to estimate when copies arrive.
+      large_nbytes: from how many bytes on a value has a place in the chain.
 
     Returns:
       Equations that compute the same results, with barriers between them.
     """
-    draft = _Order(program, device, {})
-    draft.run()
-    return _Order(program, device, draft.latest_starts()).run()
+    # First as if every copy were there, to see when each is needed; then with the copies in that order.
+    reloads = _Reloads()
+    for _ in range(2):
+        draft = _Order(program, device, large_nbytes, reloads)
+        draft.run()
+        reloads = draft.reloads()
+    return _Order(program, device, large_nbytes, reloads).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reloads:
+    """A plan for the copies from the host, by equation.
+
+    Attributes:
+      order: those of values that are on the host from the beginning, as they are needed.
+      starts: the place in the chain behind which each starts.
+    """
+
+    order: tuple[int, ...] = ()
+    starts: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class _Order:
     """The state of an ordering.
 
-    A unit is an equation whose results are stored: the rest is cheap, and is computed in the units that read it.
+    A unit is an equation whose results are stored. The rest is cheap, and is computed in the units that read
+    it.
     """
 
-    def __init__(self, program: Straight, device: Device, starts: dict[int, int]):
-        self._eqns, self._program, self._device = program.eqns, program, device
-        # By copy from the host, the place in the chain behind which it starts.
-        self._starts = starts
+    def __init__(self, program: Straight, device: Device, large_nbytes: int, reloads: _Reloads):
+        self._eqns, self._program, self._device, self._plan = program.eqns, program, device, reloads
+        self._large_nbytes = large_nbytes
         self._maker = {v: i for i, eqn in enumerate(self._eqns) for v in eqn.outvars}
         self._units = _units(self._eqns, program.outs)
         # By unit: the stored values that it reads, and the cheap equations in between.
@@ -140,34 +160,33 @@ class _Order:
 
     def _start_reloads(self) -> None:
         """Says when copies from the host arrive; puts first what is not to start later."""
-        reloads = [i for i in self._units if _compat.transfer_in(self._eqns[i]) == "H2D"]
+        time, arrives = 0.0, {}
+        for i in self._plan.order:
+            time += self._device.h2d_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
+            arrives[i] = time
+        order = dict.fromkeys((*self._plan.order, *sorted(self._units)))
+        for i in order:
+            if _compat.transfer_in(self._eqns[i]) == "H2D":
+                self._arrives[self._eqns[i].outvars[0]] = arrives.get(i, 0.0)
+                if self._is_there_from_the_beginning(i) and not self._plan.starts.get(i):
+                    self._emit(i, {})
 
-        def first_reader(i: int) -> int:
-            return min(self._readers.get(self._eqns[i].outvars[0], [len(self._eqns)]))
+    def _is_there_from_the_beginning(self, i: int) -> bool:
+        return not any(v in self._maker for v in self._reads[i])
 
-        time = 0.0
-        for i in sorted(reloads, key=first_reader):
-            out = self._eqns[i].outvars[0]
-            if any(v in self._maker for v in self._reads[i]):
-                self._arrives[out] = 0.0  # what leaves in this program can come back in time
-                continue
-            time += self._device.h2d_ms(_compat.nbytes(out.aval))
-            self._arrives[out] = time
-            if not self._starts.get(i):
-                self._emit(i, {})
-
-    def latest_starts(self) -> dict[int, int]:
-        """For each copy from the host, the last place in the chain behind which it can start and be in time.
+    def reloads(self) -> _Reloads:
+        """A plan from when copies were needed: each as late as it can start and be in time.
 
         The copies of one direction follow each other, so the last one is planned first.
         """
+        needed = sorted(self._needed.items(), key=lambda item: item[1])
         starts, busy_from = {}, float("inf")
-        for i, place in sorted(self._needed.items(), key=lambda item: -item[1]):
+        for i, place in reversed(needed):
             before = self._ends[place - 2] if place > 1 else 0.0
             nbytes = _compat.nbytes(self._eqns[i].outvars[0].aval)
             busy_from = min(before, busy_from) - _SLACK * self._device.h2d_ms(nbytes)
-            starts[i] = sum(end <= busy_from for end in self._ends)
-        return starts
+            starts[i] = bisect.bisect_right(self._ends, busy_from)
+        return _Reloads(tuple(i for i, _ in needed if self._is_there_from_the_beginning(i)), starts)
 
     def _ready_at(self, i: int) -> float:
         """When the copies from the host have arrived that a unit, or one that it still needs, waits for."""
@@ -191,19 +210,26 @@ class _Order:
         if i in self._placed:  # it came for free with one of those
             return
         eqn = self._eqns[i]
-        if not _is_link(eqn):
+        if not self._is_link(eqn):
             self._emit(i, {})
         else:
             self._emit(i, self._behind_the_last(i))
             self._time += self._device.compute_ms(eqn) if is_heavy(eqn) else 0.0
             self._ends.append(self._time)
-            for j, start in self._starts.items():
+            for j, start in self._plan.starts.items():
                 if j not in self._placed and start <= self._length and self._can_return(j):
                     self._emit(j, self._tied(self._reads[j], j))
         for v in eqn.outvars:
             for j in self._readers.get(v, ()):
                 if j not in self._placed and self._is_free(j):
                     self._place(j)
+
+    def _is_link(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation has a place in the chain."""
+        if _compat.transfer_in(eqn):
+            return False
+        largest = max((_compat.nbytes(v.aval) for v in eqn.outvars), default=0)
+        return largest > 0 and (is_heavy(eqn) or largest >= self._large_nbytes)
 
     def _can_return(self, i: int) -> bool:
         """Whether what a copy from the host reads is on the host."""
@@ -214,7 +240,7 @@ class _Order:
         eqn, reads = self._eqns[i], self._reads[i]
         if _compat.transfer_in(eqn) == "D2H":
             return all(self._maker.get(v, -1) in self._placed for v in reads)
-        if is_heavy(eqn) or not _is_link(eqn):
+        if is_heavy(eqn) or not self._is_link(eqn):
             return False
         if any(v in self._maker and self._maker[v] not in self._placed for v in reads):
             return False
@@ -229,7 +255,7 @@ class _Order:
         if self._last is None or not reads:
             return {}
         loose = [v for v in reads if self._level.get(v, 0) < self._length]
-        tied = [v for v in loose if v in self._maker and _compat.nbytes(v.aval) >= _SMALL_NBYTES]
+        tied = [v for v in loose if v in self._maker and _compat.nbytes(v.aval) >= self._large_nbytes]
         arrived = [v for v, done in self._leaving.items() if done <= self._time]
         if not tied and (len(loose) == len(reads) or arrived):
             tied = [min(reads, key=lambda v: _compat.nbytes(v.aval))]
@@ -259,7 +285,7 @@ class _Order:
         eqn = self._eqns[i]
         self._out.append(eqn.replace(invars=[now(renamed, v) for v in eqn.invars]))
         level = max((self._level.get(now(behind, v), 0) for v in self._reads[i]), default=0)
-        if _is_link(eqn):
+        if self._is_link(eqn):
             self._length += 1
             level = self._length
             self._last = max(eqn.outvars, key=lambda v: _compat.nbytes(v.aval))
@@ -279,15 +305,8 @@ def is_heavy(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name not in _LIGHT
 
 
-def _is_link(eqn: JaxprEqn) -> bool:
-    """Whether an equation has a place in the chain."""
-    if _compat.transfer_in(eqn):
-        return False
-    return is_heavy(eqn) or max((_compat.nbytes(v.aval) for v in eqn.outvars), default=0) >= _SMALL_NBYTES
-
-
 def _units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
-    """The equations whose results are stored: those that are not cheap, and what these and the caller read."""
+    """The equations whose results are stored: those that are not cheap, and what they and the caller read."""
     stored = set(outs)
     for eqn in eqns:
         if is_heavy(eqn) or _compat.transfer_in(eqn):

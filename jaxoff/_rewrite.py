@@ -8,7 +8,7 @@ from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._inline import Renamed, inlined, now
-from jaxoff._order import Straight, dependents, ordered
+from jaxoff._order import LARGE_NBYTES, Straight, dependents, ordered
 from jaxoff._scan import PLAIN_SCOPE
 
 
@@ -27,17 +27,18 @@ class Rewritten:
     flat: bool
 
 
-def rewrite(closed: ClosedJaxpr, device: Device) -> Rewritten:
+def rewrite(closed: ClosedJaxpr, device: Device, large_nbytes: int = LARGE_NBYTES) -> Rewritten:
     """Orders the bodies of all scans that move residuals, and what moves residuals outside of them.
 
     Args:
       closed: a program that nothing differentiates any more.
       device: speeds of what it will run on.
+      large_nbytes: from how many bytes on a value has a place in the order.
 
     Returns:
       A program of the same arguments, results and effects.
     """
-    rewriter = _Rewriter(device)
+    rewriter = _Rewriter(device, large_nbytes)
     jaxpr = rewriter.loops(closed.jaxpr)
     flat = moves_residuals(jaxpr)
     if flat and not jaxpr.effects:
@@ -55,8 +56,8 @@ def moves_residuals(jaxpr: Jaxpr) -> bool:
 
 
 class _Rewriter:
-    def __init__(self, device: Device):
-        self._device = device
+    def __init__(self, device: Device, large_nbytes: int):
+        self._device, self._large_nbytes = device, large_nbytes
         self.scanned = 0
 
     def loops(self, jaxpr: Jaxpr) -> Jaxpr:
@@ -110,7 +111,7 @@ class _Rewriter:
         outs = [now(renamed, v) for v in jaxpr.outvars]
         results = frozenset(v for v in outs if isinstance(v, Var))
         program = Straight(tuple(eqns), results, tuple(in_order), holds_copies)
-        return jaxpr.replace(eqns=ordered(program, self._device), outvars=outs)
+        return jaxpr.replace(eqns=ordered(program, self._device, self._large_nbytes), outvars=outs)
 
 
 def _moves(eqn: JaxprEqn) -> bool:

@@ -75,8 +75,8 @@ def layers(
 ) -> Any:
     """Applies layers one after the other, each under `jax.checkpoint` with a policy.
 
-    For layers that differ, and so cannot be in a `jaxoff.scan`. Inside `jaxoff.jit` their copies are ordered by
-    barriers and overlap.
+    For layers that differ, and so cannot be in a `jaxoff.scan`. Inside `jaxoff.jit` their copies are ordered
+    by barriers and overlap.
 
     Args:
       functions: one `x -> x` a layer; or one function `(params, x) -> x` for all.

@@ -1,0 +1,193 @@
+"""`jaxoff.jit`: all of `jax.jit`, and the options that a program needs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxoff
+from jaxoff import _options
+from jaxoff._settings import COMMAND_BUFFER, SCHEDULING_MODE
+from tests.jaxoff.matrix import assert_close, assert_equal, inputs
+from tests.jaxoff.test_order import BOTH, arguments, layer, loss_of
+
+STEP = jax.value_and_grad(loss_of(BOTH), (0, 1))
+FLAT = jax.value_and_grad(loss_of(BOTH, flat=True), (0, 1))
+
+
+def options_of(jitted):
+    return dict(jitted.options)
+
+
+def test_layers_in_a_loop_get_graphs_with_concurrent_edges():
+    step = jaxoff.jit(STEP)
+    assert_equal(step(*arguments()), jax.jit(STEP)(*arguments()))
+    assert options_of(step)[SCHEDULING_MODE] == "CONCURRENT"
+    assert "COLLECTIVES" in options_of(step)[COMMAND_BUFFER].split(",")
+
+
+@pytest.mark.parametrize(
+    "fun", [FLAT, jax.grad(loss_of(BOTH.on_device())), loss_of(BOTH)], ids=["layers", "saved", "forward"]
+)
+def test_programs_without_such_a_loop_keep_the_default_options(fun):
+    step = jaxoff.jit(fun)
+    assert_equal(step(*arguments()), jax.jit(fun)(*arguments()))
+    assert options_of(step) == {}
+
+
+def test_the_callers_options_win():
+    given = {SCHEDULING_MODE: "SERIALIZE"}
+    step = jaxoff.jit(STEP, compiler_options=given)
+    with pytest.warns(UserWarning, match="SERIALIZE puts the copies of scanned layers in line"):
+        step(*arguments())
+    assert options_of(step)[SCHEDULING_MODE] == "SERIALIZE"
+    assert "COLLECTIVES" in options_of(step)[COMMAND_BUFFER]
+
+
+def test_options_known_to_harm_are_warned_of():
+    assert not list(_options.harms({}, scanned=True))
+    assert not list(_options.harms({SCHEDULING_MODE: "CONCURRENT"}, scanned=True))
+    (text,) = _options.harms({SCHEDULING_MODE: "CONCURRENT"}, scanned=False)
+    assert "gives up the reuse of memory" in text
+    for value in (True, "true"):
+        (text,) = _options.harms({"xla_gpu_enable_pipelined_host_offloading": value}, scanned=True)
+        assert "wrong results" in text
+
+
+def test_a_jaxlib_that_computes_wrong_gradients_is_refused_on_a_gpu():
+    with pytest.raises(RuntimeError, match=r"needs jaxlib 0\.11\.1 or newer, got 0\.11\.0.*xla#46231"):
+        _options.refuse_wrong_jaxlib("0.11.0", "gpu")
+    for version, platform in (("0.11.0", "cpu"), ("0.11.1", "gpu"), ("0.12.0.1", "gpu")):
+        _options.refuse_wrong_jaxlib(version, platform)
+
+
+def test_static_and_named_arguments_and_donation():
+    @functools.partial(jaxoff.jit, static_argnums=2, static_argnames="policy", donate_argnums=1)
+    def step(w, x, sign, *, policy):
+        return jax.grad(lambda w: sign * loss_of(policy)(w, x))(w), x + 1
+
+    w, x = arguments()
+    for sign in (1, -1):
+        given = jnp.asarray(x)
+        got, more = step(w, given, sign, policy=BOTH)
+        assert given.is_deleted()
+        assert_close(got, jax.grad(lambda w, s=sign: s * loss_of(BOTH)(w, x))(w))
+        assert_equal(more, x + 1)
+
+
+def test_one_function_for_programs_that_need_other_options():
+    """A second signature that moves nothing is compiled without the options, and the first still runs."""
+
+    @jaxoff.jit
+    def step(w, x):
+        policy = BOTH if x.shape[0] > 8 else BOTH.on_device()
+        return jax.grad(loss_of(policy))(w, x)
+
+    w, x = arguments()
+    for rows in (16, 4, 16, 4):
+        assert_close(step(w, x[:rows]), jax.grad(loss_of(BOTH))(w, x[:rows]))
+        assert bool(options_of(step)) == (rows > 8)
+
+
+def test_it_traces_once_a_signature():
+    traces = []
+
+    @jaxoff.jit
+    def step(w, x):
+        traces.append(x.shape)
+        return jax.grad(loss_of(BOTH))(w, x)
+
+    w, x = arguments()
+    step(w, x)
+    first = len(traces)
+    for _ in range(3):
+        step(w, x + 1)
+    assert len(traces) == first
+    step.clear_cache()
+    step(w, x)
+    assert len(traces) > first
+
+
+def test_lower_compile_trace_and_eval_shape():
+    step = jaxoff.jit(STEP)
+    want = jax.jit(STEP)(*arguments())
+    assert_equal(step.lower(*arguments()).compile()(*arguments()), want)
+    assert jax.tree.structure(step.eval_shape(*arguments())) == jax.tree.structure(want)
+    assert "scan" in str(step.trace(*arguments()).jaxpr)
+    assert step.__name__ == STEP.__name__
+    assert step.__wrapped__ is STEP
+
+
+def test_inside_other_transformations_it_is_an_inner_jit():
+    loss, w, x = loss_of(BOTH), *arguments()
+    inner = jaxoff.jit(loss)
+    assert_close(jax.grad(inner)(w, x), jax.grad(loss)(w, x))
+    assert_close(jaxoff.jit(jax.grad(inner))(w, x), jax.grad(loss)(w, x))
+    assert_close(jax.jit(inner)(w, x), loss(w, x))
+    xs = np.stack([x, x + 1])
+    assert_close(jax.vmap(inner, (None, 0))(w, xs), jnp.stack([loss(w, x) for x in xs]))
+    step = jaxoff.jit(jax.grad(inner))
+    step(w, x)
+    assert options_of(step)[SCHEDULING_MODE] == "CONCURRENT"
+
+
+def test_closed_over_arrays_and_python_scalars():
+    w, x = arguments()
+    scale = jnp.asarray(2.0)
+    step = jaxoff.jit(lambda w, factor: jax.grad(lambda w: factor * scale * loss_of(BOTH)(w, x))(w))
+    assert_close(step(w, 3.0), jax.grad(lambda w: 6.0 * loss_of(BOTH)(w, x))(w))
+
+
+def test_errors_of_the_function_come_through_unchanged():
+    @jaxoff.jit
+    def step(w, x):
+        raise ValueError("the function's own")
+
+    with pytest.raises(ValueError, match="the function's own") as caught:
+        step(*arguments())
+    assert caught.value.__context__ is None
+
+
+def test_a_flax_nnx_model_under_its_own_scan():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+
+        def __call__(self, x):
+            weights = self.up.kernel[...], self.down.kernel[...]
+            return layer(x, weights)[0]
+
+    make = nnx.vmap(Layer, in_axes=0, out_axes=0)
+    model = make(nnx.Rngs(0).split(4))
+    graph, state = nnx.split(model)
+
+    def loss(state, x, policy):
+        def body(x, state):
+            return nnx.merge(graph, state)(x), None
+
+        block = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        return jnp.sum(jax.lax.scan(block, x, state)[0])
+
+    step = jaxoff.jit(jax.grad(loss), static_argnums=2)
+    x = inputs(16, 8)
+    assert_close(step(state, x, BOTH), jax.jit(jax.grad(loss), static_argnums=2)(state, x, BOTH))
+    assert options_of(step)[SCHEDULING_MODE] == "CONCURRENT"
+
+
+def test_sharded_over_devices():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    w, x = arguments()
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    step = jaxoff.jit(STEP, in_shardings=(None, sharding))
+    assert_close(step(w, x), STEP(w, x))
+
+    def part(w, x):
+        return jax.lax.psum(loss_of(BOTH)(w, x), "data")
+
+    mapped = jax.shard_map(part, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
+    step = jaxoff.jit(jax.grad(mapped))
+    assert_close(step(w, x), jax.grad(loss_of(BOTH))(w, x))
+    assert options_of(step)[SCHEDULING_MODE] == "CONCURRENT"
