@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import inspect
+import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 from jax.core import Tracer
 
 from jaxoff import _trace
+from jaxoff._jit import jit
 from jaxoff._table import human
 from jaxoff._trace import GpuTimes
 
@@ -126,7 +128,7 @@ def measure(
 
     Args:
       fun: what to run. A `jax.jit` or `jaxoff.jit` function, or what `.lower(...).compile()` makes of one; any
-        other function is compiled with `jax.jit`.
+        other function is compiled with `jaxoff.jit`.
       *args: its arguments, arrays of any shape and dtype in any pytrees. Those of NumPy are sent to the
         device in every call.
       repeats: how many calls to time.
@@ -160,11 +162,11 @@ def measure(
       ... )
     """
     _check(fun, args, repeats, warmup, traced)
-    jitted: Any = fun if isinstance(fun, jax.stages.Compiled) or hasattr(fun, "lower") else jax.jit(fun)
-    compiled = fun if isinstance(fun, jax.stages.Compiled) else jitted.lower(*args).compile()
+    program: Any = fun if _is_program(fun) else jit(fun)
+    compiled = program if isinstance(program, jax.stages.Compiled) else program.lower(*args).compile()
     devices = _devices(compiled)
     _check_donation(compiled, next_args)
-    calls = _Calls(jitted, args, next_args)
+    calls = _Calls(program, args, next_args)
 
     marks = _marks(devices)
     calls.run(warmup)
@@ -193,6 +195,11 @@ def measure(
         gpus=gpus,
         notes=notes,
     )
+
+
+def _is_program(fun: Any) -> bool:
+    """Whether something is compiled or knows how it is to be; a bound method's `lower` lacks its object."""
+    return isinstance(fun, jax.stages.Compiled) or (hasattr(fun, "lower") and not inspect.ismethod(fun))
 
 
 class _Calls:
@@ -293,24 +300,16 @@ def _profile(
     calls: _Calls, number: int, trace_dir: str | Path | None
 ) -> tuple[float, tuple[GpuTimes, ...]]:
     """The median time of some calls under the profiler, and what the GPUs did in one of them."""
-    with _folder(trace_dir) as folder:
+    # Not in trace_dir at once: that may hold the profiles of earlier calls, or of other processes.
+    with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # costs time and tells nothing of the device
         with jax.profiler.trace(folder, profiler_options=options):
             times = calls.run(number)
-        # The folder may hold the profiles of earlier calls.
-        newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime_ns)
-        trace = _trace.read(newest)
+        trace = _trace.read(folder)
+        if trace_dir is not None:
+            shutil.copytree(folder, trace_dir, dirs_exist_ok=True)
     return statistics.median(times), tuple(gpu.per_call(number) for gpu in trace.times())
-
-
-@contextlib.contextmanager
-def _folder(given: str | Path | None) -> Iterator[str]:
-    if given is not None:
-        yield str(given)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder
 
 
 def _trace_notes(traced_ms: float, median_ms: float, gpus: tuple[GpuTimes, ...]) -> tuple[str, ...]:

@@ -1,0 +1,230 @@
+"""What `bench.step` trains: stacks of equal layers, their weights and inputs, and which of their values move.
+
+Two layers. `dense`: attention and a squared-ReLU MLP, width 4096, bf16, sequence 4096. `nano`: the block of the
+`nano` model (`models`), attention and 128 experts, whose grouped MLP is the fused one on a GPU; `nano_act` is
+the same with another choice of values. A workload is written `dense-b4-l12`: layer, batch, number of layers.
+
+Shapes: B batch, S sequence, D width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxoff
+from models import Block, Config
+
+# A loop over layers, or layers one after the other, which take their weights stacked or as a list.
+type Form = Literal["scanned", "unrolled"]
+# `pinned`: names that pin the rounding of their values (`jaxoff.name`). `plain`: stock names.
+# `maxtext`: stock names, those that MaxText gives.
+type Naming = Literal["pinned", "plain", "maxtext"]
+type Carry = tuple[jax.Array, jax.Array]
+type Layer = Callable[[Any, Carry], Carry]
+
+FORMS: tuple[Form, ...] = ("scanned", "unrolled")
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """Names of the values that go to the host, and of those that stay on the device; the rest is recomputed."""
+
+    offload: tuple[str, ...]
+    save: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A layer, and what of it moves.
+
+    Attributes:
+      moves: by the names of `jaxoff` and of stock policies.
+      maxtext: the same values, or values of equal bytes that spare the same work, by MaxText's names.
+    """
+
+    moves: Moves
+    maxtext: Moves
+
+
+_NANO_SAVED = ("moe.probs", "moe.act")
+KINDS = {
+    # MaxText has no name for the sum before the MLP: it keeps the projection, and adds again.
+    "dense": Kind(
+        Moves(("x_in", "attn", "mlp_in")), Moves(("decoder_layer_input", "context", "out_proj"))
+    ),
+    # The narrow values: 310 MB a layer at batch 4, about 6 ms of link.
+    "nano": Kind(
+        Moves(("attn.norm_in", "attn.proj_in", "mlp.norm_in"), _NANO_SAVED),
+        Moves(("decoder_layer_input", "attn.proj_in", "mlp.norm_in"), _NANO_SAVED),
+    ),
+    # Only the wide one: the activations of the experts, 365 MB.
+    "nano_act": Kind(
+        Moves(("moe.act",), ("attn.norm_in", "mlp.norm_in", "moe.probs")),
+        Moves(("moe.act",), ("decoder_layer_input", "mlp.norm_in", "moe.probs")),
+    ),
+}
+_MAXTEXT_NAMES = {"x_in": "decoder_layer_input", "attn": "context", "out_proj": "out_proj"}
+_PATTERN = re.compile(r"([a-z_]+)-b(\d+)-l(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A stack of layers with a batch of inputs.
+
+    Attributes:
+      kind: a key of `KINDS`.
+      batch: sequences B.
+      layers: how many.
+      tiny: widths and lengths for a CPU.
+    """
+
+    kind: str
+    batch: int
+    layers: int
+    tiny: bool = False
+
+    @classmethod
+    def parse(cls, text: str, *, tiny: bool = False) -> Workload:
+        """Reads `dense-b4-l12`.
+
+        Raises:
+          ValueError: for another form, an unknown layer, or numbers below 1.
+        """
+        match = _PATTERN.fullmatch(text)
+        if match is None or match[1] not in KINDS or not min(int(match[2]), int(match[3])):
+            raise ValueError(
+                f"a workload is KIND-bBATCH-lLAYERS, such as dense-b4-l12, with one of {', '.join(KINDS)} and "
+                f"numbers of at least 1; got {text!r}"
+            )
+        return cls(match[1], int(match[2]), int(match[3]), tiny)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-b{self.batch}-l{self.layers}"
+
+    def moves(self, naming: Naming) -> Moves:
+        kind = KINDS[self.kind]
+        return kind.maxtext if naming == "maxtext" else kind.moves
+
+    def layer(self, naming: Naming) -> Layer:
+        """(weights, (x (B, S, D), sum of losses)) -> the same after one layer."""
+        if self.kind == "dense":
+            return functools.partial(_dense_layer, _name_function(naming), 2 if self.tiny else 32)
+        return functools.partial(_moe_layer, self._config, self._graph, naming)
+
+    def weights(self, form: Form, seed: int = 0) -> Any:
+        """The weights, the same numbers stacked or listed."""
+        keys = jax.random.split(jax.random.key(seed), self.layers)
+        make = self._dense_weights if self.kind == "dense" else self._moe_weights
+        if form == "scanned":
+            return jax.jit(jax.vmap(make))(keys)
+        one = jax.jit(make)
+        return [one(key) for key in keys]
+
+    def inputs(self, seed: int = 0) -> jax.Array:
+        """x (B, S, D) bfloat16; another for each seed."""
+        shape = (self.batch, *((16, 32) if self.tiny else (4096, 4096)))
+        if self.kind != "dense":
+            shape = (*shape[:2], self._config.d_model)
+        key = jax.random.fold_in(jax.random.key(1), seed)
+        return jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(key)
+
+    def arguments(self, form: Form, seed: int = 0) -> tuple[Any, jax.Array]:
+        return self.weights(form, seed), self.inputs(seed)
+
+    def shapes(self, form: Form) -> tuple[Any, jax.ShapeDtypeStruct]:
+        """What `arguments` returns, without making it."""
+        return jax.eval_shape(lambda: self.arguments(form))
+
+    def _dense_weights(self, key):
+        width, hidden = (32, 64) if self.tiny else (4096, 16384)
+        shapes = {
+            "qkv": (width, 3 * width), "proj": (width, width), "up": (width, hidden), "down": (hidden, width),
+        }  # fmt: skip
+        keys = jax.random.split(key, len(shapes))
+        return {
+            name: jax.random.normal(k, shape, jnp.bfloat16) * shape[0] ** -0.5
+            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+
+    @property
+    def _config(self) -> Config:
+        if self.tiny:
+            return Config.preset("tiny", num_layers=self.layers, first_k_dense=0)
+        return Config.preset("nano", num_layers=self.layers)
+
+    @property
+    def _graph(self) -> nnx.GraphDef:
+        return nnx.graphdef(nnx.eval_shape(lambda: Block(self._config, moe=True, rngs=nnx.Rngs(0))))
+
+    def _moe_weights(self, key):
+        block = Block(self._config, moe=True, rngs=nnx.Rngs(params=key))
+        return nnx.to_pure_dict(nnx.state(block, nnx.Param))
+
+
+def loss(workload: Workload, naming: Naming, stack: Callable[[Layer, Carry, Any], Carry]) -> Callable[..., Any]:
+    """The loss of a stack of layers, `(weights, x) -> mean(out^2) + losses of the routers`.
+
+    Args:
+      workload: gives the layer.
+      naming: how its values are named.
+      stack: `(layer, carry, weights) -> carry`: how the layers follow one another.
+    """
+
+    def compute(weights, x_BSD):
+        start = x_BSD, jnp.zeros((), jnp.float32)
+        x_BSD, losses = stack(workload.layer(naming), start, weights)
+        return jnp.mean(jnp.square(x_BSD.astype(jnp.float32))) + losses
+
+    return compute
+
+
+def _name_function(naming: Naming) -> Callable[[jax.Array, str], jax.Array]:
+    def rename(x, label):
+        return checkpoint_name(x, _MAXTEXT_NAMES[label]) if label in _MAXTEXT_NAMES else x
+
+    def plain(x, label):
+        return x if label == "out_proj" else checkpoint_name(x, label)
+
+    def pinned(x, label):
+        return x if label == "out_proj" else jaxoff.name(x, label)
+
+    return {"maxtext": rename, "plain": plain, "pinned": pinned}[naming]
+
+
+def _rms_norm(x):
+    wide = x.astype(jnp.float32)
+    # Behind a barrier the statistic has the same bits wherever it is recomputed.
+    mean = lax.optimization_barrier(jnp.mean(wide * wide, -1, keepdims=True))
+    return (wide * lax.rsqrt(mean + 1e-6)).astype(x.dtype)
+
+
+def _dense_layer(name, heads, weights, carry):
+    x_BSD, losses = carry
+    B, S, D = x_BSD.shape
+    x = name(x_BSD, "x_in")
+    qkv = (_rms_norm(x) @ weights["qkv"]).reshape(B, S, 3 * heads, D // heads)
+    q, k, v = jnp.split(qkv, 3, axis=2)
+    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    attention = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
+    x = x + name(name(attention.reshape(B, S, D), "attn") @ weights["proj"], "out_proj")
+    x = name(x, "mlp_in")
+    return x + jnp.square(jax.nn.relu(_rms_norm(x) @ weights["up"])) @ weights["down"], losses
+
+
+def _moe_layer(config, graph, naming, weights, carry):
+    x_BSD, losses = carry
+    if naming == "maxtext":
+        x_BSD = checkpoint_name(x_BSD, "decoder_layer_input")
+    out, stats = nnx.merge(graph, weights)(x_BSD)
+    return out, losses + config.aux_loss_coef * stats.aux + config.z_loss_coef * stats.z

@@ -1,0 +1,226 @@
+"""The ways to train one stack of layers that `bench.step` sets against each other, and their compiled programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
+
+import jax
+from jax import lax
+
+import jaxoff
+from bench.grouped_mlp import describe
+from bench.step_models import Form, Layer, Moves, Naming, Workload, loss
+from jaxoff import Policy
+
+CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+
+# `bound`: other trades of time for memory. `twin`: the same residuals, kept on the device.
+# `stock`: moved by JAX alone. `ours`: moved by this project.
+type Role = Literal["bound", "twin", "stock", "ours"]
+type Placement = Literal["none", "recompute", "device", "host"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to train.
+
+    Attributes:
+      label: for tables.
+      role: what it is compared as.
+      form: a loop over layers, or none.
+      placement: where the named residuals live; "none" is no checkpoint at all.
+      naming: who names them.
+      strategy: of `jaxoff.scan`, or "layers" for `jaxoff.layers`; None for `jax.jit` and JAX's own loops.
+      options: compiler options beside the defaults.
+    """
+
+    label: str
+    role: Role
+    form: Form
+    placement: Placement
+    naming: Naming = "pinned"
+    strategy: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+VARIANTS: dict[str, Variant] = {
+    "no_remat": Variant("no remat", "bound", "scanned", "none"),
+    "full_remat": Variant("full remat", "bound", "scanned", "recompute"),
+    "saved": Variant("saved", "twin", "scanned", "device"),
+    "saved_concurrent": Variant("saved, CONCURRENT", "twin", "scanned", "device", options=CONCURRENT),
+    "saved_plain": Variant("saved, plain names", "bound", "scanned", "device", naming="plain"),
+    "saved_unrolled": Variant("saved, unrolled", "twin", "unrolled", "device"),
+    "stock_offload": Variant("stock offload", "stock", "scanned", "host", naming="plain"),
+    "stock_offload_unrolled": Variant(
+        "stock offload, unrolled", "stock", "unrolled", "host", naming="plain"
+    ),
+    "maxtext": Variant("MaxText-style offload", "stock", "scanned", "host", naming="maxtext"),
+    "captured": Variant("jaxoff captured", "ours", "scanned", "host", strategy="captured"),
+    "ordered": Variant("jaxoff ordered", "ours", "unrolled", "host", strategy="layers"),
+    "auto": Variant("jaxoff auto", "ours", "scanned", "host", strategy="auto"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step to compile.
+
+    Attributes:
+      form: how it takes its weights.
+      jitted: `(weights, x) -> (loss, gradients of both)`.
+      options: what chose its compiler options: two steps of the same text and options are one program.
+    """
+
+    form: Form
+    jitted: Any
+    options: str
+
+
+def step_of(workload: Workload, variant: Variant, options: Mapping[str, Any] | None = None) -> Step:
+    """The step of a variant, with compiler options that win over its own."""
+    moves = workload.moves(variant.naming)
+    step = jax.value_and_grad(loss(workload, variant.naming, _stack(variant, moves)), (0, 1))
+    merged = {**variant.options, **(options or {})}
+    jit = jax.jit if variant.strategy is None else jaxoff.jit
+    return Step(variant.form, jit(step, compiler_options=merged or None), f"{jit.__module__} {merged}")
+
+
+def _policy(placement: Placement, moves: Moves) -> Any:
+    names = jax.checkpoint_policies
+    if placement == "recompute":
+        return names.nothing_saveable
+    if placement == "device":
+        return names.save_only_these_names(*moves.offload, *moves.save)
+    return names.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(moves.save),
+        names_which_can_be_offloaded=list(moves.offload),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def _stack(variant: Variant, moves: Moves) -> Callable[[Layer, Any, Any], Any]:
+    if variant.strategy is not None:
+        return _ours(variant.strategy, jaxoff.policy(offload=moves.offload, save=moves.save))
+    if variant.placement == "none":
+
+        def checkpointed(layer, **kwargs):
+            return layer
+
+    else:
+        policy = _policy(variant.placement, moves)
+
+        def checkpointed(layer, **kwargs):
+            return jax.checkpoint(layer, policy=policy, **kwargs)
+
+    def scanned(layer, carry, weights):
+        body = checkpointed(layer, prevent_cse=False)
+        return lax.scan(lambda carry, w: (body(w, carry), None), carry, weights)[0]
+
+    def unrolled(layer, carry, weights):
+        body = checkpointed(layer)
+        for w in weights:
+            carry = body(w, carry)
+        return carry
+
+    return scanned if variant.form == "scanned" else unrolled
+
+
+def _ours(strategy: str, policy: Policy) -> Callable[[Layer, Any, Any], Any]:
+    if strategy == "layers":
+        return lambda layer, carry, weights: jaxoff.layers(layer, carry, weights, policy=policy)
+
+    def scanned(layer, carry, weights):
+        def body(carry, w):
+            return layer(w, carry), None
+
+        return jaxoff.scan(body, carry, weights, policy=policy, strategy=strategy)[0]  # pyright: ignore
+
+    return scanned
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step.
+
+    Attributes:
+      call: the executable.
+      form: how it takes its weights.
+      lower_s, compile_s: seconds to trace and lower, alone; to compile, beside the others.
+      same_as: another step whose executable this is, being the same program.
+    """
+
+    call: jax.stages.Compiled
+    form: Form
+    lower_s: float
+    compile_s: float
+    same_as: str | None = None
+
+
+type Failure = dict[str, Any]
+
+
+def compile_all(
+    workload: Workload,
+    steps: Mapping[str, Step],
+    jobs: int,
+    on_done: Callable[[str, Program | Failure], None] = lambda name, result: None,
+) -> dict[str, Program]:
+    """Compiles steps side by side.
+
+    Args:
+      workload: what they train.
+      steps: by name.
+      jobs: how many compile at a time.
+      on_done: told of each, in order: the program, or {"error": why there is none}.
+
+    Returns:
+      The programs by name, without what failed.
+    """
+    pending: dict[str, tuple[float, Future[tuple[jax.stages.Compiled, float]], str | None]] = {}
+    first: dict[tuple[str, str], str] = {}
+    done: dict[str, Program] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        for name, step in steps.items():
+            try:
+                start = time.perf_counter()
+                with warnings.catch_warnings():  # a mode that jaxoff.jit warns of is asked for on purpose
+                    warnings.filterwarnings("ignore", ".*puts the copies of scanned layers in line")
+                    lowered = step.jitted.lower(*workload.shapes(step.form))
+                lower_s = time.perf_counter() - start
+                same = first.setdefault((lowered.as_text(), step.options), name)
+                future = pool.submit(_compile, lowered) if same == name else pending[same][1]
+                pending[name] = lower_s, future, None if same == name else same
+            except Exception as error:  # whatever tracing or lowering raises
+                on_done(name, {"error": describe(error)})
+        for name, (lower_s, future, same) in pending.items():
+            try:
+                call, compile_s = future.result()
+            except Exception as error:  # the compiler, or its autotuning out of memory
+                on_done(name, {"error": describe(error), "lower_s": lower_s})
+                continue
+            done[name] = Program(call, steps[name].form, lower_s, compile_s, same)
+            on_done(name, done[name])
+    return done
+
+
+def _compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
+    start = time.perf_counter()
+    return lowered.compile(), time.perf_counter() - start
+
+
+def unable(workload: Workload, chosen: Iterable[str]) -> dict[str, str]:
+    """The variants that this workload has not, with the reason."""
+    if workload.kind == "dense":
+        return {}
+    return {
+        name: "the block's names pin the rounding of their values; it has no plain ones"
+        for name in chosen
+        if name == "saved_plain"
+    }

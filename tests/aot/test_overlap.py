@@ -1,0 +1,97 @@
+"""What `jaxoff.jit` makes of a program, read from what is compiled for an H200."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxoff
+from tests.aot.programs import LAYERS
+
+pytestmark = pytest.mark.aot
+
+ROWS, WIDTH, HIDDEN = 4096, 1024, 4096
+ACT_NBYTES, X_NBYTES = 2 * ROWS * HIDDEN, 2 * ROWS * WIDTH
+POLICY = jaxoff.policy(offload=["x_in", "mlp_in"])
+# These layers are too small for a real link to hide their copies.
+FAST_LINK = jaxoff.Device(flops=650e12, memory_gbps=4000, d2h_gbps=1000, h2d_gbps=1000)
+
+
+def layer(x, w):
+    x = jaxoff.name(x, "x_in")
+    x = jaxoff.name(x + jnp.tanh(x @ w["mix"]), "mlp_in")
+    return x + jnp.square(jax.nn.relu(x @ w["up"])) @ w["down"], None
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def weights(*lead):
+    shapes = {"mix": (WIDTH, WIDTH), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    return {name: struct(*lead, *shape) for name, shape in shapes.items()}
+
+
+def scanned(policy, strategy="captured"):
+    def loss(w, x):
+        return jaxoff.scan(layer, x, w, policy=policy, strategy=strategy)[0].astype(jnp.float32).sum()
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+def one_by_one(policy):
+    def loss(w, x):
+        return jaxoff.layers(lambda w, x: layer(x, w)[0], x, w, policy=policy).astype(jnp.float32).sum()
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+@functools.cache
+def compiled(kind, policy, overlapped=True, **options):
+    fun = {"scan": scanned, "layers": one_by_one}[kind](policy)
+    given = weights(LAYERS) if kind == "scan" else [weights() for _ in range(LAYERS)]
+    jitted = jaxoff.jit(fun, device=FAST_LINK) if overlapped else jax.jit(fun, compiler_options=options or None)
+    program = jaxoff.target("h200").compile(jitted, given, struct(ROWS, WIDTH))
+    return program, getattr(jitted, "options", options)
+
+
+def facts(kind, policy, overlapped=True, **options):
+    program, chosen = compiled(kind, policy, overlapped, **options)
+    return jaxoff.verify(program, compiler_options=chosen)
+
+
+def concurrent(policy):
+    """The same layers in stock order, with the graphs' edges by data."""
+    return facts("scan", policy, False, xla_gpu_command_buffer_scheduling_mode="CONCURRENT")
+
+
+def test_layers_in_a_loop_overlap_and_hold_less_than_in_stock_order():
+    ours, stock, saved = facts("scan", POLICY), concurrent(POLICY), facts("scan", POLICY.on_device(), False)
+    assert ours.findings == ()
+    assert ours.scheduling_mode == "CONCURRENT"
+    assert ours.d2h_bytes == ours.h2d_bytes == LAYERS * 2 * X_NBYTES == stock.host_bytes
+    assert all(copy.via == "dma" and copy.is_async and copy.overlaps for copy in ours.copies)
+    # An activation less at once, and what was moved is off the device.
+    assert ours.device_temp_bytes + ACT_NBYTES <= stock.device_temp_bytes
+    assert ours.device_temp_bytes + 0.9 * ours.d2h_bytes <= saved.device_temp_bytes
+
+
+def test_layers_one_after_the_other_hold_less_and_their_copies_stand_apart():
+    ours, stock = facts("layers", POLICY), facts("layers", POLICY, False)
+    # XLA folds a copy and its return where the last layer ends and its backward pass begins.
+    moved = LAYERS * 2 * X_NBYTES
+    assert moved - 2 * X_NBYTES <= ours.d2h_bytes == ours.h2d_bytes <= moved
+    assert 3 * ours.device_temp_bytes < stock.device_temp_bytes
+    assert all(copy.is_async for copy in ours.copies)
+    exposed = [copy for copy in ours.copies if not copy.overlaps]
+    assert len(exposed) <= 1, exposed
+
+
+def test_a_plain_loop_is_left_to_xla():
+    program = jaxoff.target("h200").compile(
+        jaxoff.jit(scanned(POLICY, strategy="plain")), weights(LAYERS), struct(ROWS, WIDTH)
+    )
+    stock, _ = compiled("scan", POLICY, False)
+    assert jaxoff.verify(program).device_temp_bytes == jaxoff.verify(stock).device_temp_bytes
+    assert {finding.code for finding in jaxoff.verify(program).findings} == {"copy-not-overlapped"}
