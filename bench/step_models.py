@@ -1,8 +1,9 @@
-"""What `bench.step` trains: stacks of equal layers, their weights and inputs, and which of their values move.
+"""What `bench.step` trains: stacks of equal layers, weights and inputs, and which of their values move.
 
-Two layers. `dense`: attention and a squared-ReLU MLP, width 4096, bf16, sequence 4096. `nano`: the block of the
-`nano` model (`models`), attention and 128 experts, whose grouped MLP is the fused one on a GPU; `nano_act` is
-the same with another choice of values. A workload is written `dense-b4-l12`: layer, batch, number of layers.
+Two layers. `dense`: attention and a squared-ReLU MLP, width 4096, bf16, sequence 4096. `nano`: the block of
+the `nano` model (`models`), attention and 128 experts, whose grouped MLP is the fused one on a GPU;
+`nano_act` is the same with another choice of values. A workload is written `dense-b4-l12`: layer, batch,
+layers.
 
 Shapes: B batch, S sequence, D width.
 """
@@ -37,7 +38,7 @@ FORMS: tuple[Form, ...] = ("scanned", "unrolled")
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """Names of the values that go to the host, and of those that stay on the device; the rest is recomputed."""
+    """Names of values that go to the host, and of those that stay on the device; the rest is recomputed."""
 
     offload: tuple[str, ...]
     save: tuple[str, ...] = ()
@@ -59,9 +60,7 @@ class Kind:
 _NANO_SAVED = ("moe.probs", "moe.act")
 KINDS = {
     # MaxText has no name for the sum before the MLP: it keeps the projection, and adds again.
-    "dense": Kind(
-        Moves(("x_in", "attn", "mlp_in")), Moves(("decoder_layer_input", "context", "out_proj"))
-    ),
+    "dense": Kind(Moves(("x_in", "attn", "mlp_in")), Moves(("decoder_layer_input", "context", "out_proj"))),
     # The narrow values: 310 MB a layer at batch 4, about 6 ms of link.
     "nano": Kind(
         Moves(("attn.norm_in", "attn.proj_in", "mlp.norm_in"), _NANO_SAVED),
@@ -103,8 +102,8 @@ class Workload:
         match = _PATTERN.fullmatch(text)
         if match is None or match[1] not in KINDS or not min(int(match[2]), int(match[3])):
             raise ValueError(
-                f"a workload is KIND-bBATCH-lLAYERS, such as dense-b4-l12, with one of {', '.join(KINDS)} and "
-                f"numbers of at least 1; got {text!r}"
+                f"a workload is KIND-bBATCH-lLAYERS, such as dense-b4-l12, with one of {', '.join(KINDS)} "
+                f"and numbers of at least 1; got {text!r}"
             )
         return cls(match[1], int(match[2]), int(match[3]), tiny)
 
@@ -172,7 +171,9 @@ class Workload:
         return nnx.to_pure_dict(nnx.state(block, nnx.Param))
 
 
-def loss(workload: Workload, naming: Naming, stack: Callable[[Layer, Carry, Any], Carry]) -> Callable[..., Any]:
+def loss(
+    workload: Workload, naming: Naming, stack: Callable[[Layer, Carry, Any], Carry]
+) -> Callable[..., Any]:
     """The loss of a stack of layers, `(weights, x) -> mean(out^2) + losses of the routers`.
 
     Args:

@@ -1,11 +1,11 @@
-"""The ways to train one stack of layers that `bench.step` sets against each other, and their compiled programs."""
+"""The ways to train a stack of layers that `bench.step` sets against each other, and their programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -57,9 +57,7 @@ VARIANTS: dict[str, Variant] = {
     "saved_plain": Variant("saved, plain names", "bound", "scanned", "device", naming="plain"),
     "saved_unrolled": Variant("saved, unrolled", "twin", "unrolled", "device"),
     "stock_offload": Variant("stock offload", "stock", "scanned", "host", naming="plain"),
-    "stock_offload_unrolled": Variant(
-        "stock offload, unrolled", "stock", "unrolled", "host", naming="plain"
-    ),
+    "stock_offload_unrolled": Variant("stock offload, unrolled", "stock", "unrolled", "host", naming="plain"),
     "maxtext": Variant("MaxText-style offload", "stock", "scanned", "host", naming="maxtext"),
     "captured": Variant("jaxoff captured", "ours", "scanned", "host", strategy="captured"),
     "ordered": Variant("jaxoff ordered", "ours", "unrolled", "host", strategy="layers"),
@@ -85,7 +83,7 @@ class Step:
 def step_of(workload: Workload, variant: Variant, options: Mapping[str, Any] | None = None) -> Step:
     """The step of a variant, with compiler options that win over its own."""
     moves = workload.moves(variant.naming)
-    step = jax.value_and_grad(loss(workload, variant.naming, _stack(variant, moves)), (0, 1))
+    step = jax.value_and_grad(loss(workload, variant.naming, stack_of(variant, moves)), (0, 1))
     merged = {**variant.options, **(options or {})}
     jit = jax.jit if variant.strategy is None else jaxoff.jit
     return Step(variant.form, jit(step, compiler_options=merged or None), f"{jit.__module__} {merged}")
@@ -105,19 +103,14 @@ def _policy(placement: Placement, moves: Moves) -> Any:
     )
 
 
-def _stack(variant: Variant, moves: Moves) -> Callable[[Layer, Any, Any], Any]:
+def stack_of(variant: Variant, moves: Moves) -> Callable[[Layer, Any, Any], Any]:
     if variant.strategy is not None:
         return _ours(variant.strategy, jaxoff.policy(offload=moves.offload, save=moves.save))
-    if variant.placement == "none":
 
-        def checkpointed(layer, **kwargs):
+    def checkpointed(layer, **kwargs):
+        if variant.placement == "none":
             return layer
-
-    else:
-        policy = _policy(variant.placement, moves)
-
-        def checkpointed(layer, **kwargs):
-            return jax.checkpoint(layer, policy=policy, **kwargs)
+        return jax.checkpoint(layer, policy=_policy(variant.placement, moves), **kwargs)
 
     def scanned(layer, carry, weights):
         body = checkpointed(layer, prevent_cse=False)
@@ -213,14 +206,3 @@ def compile_all(
 def _compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
     start = time.perf_counter()
     return lowered.compile(), time.perf_counter() - start
-
-
-def unable(workload: Workload, chosen: Iterable[str]) -> dict[str, str]:
-    """The variants that this workload has not, with the reason."""
-    if workload.kind == "dense":
-        return {}
-    return {
-        name: "the block's names pin the rounding of their values; it has no plain ones"
-        for name in chosen
-        if name == "saved_plain"
-    }

@@ -10,6 +10,8 @@ from jaxoff._jit import jit as jit
 from jaxoff._marks import mark_not_offload as mark_not_offload
 from jaxoff._marks import mark_offload as mark_offload
 from jaxoff._marks import name as name
+from jaxoff._measure import Measurement as Measurement
+from jaxoff._measure import measure as measure
 from jaxoff._policy import Policy as Policy
 from jaxoff._presets import policies as policies
 from jaxoff._presets import policy as policy
@@ -20,6 +22,11 @@ from jaxoff._scan import layers as layers
 from jaxoff._scan import scan as scan
 from jaxoff._target import Target as Target
 from jaxoff._target import target as target
+from jaxoff._trace import CopyTime as CopyTime
+from jaxoff._trace import Event as Event
+from jaxoff._trace import GpuTimes as GpuTimes
+from jaxoff._trace import Trace as Trace
+from jaxoff._trace import read as read_trace
 from jaxoff._verify import verify as verify
 
 __version__ = "0.1.0"

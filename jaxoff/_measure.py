@@ -116,7 +116,7 @@ def measure(
     """Runs a program on a GPU and says what a call takes: time, memory, and the copies that nothing hid.
 
     With K the times at which some kernel of a GPU ran, and C those at which one of its copies in a direction
-    did, the direction was busy for |C| and exposed for |C \\ K|. Streams do not matter, nor which kernel it is.
+    did, the direction was busy for |C| and exposed for |C - K|, whatever the kernel and its stream.
 
     First come calls that nothing is measured of, then the timed ones, then those under the profiler. Each
     call starts when the results of the one before are there, and are freed. On a CPU there is the time of a
@@ -127,8 +127,8 @@ def measure(
     measure in a process that does nothing else.
 
     Args:
-      fun: what to run. A `jax.jit` or `jaxoff.jit` function, or what `.lower(...).compile()` makes of one; any
-        other function is compiled with `jaxoff.jit`.
+      fun: what to run. A `jax.jit` or `jaxoff.jit` function, or what `.lower(...).compile()` makes of one;
+        any other function is compiled with `jaxoff.jit`.
       *args: its arguments, arrays of any shape and dtype in any pytrees. Those of NumPy are sent to the
         device in every call.
       repeats: how many calls to time.
@@ -149,15 +149,14 @@ def measure(
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxoff
-      >>> from jaxoff._measure import measure
       >>> step = jaxoff.jit(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()))
-      >>> taken = measure(step, jnp.ones((8, 8)), jnp.ones((4, 8)), repeats=5)
+      >>> taken = jaxoff.measure(step, jnp.ones((8, 8)), jnp.ones((4, 8)), repeats=5)
       >>> len(taken.times_ms), taken.median_ms > 0
       (5, True)
       >>> def train(w, x):
       ...     return w - 0.1 * step(w, x)
       >>> train = jax.jit(train, donate_argnums=0)
-      >>> taken = measure(
+      >>> taken = jaxoff.measure(
       ...     train, jnp.ones((8, 8)), jnp.ones((4, 8)), next_args=lambda args, w: (w, args[1])
       ... )
     """
@@ -251,7 +250,7 @@ def _check_donation(compiled: jax.stages.Compiled, next_args: NextArgs | None) -
         )
 
 
-def _devices(compiled: jax.stages.Compiled) -> list[jax.Device]:
+def _devices(compiled: jax.stages.Compiled) -> list[Any]:
     """Those of this process that a program runs on."""
     leaves: list[Any] = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     used = {device for sharding in leaves for device in sharding.device_set}
@@ -263,9 +262,9 @@ def _devices(compiled: jax.stages.Compiled) -> list[jax.Device]:
     if not used <= here:
         kind = next(iter(used)).device_kind
         raise ValueError(
-            f"measure runs the program, and this one was compiled for {len(used)} x {kind}, which this process "
-            f"does not have: it has {jax.device_count()} x {jax.devices()[0].device_kind}. Compile it here, or "
-            "read it with jaxoff.verify, which runs nothing."
+            f"measure runs the program, and this one was compiled for {len(used)} x {kind}, which this "
+            f"process does not have: it has {jax.device_count()} x {jax.devices()[0].device_kind}. Compile "
+            "it here, or read it with jaxoff.verify, which runs nothing."
         )
     local = sorted((d for d in used if d.process_index == jax.process_index()), key=lambda device: device.id)
     if not local:
@@ -273,7 +272,7 @@ def _devices(compiled: jax.stages.Compiled) -> list[jax.Device]:
     return local
 
 
-def _marks(devices: list[jax.Device]) -> list[int] | None:
+def _marks(devices: list[Any]) -> list[int] | None:
     """The high-water mark of each device's memory, or None where one of them keeps none."""
     stats = [device.memory_stats() or {} for device in devices]
     if not all("peak_bytes_in_use" in found for found in stats):
@@ -296,9 +295,7 @@ def _peak(before: list[int] | None, after: list[int] | None) -> tuple[int | None
     )
 
 
-def _profile(
-    calls: _Calls, number: int, trace_dir: str | Path | None
-) -> tuple[float, tuple[GpuTimes, ...]]:
+def _profile(calls: _Calls, number: int, trace_dir: str | Path | None) -> tuple[float, tuple[GpuTimes, ...]]:
     """The median time of some calls under the profiler, and what the GPUs did in one of them."""
     # Not in trace_dir at once: that may hold the profiles of earlier calls, or of other processes.
     with tempfile.TemporaryDirectory() as folder:

@@ -24,8 +24,11 @@ div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota 
 logistic lt max min mul name ne neg not optimization_barrier or pow pvary reduce_precision rem reshape round
 rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
 """
-# Of an argument, these are read in place, or copied just before they are read.
-_VIEW_NAMES = "dynamic_slice expand_dims optimization_barrier reshape slice split squeeze transpose"
+# Of an argument, a layer's weights for one, these are read in place, or copied just before they are read.
+_VIEW_NAMES = """
+convert_element_type dynamic_slice expand_dims name optimization_barrier reduce_precision reshape slice split
+squeeze transpose
+"""
 # Kernels that only move or sum up what they read: no reason to hold anything else back.
 _MOVING_NAMES = """
 argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather
@@ -223,6 +226,8 @@ class _Order:
             for j in self._readers.get(v, ()):
                 if j not in self._placed and self._is_free(j):
                     self._place(j)
+                elif j not in self._placed and self._only_leaves(j):
+                    self._emit(j, {}, is_link=False)
 
     def _is_link(self, eqn: JaxprEqn) -> bool:
         """Whether an equation has a place in the chain."""
@@ -249,6 +254,16 @@ class _Order:
         freed = sum(_compat.nbytes(v.aval) for v in reads if v in self._maker and self._unread[v] == 1)
         return sum(_compat.nbytes(v.aval) for v in eqn.outvars) <= freed
 
+    def _only_leaves(self, i: int) -> bool:
+        """Whether a light unit makes a result of the program, larger than what it reads, and nothing else.
+
+        A loop writes it into its stack in the same kernel, if nothing waits for it.
+        """
+        eqn, made = self._eqns[i], set(self._eqns[i].outvars)
+        if is_heavy(eqn) or not made <= self._program.outs or any(v in self._readers for v in made):
+            return False
+        return all(self._maker.get(v, -1) in self._placed or v not in self._maker for v in self._reads[i])
+
     def _behind_the_last(self, i: int) -> Renamed:
         """Ties what a unit reads to the last link of the chain; says what stands for it."""
         reads = self._reads[i]
@@ -274,7 +289,7 @@ class _Order:
         self._level |= dict.fromkeys(outs, self._length)
         return dict(zip(values, outs[:-1], strict=True))
 
-    def _emit(self, i: int, behind: Renamed) -> None:
+    def _emit(self, i: int, behind: Renamed, *, is_link: bool | None = None) -> None:
         self._placed.add(i)
         renamed = self._left | behind
         for j in self._between[i]:
@@ -285,7 +300,7 @@ class _Order:
         eqn = self._eqns[i]
         self._out.append(eqn.replace(invars=[now(renamed, v) for v in eqn.invars]))
         level = max((self._level.get(now(behind, v), 0) for v in self._reads[i]), default=0)
-        if self._is_link(eqn):
+        if self._is_link(eqn) if is_link is None else is_link:
             self._length += 1
             level = self._length
             self._last = max(eqn.outvars, key=lambda v: _compat.nbytes(v.aval))

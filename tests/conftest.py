@@ -17,8 +17,11 @@ def _gpu_expected() -> bool:
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
-if not _gpu_expected() and DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}=8".strip()
+if not _gpu_expected():
+    # Otherwise jax's CUDA plugin, which compiles for GPUs that are not there, looks for one.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}=8".strip()
 
 
 def pytest_addoption(parser, pluginmanager):

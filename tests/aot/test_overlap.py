@@ -51,7 +51,8 @@ def one_by_one(policy):
 def compiled(kind, policy, overlapped=True, **options):
     fun = {"scan": scanned, "layers": one_by_one}[kind](policy)
     given = weights(LAYERS) if kind == "scan" else [weights() for _ in range(LAYERS)]
-    jitted = jaxoff.jit(fun, device=FAST_LINK) if overlapped else jax.jit(fun, compiler_options=options or None)
+    stock = jax.jit(fun, compiler_options=options or None)
+    jitted = jaxoff.jit(fun, device=FAST_LINK) if overlapped else stock
     program = jaxoff.target("h200").compile(jitted, given, struct(ROWS, WIDTH))
     return program, getattr(jitted, "options", options)
 
