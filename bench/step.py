@@ -14,8 +14,9 @@ Other modes of the same program:
     python -m bench.step --out steady.json --steady 1000 --workloads dense-b1-l12
 
 `--bits`: loss and gradients against the saved twin's, bit for bit, under deterministic kernels. `--order`:
-the same of one program under CUDA graphs CONCURRENT and SERIALIZE. `--steady`: host memory over many steps.
-`--limit-s` ends any of them in time. `--tiny` runs them on a CPU; figures that only a GPU has are null there.
+the same of one program, with its own order of CUDA graphs (CONCURRENT for loops) and in SERIALIZE.
+`--steady`: host memory over many steps. `--limit-s` ends any of them in time. `--tiny` runs them on a CPU;
+figures that only a GPU has are null there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from bench.step_limits import (
     fill_pinned_pool,
     gigabytes,
     groups,
+    planned_host_bytes,
     set_defaults,
     too_large,
     too_large_beside,
@@ -174,6 +176,8 @@ def new_rows(workload: Workload, variants: Iterable[str], result: dict[str, Any]
         variant = VARIANTS[name]
         rows[name] = {"workload": workload.name, "variant": name, "role": variant.role, "form": variant.form}
         result["rows"].append(rows[name])
+        if variant.placement == "host":
+            rows[name]["planned_host_bytes"] = planned_host_bytes(workload, variant)
         if reason := too_large(workload, name, device_limit()):
             rows[name]["error"] = reason
     return rows
@@ -331,7 +335,7 @@ def main(arguments: list[str] | None = None) -> None:
         # First, while this process has not yet taken the device's memory.
         for workload in o.workloads:
             if not over():
-                measure_peaks(workload, o.variants, o.jobs, keep_peak)
+                measure_peaks(workload, o.variants, o.jobs, over, keep_peak)
     options = vars(o) | {"workloads": ",".join(workload.name for workload in o.workloads)}
     result |= provenance(options)
     save()

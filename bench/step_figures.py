@@ -9,7 +9,19 @@ type Row = dict[str, Any]
 
 # What offload must reach: time against the saved twin, bytes saved of those moved, against stock offload.
 MAX_OVERHEAD, MIN_R, MIN_SPEEDUP = 0.003, 0.998, 1.15
-DERIVED = ("overhead", "overhead_any", "r", "r_any", "r_compiled", "r_compiled_any", "speedup", "against")
+# The first step against the twin's, without the allocation of pinned memory.
+MAX_FIRST_STEP = 2.0
+DERIVED = (
+    "overhead",
+    "overhead_any",
+    "r",
+    "r_any",
+    "r_compiled",
+    "r_compiled_any",
+    "speedup",
+    "first_step_ratio",
+    "against",
+)
 
 
 def merge_peaks(rows: Iterable[Row], peaks: Iterable[Row]) -> None:
@@ -49,6 +61,8 @@ def derive(rows: Iterable[Row]) -> None:
             row["r_compiled"], row["r_compiled_any"] = (
                 _saved(row, t, "device_peak_bytes") for t in (alike, twins)
             )
+            if fastest is not None and fastest.get("first_step_s") and row.get("first_step_s"):
+                row["first_step_ratio"] = row["first_step_s"] / fastest["first_step_s"]
             slow = _least(stock, "ms")
             if slow is not None and row.get("ms"):
                 row["speedup"] = slow["ms"] / row["ms"]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import jaxoff
 from bench.step_models import FORMS, Form, Workload, loss
 from bench.step_variants import VARIANTS, Program, Variant, stack_of
 
@@ -40,12 +41,18 @@ def nbytes_of(tree: Any) -> int:
 
 
 def residual_bytes(workload: Workload, variant: Variant) -> int:
-    """Bytes of the residuals that a policy keeps, on the device or on the host, beside the arguments."""
+    """Bytes that wait for the backward pass on the device, beside the arguments, if nothing moves."""
     kept = dataclasses.replace(variant, strategy=None, placement="device")
     fun = loss(workload, variant.naming, stack_of(kept, workload.moves(variant.naming)))
     arguments = workload.shapes(variant.form)
     residuals = jax.eval_shape(lambda *values: jax.vjp(fun, *values)[1], *arguments)
     return max(0, nbytes_of(residuals) - nbytes_of(arguments))
+
+
+def planned_host_bytes(workload: Workload, variant: Variant) -> int:
+    """Bytes of the residuals that a variant's policy moves to the host."""
+    fun = loss(workload, variant.naming, stack_of(variant, workload.moves(variant.naming)))
+    return jaxoff.explain(fun, *workload.shapes(variant.form)).host_bytes
 
 
 def least_device_bytes(workload: Workload, variant: Variant) -> int:
@@ -62,7 +69,7 @@ def too_large(workload: Workload, name: str, limit: int | None) -> str | None:
     if limit is not None and need > limit:
         return f"skipped: needs at least {gigabytes(need)} of device memory, {gigabytes(limit)} can be had"
     if variant.placement == "host":
-        need, pool = residual_bytes(workload, variant), float(os.environ[_POOL]) * 2**30
+        need, pool = planned_host_bytes(workload, variant), float(os.environ[_POOL]) * 2**30
         if need > pool:
             return f"skipped: needs {gigabytes(need)} of pinned host memory, {_POOL} allows {gigabytes(pool)}"
     return None

@@ -60,7 +60,11 @@ def _keep(found: dict[str, Any], result: Any) -> None:
 
 
 def measure_peaks(
-    workload: Workload, variants: Iterable[str], jobs: int, on_row: Callable[[dict[str, Any]], None]
+    workload: Workload,
+    variants: Iterable[str],
+    jobs: int,
+    over: Callable[[], bool],
+    on_row: Callable[[dict[str, Any]], None],
 ) -> None:
     """Measures each variant in a process of its own.
 
@@ -68,11 +72,18 @@ def measure_peaks(
       workload: what they train.
       variants: keys of `VARIANTS`.
       jobs: how many compile at a time.
+      over: whether time is up, and no more processes start.
       on_row: told of each, as `peak_of` returns it.
     """
     running = threading.Lock()
+
+    def measured(variant: str) -> dict[str, Any]:
+        if over():
+            return {"workload": workload.name, "variant": variant, "error": "not started: time was up"}
+        return _child(workload, variant, running)
+
     with ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(lambda variant: _child(workload, variant, running), variants):
+        for found in pool.map(measured, variants):
             on_row(found)
 
 

@@ -205,29 +205,40 @@ class _Order:
 
     def _place(self, i: int) -> None:
         """Places a unit and what it needs, then all that frees at least as much memory as it takes."""
-        if i in self._placed:
-            return
-        missing = {self._maker[v] for v in self._reads[i] if v in self._maker} - self._placed
-        for j in sorted(missing):
-            self._place(j)
-        if i in self._placed:  # it came for free with one of those
-            return
+        todo = [i]
+        while todo:
+            j = todo[-1]
+            missing = {self._maker[v] for v in self._reads[j] if v in self._maker} - self._placed
+            if missing and j not in self._placed:
+                todo += sorted(missing, reverse=True)
+                continue
+            todo.pop()
+            if j not in self._placed:
+                self._add(j)
+                todo += reversed(self._free_after(j))
+
+    def _add(self, i: int) -> None:
         eqn = self._eqns[i]
         if not self._is_link(eqn):
             self._emit(i, {})
-        else:
-            self._emit(i, self._behind_the_last(i))
-            self._time += self._device.compute_ms(eqn) if is_heavy(eqn) else 0.0
-            self._ends.append(self._time)
-            for j, start in self._plan.starts.items():
-                if j not in self._placed and start <= self._length and self._can_return(j):
-                    self._emit(j, self._tied(self._reads[j], j))
-        for v in eqn.outvars:
-            for j in self._readers.get(v, ()):
-                if j not in self._placed and self._is_free(j):
-                    self._place(j)
-                elif j not in self._placed and self._only_leaves(j):
-                    self._emit(j, {}, is_link=False)
+            return
+        self._emit(i, self._behind_the_last(i))
+        self._time += self._device.compute_ms(eqn) if is_heavy(eqn) else 0.0
+        self._ends.append(self._time)
+        for j, start in self._plan.starts.items():
+            if j not in self._placed and start <= self._length and self._can_return(j):
+                self._emit(j, self._tied(self._reads[j], j))
+
+    def _free_after(self, i: int) -> list[int]:
+        """The units that an added one makes free; what only leaves the program is added at once."""
+        readers = {j: None for v in self._eqns[i].outvars for j in self._readers.get(v, ())}
+        free = []
+        for j in readers:
+            if j not in self._placed and self._is_free(j):
+                free.append(j)
+            elif j not in self._placed and self._only_leaves(j):
+                self._emit(j, {}, is_link=False)
+        return free
 
     def _is_link(self, eqn: JaxprEqn) -> bool:
         """Whether an equation has a place in the chain."""
