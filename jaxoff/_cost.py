@@ -43,9 +43,29 @@ H200 = Device(flops=650e12, memory_gbps=4000, d2h_gbps=50, h2d_gbps=50)
 
 
 def _product_flops(eqn: JaxprEqn) -> float:
-    if eqn.primitive.name != "dot_general":
+    """Operations of a product, of attention, or of a kernel that looks like a product by its shapes."""
+    name, shapes = eqn.primitive.name, [_compat.shape_of(v.aval) for v in eqn.invars if _has_shape(v.aval)]
+    if not shapes:
         return 0.0
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    left, out = _compat.struct_of(eqn.invars[0].aval), _compat.struct_of(eqn.outvars[0].aval)
-    slowdown = 1 if left.dtype.itemsize <= 2 else 2
-    return 2.0 * math.prod(out.shape) * math.prod(left.shape[i] for i in contracted) * slowdown
+    out = max(
+        (_compat.shape_of(v.aval) for v in eqn.outvars if _has_shape(v.aval)), key=math.prod, default=()
+    )
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        slowdown = 1 if _compat.struct_of(eqn.invars[0].aval).dtype.itemsize <= 2 else 2
+        return 2.0 * math.prod(out) * math.prod(shapes[0][i] for i in contracted) * slowdown
+    if name.startswith("dot_product_attention"):  # query, key: (batch, length, heads, width); half is masked
+        forward = 2.0 * math.prod(shapes[0]) * shapes[1][1]
+        return forward * (2.5 if "bwd" in name else 1.0)
+    matrices = sorted((shape for shape in shapes if len(shape) > 1), key=math.prod)[-2:]
+    if len(matrices) < 2:
+        return 0.0
+    summed = set(matrices[0]) & set(matrices[1]) - set(out)
+    if not summed:
+        return 0.0
+    # An expert's rows meet its own weights only: not every leading axis is a factor.
+    return 2.0 * min(math.prod(out) * math.prod(summed), math.prod({*matrices[0], *matrices[1]}))
+
+
+def _has_shape(aval) -> bool:
+    return hasattr(aval, "shape")

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxoff import _compat
+from jaxoff._cost import H200, Device
 from jaxoff._finding import Finding, Runtime
 from jaxoff._findings import find
 from jaxoff._policy import Placement
 from jaxoff._program import Program
 from jaxoff._residuals import Residual, analyse
+from jaxoff._traffic import Traffic, too_slow, traffic_of
 
 PLACEMENTS: tuple[Placement, ...] = ("device", "host", "recompute")
 
@@ -24,10 +27,12 @@ class Report:
     Attributes:
       residuals: one entry a value; see `Residual`.
       findings: what is wrong; empty if nothing is.
+      traffic: the copies between device and host, by loop and direction, against the compute beside them.
     """
 
     residuals: tuple[Residual, ...]
     findings: tuple[Finding, ...]
+    traffic: tuple[Traffic, ...] = ()
 
     @property
     def device_bytes(self) -> int:
@@ -61,6 +66,7 @@ class Report:
             "bytes": {p: self.nbytes(p) for p in PLACEMENTS},
             "bytes_by_name": self.by_name,
             "findings": [dataclasses.asdict(f) for f in self.findings],
+            "traffic": [t.to_dict() for t in self.traffic],
         }
 
     def __str__(self) -> str:
@@ -84,6 +90,7 @@ def explain(
     *args,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
+    device: Device = H200,
     **kwargs,
 ) -> Report:
     """Says what a function's backward pass keeps, where and why, and what is wrong with it, before
@@ -97,6 +104,7 @@ def explain(
       argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
         argument.
       has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
+      device: speeds of the accelerator and its link, from which times are estimated.
 
     Returns:
       A `Report`.
@@ -117,5 +125,11 @@ def explain(
       rule-matched-nothing: offload='x_inn' matches no name inside its jax.checkpoint. Did you mean 'x_in'?
       The names there are x_in.
     """
-    analysis = analyse(Program.trace(fun, args, kwargs, argnums, has_aux))
-    return Report(tuple(row.residual for row in analysis.rows), find(analysis, Runtime.current()))
+    program = Program.trace(fun, args, kwargs, argnums, has_aux)
+    analysis = analyse(program)
+    report = Report(tuple(row.residual for row in analysis.rows), find(analysis, Runtime.current()))
+    already_moves = any(_compat.transfer_in(site.eqn) for site in program.sites)
+    if already_moves or not report.host_bytes:
+        return report  # jax cannot differentiate the copies of a gradient in turn
+    traffic = traffic_of(program.step, device)
+    return dataclasses.replace(report, findings=(*report.findings, *too_slow(traffic)), traffic=traffic)

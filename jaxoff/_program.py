@@ -138,6 +138,25 @@ class Program:
         """The sites inside a checkpoint, by tag."""
         return _grouped(self.checkpointed, lambda s: s.tag)
 
+    @functools.cached_property
+    def step(self) -> _compat.Jaxpr:
+        """The function and its gradients, nothing left out."""
+        run = _compat.jaxpr_as_fun(self.primal)
+
+        def gradients(*leaves):
+            free = [x for x, d in zip(leaves, self.differentiated, strict=True) if d]
+
+            def of_free(*free):
+                it = iter(free)
+                out = run(*(next(it) if d else x for x, d in zip(leaves, self.differentiated, strict=True)))
+                return out[: len(out) - self.num_aux]
+
+            out, pullback = jax.vjp(of_free, *free)
+            return pullback([jnp.ones_like(x) for x in out])
+
+        avals = [_compat.struct_of(v.aval) for v in _compat.as_open(self.primal).invars]
+        return _compat.as_open(jax.make_jaxpr(gradients)(*avals))
+
     def kept(self, policy: Callable[..., Any] | None = None) -> Kept:
         """What the backward pass keeps.
 

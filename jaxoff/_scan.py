@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoff import _compat
 from jaxoff._errors import near_miss
+
+_compat.exclude_from_source_lines(__file__)
 
 Strategy = Literal["auto", "captured", "ordered", "plain"]
 # The scope in which a loop stands whose copies are left to XLA.

@@ -45,6 +45,12 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
         f"\ndevice {human(report.device_bytes)}, host {human(report.host_bytes)}, recomputed "
         f"{human(report.recompute_bytes)} (named values)"
     )
+    for t in report.traffic:
+        turn = f" a turn, {t.turns} turns" if t.source else ""
+        yield Text(
+            f"{t.part}: {human(t.nbytes)}{turn}, {t.copy_ms:.2f} ms of the link beside about "
+            f"{t.compute_ms:.2f} ms of compute"
+        )
     if not report.findings:
         yield Text("No findings.")
     for finding in report.findings:

@@ -27,7 +27,7 @@ def test_probs_keep_their_precision_in_the_gradient_of_b2(dtype):
     b2, probs = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((EXPERTS, WIDTH), (ROWS,)))
     sizes = jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
     compiled = jaxoff.target("h200").compile(jax.jit(jax.grad(loss)), b2, *arrays, probs, sizes)
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
     rests = re.findall(rf"= f32\[{ROWS}\]\S* subtract\((%\S+), (%\S+?)\)", text)
     assert len(rests) >= 2
     assert all(whole != part for whole, part in rests), "a rest of the probs is x - x"

@@ -1,0 +1,88 @@
+"""What `explain` says of copies against compute."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxoff
+from jaxoff._cost import H200
+
+LAYERS, ROWS, WIDTH = 3, 4096, 16384
+NBYTES = ROWS * WIDTH * 2
+PRODUCT_MS = 2e3 * ROWS * WIDTH**2 / H200.flops
+POLICY = jaxoff.policy(offload=["x_in"])
+W = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16)
+X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+SLOW_LINK = jaxoff.Device(flops=H200.flops, memory_gbps=H200.memory_gbps, d2h_gbps=5, h2d_gbps=50)
+
+
+def layer(x, w):
+    return jnp.sin(jaxoff.name(x, "x_in") @ w), None
+
+
+def in_a_loop(w, x):
+    return jaxoff.scan(layer, x, w, policy=POLICY)[0]
+
+
+def one_by_one(w, x):
+    return jaxoff.layers(lambda w, x: layer(x, w)[0], x, [w[i] for i in range(LAYERS)], policy=POLICY)
+
+
+def test_a_loop_is_told_by_the_turn():
+    forward, backward = jaxoff.explain(in_a_loop, W, X).traffic
+    assert (forward.part, backward.part) == ("forward", "backward")
+    for t in (forward, backward):
+        assert (t.turns, t.nbytes) == (LAYERS, NBYTES)
+        assert t.copy_ms == pytest.approx(NBYTES / 50e6)
+        assert "test_traffic.py" in t.source
+    assert forward.compute_ms == pytest.approx(PRODUCT_MS)
+    assert backward.compute_ms == pytest.approx(3 * PRODUCT_MS)  # again, and both gradients
+
+
+def test_layers_outside_of_loops_are_told_together():
+    forward, backward = jaxoff.explain(one_by_one, W, X).traffic
+    for t in (forward, backward):
+        assert (t.turns, t.nbytes, t.source) == (1, LAYERS * NBYTES, "")
+    assert forward.compute_ms == pytest.approx(LAYERS * PRODUCT_MS)
+    assert 2 * LAYERS * PRODUCT_MS < backward.compute_ms <= 3 * LAYERS * PRODUCT_MS + 1e-6
+
+
+def test_what_the_link_cannot_take_is_a_finding():
+    assert jaxoff.explain(in_a_loop, W, X).findings == ()
+    report = jaxoff.explain(in_a_loop, W, X, device=SLOW_LINK)
+    (finding,) = report.findings
+    assert finding.code == "link-too-slow"
+    wait = LAYERS * (NBYTES / 5e6 - PRODUCT_MS)
+    assert f"the step will wait about {wait:.1f} ms" in finding.message
+    assert "forward pass, a turn of the loop copies 134 MB to the host, 26.84 ms" in finding.message
+    assert report.traffic[0].exposed_ms == pytest.approx(wait)
+    assert report.traffic[1].exposed_ms == 0
+
+
+def test_it_stands_in_the_table_and_the_dictionary():
+    report = jaxoff.explain(in_a_loop, W, X)
+    assert "forward: 134.22 MB a turn, 3 turns, 2.68 ms of the link beside about 3.38 ms" in str(report)
+    assert report.to_dict()["traffic"][0]["nbytes"] == NBYTES
+
+
+def test_a_program_that_moves_nothing_has_no_traffic():
+    def saved(w, x):
+        return jaxoff.scan(layer, x, w, policy=POLICY.on_device())[0]
+
+    report = jaxoff.explain(saved, W, X)
+    assert report.traffic == ()
+    assert "of the link" not in str(report)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "flops"),
+    [
+        (((64, 32), (32, 128)), 2 * 64 * 32 * 128),  # a product
+        (((4, 64, 32), (4, 32, 128)), 2 * 4 * 64 * 32 * 128),  # with a batch
+    ],
+)
+def test_products_cost_their_operations(shapes, flops):
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    (eqn,) = jax.make_jaxpr(jnp.matmul)(a, b).jaxpr.eqns
+    device = jaxoff.Device(flops=1e9, memory_gbps=1e9, d2h_gbps=1, h2d_gbps=1)
+    assert device.compute_ms(eqn) == pytest.approx(1e3 * flops / 1e9)
