@@ -222,9 +222,13 @@ class _Order:
         if not self._is_link(eqn):
             self._emit(i, {})
             return
+        if is_heavy(eqn):
+            self._start_due_reloads()
         self._emit(i, self._behind_the_last(i))
         self._time += self._device.compute_ms(eqn) if is_heavy(eqn) else 0.0
         self._ends.append(self._time)
+
+    def _start_due_reloads(self) -> None:
         for j, start in self._plan.starts.items():
             if j not in self._placed and start <= self._length and self._can_return(j):
                 self._emit(j, self._tied(self._reads[j], j))
