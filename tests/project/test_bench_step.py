@@ -344,7 +344,7 @@ def test_each_variant_runs_in_a_process_of_its_own(tmp_path):
     assert found["rows"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_moe_block_keeps_its_bits_in_every_strategy(tmp_path):
     found = run(tmp_path, "--workloads nano-b2-l2 --bits 2 --seeds 0,1")
     assert [(r["variant"], r["seed"]) for r in found["bits"]] == [
