@@ -116,8 +116,10 @@ def test_the_narrow_values_of_the_moe_block_are_what_the_link_can_take():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "names"),
-    [(DENSE, tuple(VARIANTS)), (NANO, ("no_remat", "maxtext", "captured", "ordered"))],
-    ids=["dense", "nano"],
+    [
+        pytest.param(DENSE, tuple(VARIANTS), id="dense"),
+        pytest.param(NANO, ("no_remat", "maxtext", "captured", "ordered"), id="nano", marks=pytest.mark.long),
+    ],
 )
 def test_all_variants_compute_the_same_step(workload, names):
     steps = {name: step_variants.step_of(workload, VARIANTS[name]) for name in names}
