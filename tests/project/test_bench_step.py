@@ -289,6 +289,7 @@ def test_the_two_orders_differ_in_the_mode_alone():
     assert compiled["serialize"].same_as is None
 
 
+@pytest.mark.long
 def test_host_memory_that_grows_is_found(programs):
     kept = []
 
@@ -355,6 +356,7 @@ def test_the_moe_block_keeps_its_bits_in_every_strategy(tmp_path):
     assert all(r["ok"] and r["equal_steps"] == 2 and r["losses"] == 2 for r in found["bits"])
 
 
+@pytest.mark.long
 def test_the_program_compares_orders_and_watches_memory(tmp_path):
     found = run(tmp_path, "--workloads dense-b1-l1 --variants captured --order 2 --steady 10 --seeds 3")
     (order,), (steady,) = found["order"], found["steady"]
