@@ -8,8 +8,6 @@ faster.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.grouped_mlp_shapes import PRODUCTS, WHOLE
+from bench.tables import show
 
 # What a product must reach: of one dense product by cuBLAS, and of torch's grouped one.
 DENSE_FLOOR, TORCH_FLOOR = 0.85, 1.05
@@ -291,18 +290,9 @@ def draw(results: Results, path: Path, part: str = "forward+backward") -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Tables and a chart of results of bench.grouped_mlp.")
-    parser.add_argument("results", type=Path, nargs="+", help="result files, JSON")
-    parser.add_argument("--markdown", type=Path, help="where the tables go; printed without")
-    parser.add_argument("--chart", type=Path, help="where the bar chart goes, PNG")
-    o = parser.parse_args(arguments)
-    results = combine(json.loads(path.read_text()) for path in o.results)
-    if o.markdown is None:
-        print(markdown(results))
-    else:
-        o.markdown.write_text(markdown(results))
-    if o.chart is not None:
-        draw(results, o.chart)
+    show(
+        "Tables and a chart of results of bench.grouped_mlp.", "bar chart", combine, markdown, draw, arguments
+    )
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ Bold: this project's programs where they miss what offload must reach, checks th
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 from bench.grouped_mlp_table import NONE, bold, table
 from bench.step_figures import MAX_FIRST_STEP, MAX_OVERHEAD, MIN_R, MIN_SPEEDUP, Row, derive, merge_peaks
 from bench.step_variants import VARIANTS
+from bench.tables import show
 
 CHECKS = {
     "bits": "Bits against the saved twin",
@@ -247,18 +246,7 @@ def _labels(points: dict[str, tuple[float, float]]) -> Iterator[tuple[tuple[floa
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Tables and a picture of results of bench.step.")
-    parser.add_argument("results", type=Path, nargs="+", help="result files, JSON")
-    parser.add_argument("--markdown", type=Path, help="where the tables go; printed without")
-    parser.add_argument("--chart", type=Path, help="where the picture goes, PNG")
-    o = parser.parse_args(arguments)
-    results = combine(json.loads(path.read_text()) for path in o.results)
-    if o.markdown is None:
-        print(markdown(results))
-    else:
-        o.markdown.write_text(markdown(results))
-    if o.chart is not None:
-        draw(results, o.chart)
+    show("Tables and a picture of results of bench.step.", "picture", combine, markdown, draw, arguments)
 
 
 if __name__ == "__main__":

@@ -168,23 +168,27 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 def with_policy(jaxpr, policy: Callable[..., Any]):
     """The same program with another policy in every `jax.checkpoint`."""
 
-    def rewrite(value):
+    def rewrite(eqn: JaxprEqn) -> JaxprEqn:
+        return eqn.replace(params={**eqn.params, "policy": policy}) if eqn.primitive is remat_p else eqn
+
+    return with_equations(jaxpr, rewrite)
+
+
+def with_equations(jaxpr, rewrite: Callable[[JaxprEqn], JaxprEqn]):
+    """The same program with every equation rewritten, inner ones before the one that holds them."""
+
+    def of_value(value):
         if isinstance(value, (tuple, list)):
-            return (
-                type(value)(map(rewrite, value))
-                if any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value)
-                else value
-            )
-        return with_policy(value, policy) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
+            holds = any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value)
+            return type(value)(map(of_value, value)) if holds else value
+        return with_equations(value, rewrite) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
 
     if isinstance(jaxpr, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
-        return jaxpr.replace(jaxpr=with_policy(jaxpr.jaxpr, policy))
+        return jaxpr.replace(jaxpr=with_equations(jaxpr.jaxpr, rewrite))
     eqns = []
     for eqn in jaxpr.eqns:
-        params = {key: rewrite(value) for key, value in eqn.params.items()}
-        if eqn.primitive is remat_p:
-            params["policy"] = policy
-        eqns.append(eqn.replace(params=params))
+        params = {key: of_value(value) for key, value in eqn.params.items()}
+        eqns.append(rewrite(eqn.replace(params=params)))
     return jaxpr.replace(eqns=eqns)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from jaxoff._findings import find
 from jaxoff._policy import Placement
 from jaxoff._program import Program
 from jaxoff._residuals import Residual, analyse
+from jaxoff._table import printed
 from jaxoff._traffic import Traffic, too_slow, traffic_of
 
 PLACEMENTS: tuple[Placement, ...] = ("device", "host", "recompute")
@@ -70,13 +69,7 @@ class Report:
         }
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        terminal = sys.stdout.isatty()
-        out = io.StringIO()
-        console = Console(file=out, force_terminal=terminal, width=None if terminal else 160, highlight=False)
-        console.print(self)
-        return out.getvalue().rstrip("\n")
+        return printed(self)
 
     def __rich_console__(self, console, options):
         from jaxoff._table import render

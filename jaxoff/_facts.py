@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import sys
 from typing import Any, Literal
 
 from jaxoff._finding import Finding
 from jaxoff._host_copies import Direction
 from jaxoff._overlap import Compute
+from jaxoff._table import printed
 from jaxoff._values import Value
 
 
@@ -105,13 +104,7 @@ class CompiledFacts:
         }
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        terminal = sys.stdout.isatty()
-        out = io.StringIO()
-        console = Console(file=out, force_terminal=terminal, width=None if terminal else 160, highlight=False)
-        console.print(self)
-        return out.getvalue().rstrip("\n")
+        return printed(self)
 
     def __rich_console__(self, console, options):
         from jaxoff._facts_table import render

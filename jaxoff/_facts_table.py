@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxoff._table import human
+from jaxoff._table import findings_text, human
 
 if TYPE_CHECKING:
     from jaxoff._facts import CompiledFacts, HostCopy
@@ -35,10 +35,7 @@ def render(facts: CompiledFacts, terminal: bool) -> Iterator[Any]:
         f"{human(facts.host_bytes)}; device peak {human(facts.device_peak_bytes)}{twin}, of it temporaries "
         f"{human(facts.device_temp_bytes)}; CUDA graphs {facts.scheduling_mode}"
     )
-    if not facts.findings:
-        yield Text("No findings.")
-    for finding in facts.findings:
-        yield Text(f"! {finding}", style="bold red" if terminal else "")
+    yield from findings_text(facts.findings, terminal)
 
 
 def grouped(copies: tuple[HostCopy, ...]) -> list[tuple[HostCopy, int]]:

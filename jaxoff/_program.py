@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -141,21 +141,12 @@ class Program:
     @functools.cached_property
     def step(self) -> _compat.Jaxpr:
         """The function and its gradients, nothing left out."""
-        run = _compat.jaxpr_as_fun(self.primal)
 
         def gradients(*leaves):
-            free = [x for x, d in zip(leaves, self.differentiated, strict=True) if d]
-
-            def of_free(*free):
-                it = iter(free)
-                out = run(*(next(it) if d else x for x, d in zip(leaves, self.differentiated, strict=True)))
-                return out[: len(out) - self.num_aux]
-
-            out, pullback = jax.vjp(of_free, *free)
+            out, pullback, _ = self._vjp(self.primal, leaves)
             return pullback([jnp.ones_like(x) for x in out])
 
-        avals = [_compat.struct_of(v.aval) for v in _compat.as_open(self.primal).invars]
-        return _compat.as_open(jax.make_jaxpr(gradients)(*avals))
+        return _compat.as_open(jax.make_jaxpr(gradients)(*self._structs))
 
     def kept(self, policy: Callable[..., Any] | None = None) -> Kept:
         """What the backward pass keeps.
@@ -163,28 +154,35 @@ class Program:
         With `policy`, what it would keep if every checkpoint had that policy.
         """
         primal = self.primal if policy is None else _compat.with_policy(self.primal, policy)
-        run = _compat.jaxpr_as_fun(primal)
 
         def forward(*leaves):
-            free = [x for x, d in zip(leaves, self.differentiated, strict=True) if d]
-
-            def of_free(*free):
-                it = iter(free)
-                full = [next(it) if d else x for x, d in zip(leaves, self.differentiated, strict=True)]
-                out = run(*full)
-                split = len(out) - self.num_aux
-                return out[:split], out[split:]
-
-            out, pullback, aux = jax.vjp(of_free, *free, has_aux=True)
+            out, pullback, aux = self._vjp(primal, leaves)
             return (out, aux), jax.tree.leaves(pullback)
 
-        avals = [_compat.struct_of(v.aval) for v in _compat.as_open(self.primal).invars]
-        closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*avals)
+        closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*self._structs)
         jaxpr = _compat.as_open(closed)
         num_kept = len(shapes[1])
         used = [i >= len(jaxpr.outvars) - num_kept for i in range(len(jaxpr.outvars))]
         live, _ = _compat.dce_jaxpr(jaxpr, used, instantiate=True)
         return Kept(Scope(jaxpr), Scope(live))
+
+    @property
+    def _structs(self) -> list[jax.ShapeDtypeStruct]:
+        return [_compat.struct_of(v.aval) for v in _compat.as_open(self.primal).invars]
+
+    def _vjp(self, primal: _compat.ClosedJaxpr, leaves: Sequence[Any]):
+        """The outputs, their pullback to the differentiated leaves, and what is auxiliary."""
+        run = _compat.jaxpr_as_fun(primal)
+
+        def of_free(*free):
+            it = iter(free)
+            full = [next(it) if d else x for x, d in zip(leaves, self.differentiated, strict=True)]
+            out = run(*full)
+            split = len(out) - self.num_aux
+            return out[:split], out[split:]
+
+        free = [x for x, d in zip(leaves, self.differentiated, strict=True) if d]
+        return jax.vjp(of_free, *free, has_aux=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,20 +39,11 @@ def rewrite(closed: ClosedJaxpr, device: Device, large_nbytes: int = LARGE_NBYTE
       A program of the same arguments, results and effects.
     """
     rewriter = _Rewriter(device, large_nbytes)
-    jaxpr = rewriter.loops(closed.jaxpr)
-    flat = moves_residuals(jaxpr)
+    jaxpr = _compat.with_equations(closed.jaxpr, rewriter.loop)
+    flat = "H2D" in _transfers(jaxpr)
     if flat and not jaxpr.effects:
         jaxpr = rewriter.flat(jaxpr)
     return Rewritten(closed.replace(jaxpr=jaxpr), rewriter.scanned, flat)
-
-
-def moves_residuals(jaxpr: Jaxpr) -> bool:
-    """Whether a program brings values back from the host, in what it calls too but not in its loops."""
-    for eqn in jaxpr.eqns:
-        call = _compat.inlinable_call(eqn)
-        if _compat.transfer_in(eqn) == "H2D" or (call is not None and moves_residuals(call.jaxpr)):
-            return True
-    return False
 
 
 class _Rewriter:
@@ -60,25 +51,16 @@ class _Rewriter:
         self._device, self._large_nbytes = device, large_nbytes
         self.scanned = 0
 
-    def loops(self, jaxpr: Jaxpr) -> Jaxpr:
-        return jaxpr.replace(eqns=[self._loops_in(eqn) for eqn in jaxpr.eqns])
-
-    def _loops_in(self, eqn: JaxprEqn) -> JaxprEqn:
-        def inner(value):
-            if isinstance(value, (tuple, list)) and any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value):
-                return type(value)(map(inner, value))
-            if isinstance(value, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
-                return value.replace(jaxpr=self.loops(value.jaxpr))
-            return self.loops(value) if isinstance(value, Jaxpr) else value
-
-        eqn = eqn.replace(params={key: inner(value) for key, value in eqn.params.items()})
+    def loop(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Orders the body of a scan that moves residuals; other equations stay as they are."""
         layout = _compat.scan_in(eqn)
         if layout is None or PLAIN_SCOPE in str(eqn.source_info.name_stack):
             return eqn
         body = eqn.params["jaxpr"].jaxpr
-        if not any(map(_moves, _deep(body))):
+        moved = _transfers(body)
+        if not moved:
             return eqn
-        self.scanned += moves_residuals(body)
+        self.scanned += "H2D" in moved
         if body.effects:
             return eqn
         carry = body.invars[layout.num_consts : layout.num_consts + layout.num_carry]
@@ -114,13 +96,12 @@ class _Rewriter:
         return jaxpr.replace(eqns=ordered(program, self._device, self._large_nbytes), outvars=outs)
 
 
-def _moves(eqn: JaxprEqn) -> bool:
-    return _compat.transfer_in(eqn) is not None
-
-
-def _deep(jaxpr: Jaxpr):
-    """The equations of a program and of what it calls, not those of its loops."""
+def _transfers(jaxpr: Jaxpr) -> set[str]:
+    """The ways, "D2H" and "H2D", in which a program copies, in what it calls too but not in its loops."""
+    found = set()
     for eqn in jaxpr.eqns:
-        yield eqn
-        if call := _compat.inlinable_call(eqn):
-            yield from _deep(call.jaxpr)
+        if kind := _compat.transfer_in(eqn):
+            found.add(kind)
+        elif call := _compat.inlinable_call(eqn):
+            found |= _transfers(call.jaxpr)
+    return found

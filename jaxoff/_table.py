@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxoff._explain import Report
+    from jaxoff._finding import Finding
     from jaxoff._residuals import Residual
 
 _COLOURS = {"host": "cyan", "device": "yellow", "recompute": "dim"}
@@ -51,9 +54,16 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
             f"{t.part}: {human(t.nbytes)}{turn}, {t.copy_ms:.2f} ms of the link beside about "
             f"{t.compute_ms:.2f} ms of compute"
         )
-    if not report.findings:
+    yield from findings_text(report.findings, terminal)
+
+
+def findings_text(findings: tuple[Finding, ...], terminal: bool) -> Iterator[Any]:
+    """The renderables of findings."""
+    from rich.text import Text
+
+    if not findings:
         yield Text("No findings.")
-    for finding in report.findings:
+    for finding in findings:
         yield Text(f"! {finding}", style="bold red" if terminal else "")
 
 
@@ -81,3 +91,14 @@ def human(nbytes: int) -> str:
 def _short(source: str) -> str:
     path, _, rest = source.partition(":")
     return f"{os.path.basename(path)}:{rest}" if rest else source
+
+
+def printed(value: Any) -> str:
+    """What rich shows of a value, as wide as the terminal, or wide enough where there is none."""
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=None if terminal else 160, highlight=False)
+    console.print(value)
+    return out.getvalue().rstrip("\n")

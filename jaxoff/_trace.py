@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import re
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxoff._table import human
+from jaxoff._table import human, printed
 
 type Interval = tuple[float, float]
 type Kind = Literal["kernel", "D2H", "H2D", "D2D", "H2H", "memset"]
@@ -353,14 +351,3 @@ def times_table(gpus: Sequence[GpuTimes], terminal: bool) -> Any:
             if busy:
                 table.add_row(str(times.gpu), what, f"{busy:.2f}")
     return table
-
-
-def printed(value: Any) -> str:
-    """What rich shows of a value, as wide as the terminal, or wide enough where there is none."""
-    from rich.console import Console
-
-    terminal = sys.stdout.isatty()
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=None if terminal else 160, highlight=False)
-    console.print(value)
-    return out.getvalue().rstrip("\n")
