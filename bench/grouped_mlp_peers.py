@@ -163,7 +163,7 @@ def dense_torch(data: Data) -> Programs:
 
 
 # XLA makes of a ragged product a dense one over every expert, with a copy of the rows for each.
-RAGGED_DOT_LIMIT = 10 * 2**30
+RAGGED_DOT_LIMIT = 32 * 2**30
 
 
 def ragged_dot(data: Data) -> Programs:

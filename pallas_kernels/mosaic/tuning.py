@@ -11,8 +11,6 @@ _STRIP = 8
 # Bytes of an expert's rows that stay in L2 while a weight gradient walks over them; more go in strips.
 _L2_NBYTES = 32 * 2**20
 _MANY_ROWS = 2048
-# Up to this depth, the activation's gradient spends so much of a tile in its epilogue that small tiles win.
-_SHALLOW = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +74,8 @@ def rule(w1_shape: tuple[int, ...], rows: int) -> Configs:
     """Chooses tiles for a shape that was not measured.
 
     Tiles 256 wide move the fewest bytes, tiles 192 wide hide their ends better: the wider serve groups that
-    are long, and outputs of which the narrower would leave a strip of 64. The activation's gradient takes 128
-    where its groups are short and its products shallow.
+    are long, and outputs of which the narrower would leave a strip of 64. There, and where groups are short,
+    the activation's gradient takes 128, since a wide tile has the longer epilogue.
     """
     experts, width, inner = w1_shape
     many = rows >= _MANY_ROWS * experts
@@ -95,7 +93,7 @@ def rule(w1_shape: tuple[int, ...], rows: int) -> Configs:
 
     plain = Config(256), Config(192, slots=3)
     activation = Config(256, stages=3, slots=1), Config(192, slots=1)
-    small = not many and width <= _SHALLOW
+    small = not many and inner % 128 == 0 and inner % 192 == 64
     return Configs(
         fc1=product(inner, *plain),
         fc2=product(width, *plain),
