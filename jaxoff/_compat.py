@@ -1,7 +1,8 @@
 """Everything that depends on how one JAX release differs from the next.
 
-The rest of the library uses documented JAX only. What stands here is either exported by `jax.extend` and
-`jax.interpreters` without a promise of stability, or looks inside a tracer.
+The rest of the library uses documented JAX only. What stands here is exported by `jax.extend` and
+`jax.interpreters` without a promise of stability, or looks inside a tracer; and one switch is not exported at
+all: whether types say over which axes of a mesh a value differs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax.ad_checkpoint import Offloadable as Offloadable
 from jax.ad_checkpoint import Recompute as Recompute
 from jax.ad_checkpoint import Saveable as Saveable
@@ -168,28 +170,32 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 def with_policy(jaxpr, policy: Callable[..., Any]):
     """The same program with another policy in every `jax.checkpoint`."""
 
-    def rewrite(eqn: JaxprEqn) -> JaxprEqn:
-        return eqn.replace(params={**eqn.params, "policy": policy}) if eqn.primitive is remat_p else eqn
+    def rewrite(jaxpr: Jaxpr) -> Jaxpr:
+        eqns = [
+            eqn.replace(params={**eqn.params, "policy": policy}) if eqn.primitive is remat_p else eqn
+            for eqn in jaxpr.eqns
+        ]
+        return jaxpr.replace(eqns=eqns)
 
-    return with_equations(jaxpr, rewrite)
+    return with_jaxprs(jaxpr, rewrite)
 
 
-def with_equations(jaxpr, rewrite: Callable[[JaxprEqn], JaxprEqn]):
-    """The same program with every equation rewritten, inner ones before the one that holds them."""
+def with_jaxprs(jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]):
+    """The same program with it and every program in it rewritten, inner ones first."""
 
     def of_value(value):
         if isinstance(value, (tuple, list)):
             holds = any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value)
             return type(value)(map(of_value, value)) if holds else value
-        return with_equations(value, rewrite) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
+        return with_jaxprs(value, rewrite) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
 
     if isinstance(jaxpr, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
-        return jaxpr.replace(jaxpr=with_equations(jaxpr.jaxpr, rewrite))
+        return jaxpr.replace(jaxpr=with_jaxprs(jaxpr.jaxpr, rewrite))
     eqns = []
     for eqn in jaxpr.eqns:
         params = {key: of_value(value) for key, value in eqn.params.items()}
-        eqns.append(rewrite(eqn.replace(params=params)))
-    return jaxpr.replace(eqns=eqns)
+        eqns.append(eqn.replace(params=params))
+    return rewrite(jaxpr.replace(eqns=eqns))
 
 
 def remat3_enabled() -> bool:
@@ -246,6 +252,35 @@ def barrier(operands: list[Any], like: JaxprEqn) -> tuple[list[Var], JaxprEqn]:
     outs = [Var(v.aval) for v in operands]
     eqn = _a_barrier().replace(invars=operands, outvars=outs, source_info=like.source_info, ctx=like.ctx)
     return outs, eqn
+
+
+def _varying_axes(aval: Any) -> tuple[str, ...]:
+    """The mesh axes over which a value differs between devices, inside `jax.shard_map`."""
+    return tuple(sorted(getattr(getattr(aval, "mat", None), "varying", ())))
+
+
+def empty(aval: Any, rows: int | None) -> jax.Array:
+    """An array whose contents do not matter, like another one; a stack of so many, if rows are given."""
+    scalar = _primitives.empty2_p.bind(dtype=aval.dtype, memory_space=aval.memory_space)
+    if varying := _varying_axes(aval):
+        scalar = jax.lax.pcast(scalar, varying, to="varying")
+    lead = () if rows is None else (rows,)
+    spec = aval.sharding.spec
+    sharding = aval.sharding.update(spec=jax.P(*(None for _ in lead), *spec))
+    return jax.lax.broadcast(scalar, (*lead, *aval.shape), out_sharding=sharding)
+
+
+def trace_like(eqn: JaxprEqn, fun: Callable[..., Any], avals: list[Any]) -> ClosedJaxpr:
+    """The program of a function where an equation stands, under the axes of the same mesh."""
+    mesh, varies = eqn.ctx.cur_abstract_mesh, any(map(_varying_axes, avals))
+    with eqn.ctx.manager, _config._check_vma(varies):
+        return jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*avals)
+
+
+def is_manual(eqn: JaxprEqn) -> bool | None:
+    """Whether an equation is in a `jax.shard_map` over all axes of its mesh; None where there is no mesh."""
+    mesh = eqn.ctx.cur_abstract_mesh
+    return None if mesh.empty else mesh.are_all_axes_manual
 
 
 def transfer_in(eqn: JaxprEqn) -> str | None:

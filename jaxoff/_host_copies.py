@@ -30,6 +30,8 @@ _STRUCTURE = frozenset(
 _CALLS = frozenset({"while", "conditional", "call"})
 _SLICES = frozenset({"dynamic-slice", "dynamic-update-slice"})
 _MOVES = frozenset({"parameter", "constant", "bitcast", "copy", "tuple", "get-tuple-element", *_SLICES})
+# A kernel that writes one element to the host moves nothing: a copy waits for it. See `jaxoff._order`.
+_SIGNAL_NBYTES = 8
 _ALLOCATIONS = frozenset({"AllocateBuffer", "CreateBuffer"})
 
 
@@ -106,11 +108,12 @@ def transfers(module: Module) -> Iterator[Transfer]:
                 continue
             body = fused(module, instruction)
             if instruction.opcode in ("copy", "copy-start"):
-                yield from _copy(scope, instruction, done, operands[0])
+                found = _copy(scope, instruction, done, operands[0])
             elif body is not None:
-                yield from _fusion(scope, instruction, done, operands, body)
+                found = _fusion(scope, instruction, done, operands, body)
             else:
-                yield from _kernel(scope, instruction, done, operands)
+                found = _kernel(scope, instruction, done, operands)
+            yield from (transfer for transfer in found if transfer.is_dma or transfer.nbytes > _SIGNAL_NBYTES)
 
 
 def done_of(computation: Computation, start: Instruction) -> Instruction | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxoff import _compat
-from jaxoff._compat import JaxprEqn, Literal, Var
+from jaxoff._compat import Jaxpr, JaxprEqn, Literal, Var
 
 type Renamed = dict[Var, Any]
 
@@ -37,19 +37,34 @@ def inlined(eqns: Iterable[JaxprEqn], renamed: Renamed, *, checkpoints: bool = T
                 if isinstance(operand, Var) and not _compat.is_host(operand.aval):
                     (operands[i],), barrier = _compat.barrier([operand], like=eqn)
                     yield barrier
-        # Inner variables get fresh ones, since a jaxpr may be called more than once.
-        inner: Renamed = dict(zip(call.jaxpr.invars, operands, strict=True))
-        body = []
-        for e in call.jaxpr.eqns:
-            outs = [Var(v.aval) for v in e.outvars]
-            body.append(
-                _compat.inside(e, eqn).replace(invars=[now(inner, v) for v in e.invars], outvars=outs)
-            )
-            inner.update(zip(e.outvars, outs, strict=True))
+        body, values = called(call.jaxpr, operands, like=eqn)
         results: Renamed = {}
         yield from inlined(body, results, checkpoints=checkpoints)
-        for out, value in zip(eqn.outvars, call.jaxpr.outvars, strict=True):
-            renamed[out] = now(results, now(inner, value))
+        for out, value in zip(eqn.outvars, values, strict=True):
+            renamed[out] = now(results, value)
+
+
+def called(jaxpr: Jaxpr, operands: Sequence[Any], like: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a program for given operands, in the scope of another equation, and the results.
+
+    Its variables get fresh ones, since a program may be called more than once.
+    """
+    inner: Renamed = dict(zip(jaxpr.invars, operands, strict=True))
+    eqns = []
+    for eqn in jaxpr.eqns:
+        outs = [Var(v.aval) for v in eqn.outvars]
+        invars = [now(inner, v) for v in eqn.invars]
+        eqns.append(_compat.inside(eqn, like).replace(invars=invars, outvars=outs))
+        inner.update(zip(eqn.outvars, outs, strict=True))
+    return eqns, [now(inner, v) for v in jaxpr.outvars]
+
+
+def traced(
+    fun: Callable[..., Any], operands: Sequence[Any], like: JaxprEqn
+) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a function for given operands, in the scope of another equation, and the results."""
+    closed = _compat.trace_like(like, fun, [v.aval for v in operands])
+    return called(closed.jaxpr, operands, like)
 
 
 def now(renamed: Renamed, atom: Any) -> Any:

@@ -79,22 +79,22 @@ class Jitted:
     def __init__(self, fun, compiler_options: dict[str, Any], device: Device, kwargs: dict[str, Any]):
         self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
         self._inner: Any = jax.jit(fun, **kwargs)
-        self._by_options: dict[Options, Any] = {}
+        self._by_options: dict[tuple[Options, bool], Any] = {}
         self._latest: Options = ()
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
     def __call__(self, *args, **kwargs):
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return self._inner(*args, **kwargs)
-        return self._try(lambda jitted: jitted(*args, **kwargs))
+        return self._try(lambda jitted: jitted(*args, **kwargs), (args, kwargs))
 
     def lower(self, *args, **kwargs) -> jax.stages.Lowered:
         """As `jax.jit(fun).lower`; `compile` uses the options chosen."""
-        return self._try(lambda jitted: jitted.lower(*args, **kwargs))
+        return self._try(lambda jitted: jitted.lower(*args, **kwargs), (args, kwargs))
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).trace`, of the program in its new order."""
-        return self._try(lambda jitted: jitted.trace(*args, **kwargs))
+        return self._try(lambda jitted: jitted.trace(*args, **kwargs), (args, kwargs))
 
     def eval_shape(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).eval_shape`."""
@@ -105,13 +105,14 @@ class Jitted:
         for jitted in (self._inner, *self._by_options.values()):
             jitted.clear_cache()
 
-    def _try(self, use: Callable[[Any], Any]) -> Any:
+    def _try(self, use: Callable[[Any], Any], given: Any) -> Any:
         """Uses the program under the options of last time, and under others if it turns out to want them."""
+        one_device = not any(map(_is_spread, jax.tree.leaves((given, self._kwargs))))
         try:
-            return use(self._under(self._latest))
+            return use(self._under(self._latest, one_device))
         except _NeedsOptionsError as needed:
             options = needed.options
-        result = use(self._under(options))
+        result = use(self._under(options, one_device))
         self._latest = options
         return result
 
@@ -120,15 +121,15 @@ class Jitted:
         """The compiler options of the latest call."""
         return dict(self._latest) | self._given
 
-    def _under(self, options: Options) -> Any:
-        if options not in self._by_options:
+    def _under(self, options: Options, one_device: bool) -> Any:
+        if (options, one_device) not in self._by_options:
             merged = dict(options) | self._given
-            self._by_options[options] = jax.jit(
-                self._overlapped(options), compiler_options=merged or None, **self._kwargs
+            self._by_options[options, one_device] = jax.jit(
+                self._overlapped(options, one_device), compiler_options=merged or None, **self._kwargs
             )
-        return self._by_options[options]
+        return self._by_options[options, one_device]
 
-    def _overlapped(self, options: Options) -> Callable[..., Any]:
+    def _overlapped(self, options: Options, one_device: bool) -> Callable[..., Any]:
         @functools.wraps(self._fun)
         def overlapped(*args, **kwargs):
             leaves, tree = jax.tree.flatten((args, kwargs))
@@ -142,7 +143,7 @@ class Jitted:
                 return self._fun(*positional, **named)
 
             closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
-            program = rewrite(closed, self._device)
+            program = rewrite(closed, self._device, one_device=one_device)
             wanted = _options.for_program(program.scanned)
             if wanted != options:
                 raise _NeedsOptionsError(wanted)
@@ -158,3 +159,9 @@ class Jitted:
         _options.refuse_wrong_jaxlib(importlib.metadata.version("jaxlib"), jax.default_backend())
         for text in _options.harms(self._given, scanned=bool(program.scanned)):
             warnings.warn(text, stacklevel=2)
+
+
+def _is_spread(leaf: Any) -> bool:
+    """Whether a sharding, or an array with one, is over several devices."""
+    sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
+    return isinstance(sharding, jax.sharding.Sharding) and sharding.num_devices > 1

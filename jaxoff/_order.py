@@ -4,44 +4,35 @@ Under CUDA graphs scheduled CONCURRENT, XLA lets two values share memory only wh
 the other by dependency. Gradients of weights and recomputed values hang loosely in a backward pass, so that
 nearly everything would live at once. Optimization barriers from one large value to the next give the
 dependencies back; the copies between device and host stay outside of that chain and run beside it.
+
+No barrier holds back a copy out of a stack on the host: XLA fuses the copy with the slice before it and drops
+what is between. A dependency through the stack itself does. An element of the value to wait for is written
+into a row of the stack that nothing reads any more, and the copy reads the stack after that.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
-from jaxoff._inline import Renamed, now
+from jaxoff._inline import Renamed, now, traced
+from jaxoff._units import is_heavy, new_nbytes, units, variables
 
-# Equations that XLA computes again wherever they are read, within the kernel that reads them.
-_CHEAP_NAMES = """
-abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type copy cos cosh
-div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p
-logistic lt max min mul name ne neg not optimization_barrier or pow pvary reduce_precision rem reshape round
-rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
-"""
-# Of an argument, a layer's weights for one, these are read in place, or copied just before they are read.
-_VIEW_NAMES = """
-convert_element_type dynamic_slice expand_dims name optimization_barrier reduce_precision reshape slice split
-squeeze transpose
-"""
-# Kernels that only move or sum up what they read: no reason to hold anything else back.
-_MOVING_NAMES = """
-argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather
-pad random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or reduce_prod
-reduce_sum rev scatter scatter-add scatter_add sort top_k
-"""
-_CHEAP = frozenset(_CHEAP_NAMES.split())
-_VIEWS = frozenset(_VIEW_NAMES.split())
-_LIGHT = _CHEAP | frozenset(_MOVING_NAMES.split())
 # Values of fewer bytes are not worth a place in the chain.
 LARGE_NBYTES = 1 << 20
 # How many equations ahead may be taken first while a copy is on its way.
 _LOOKAHEAD = 8
+# So many places earlier than planned may a copy start.
+_LEAD = 2
 # Copies are planned for this many times their estimated length.
 _SLACK = 1.5
 
@@ -57,15 +48,44 @@ class Straight:
         come just before their first reader.
       holds_copies: whether the program waits for its copies to the host: without that XLA puts them off to
         where they are read back. In the body of a loop they end with the body.
+      turn: in the body of a loop, its number. XLA has to see how an index depends on it, so no barrier may
+        stand in between.
+      spare: by stack on the host, an argument, where it may be written to.
+      follows: by copy from the host, an argument whose readers all come before it. The copy then takes that
+        argument's memory.
     """
 
     eqns: tuple[JaxprEqn, ...]
     outs: frozenset[Var]
     in_order: tuple[bool, ...]
     holds_copies: bool
+    turn: Var | None = None
+    spare: Mapping[Var, Spare] = dataclasses.field(default_factory=dict)
+    follows: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
 
 
-def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> list[JaxprEqn]:
+@dataclasses.dataclass(frozen=True)
+class Spare:
+    """The row of a stack that nothing reads any more, in the body of a loop: `first + step * turn`."""
+
+    first: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ordered:
+    """A straight-line program in order.
+
+    Attributes:
+      eqns: its equations, with barriers between them.
+      stacks: by stack on the host that was written to, what it has become.
+    """
+
+    eqns: list[JaxprEqn]
+    stacks: Renamed
+
+
+def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> Ordered:
     """Puts the large values of a straight-line program into one chain.
 
     An equation that has to wait for a copy from the host lets a later one go first. What frees as much memory
@@ -86,6 +106,19 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
         draft.run()
         reloads = draft.reloads()
     return _Order(program, device, large_nbytes, reloads).run()
+
+
+def too_late(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> list[Var]:
+    """The copies from the host that cannot be in time if they start with the program, the most urgent first.
+
+    Args:
+      program: the body of a loop.
+      device: speeds, to estimate when copies arrive.
+      large_nbytes: as for `ordered`.
+    """
+    draft = _Order(program, device, large_nbytes, _Reloads())
+    draft.run()
+    return draft.too_late()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +145,7 @@ class _Order:
         self._eqns, self._program, self._device, self._plan = program.eqns, program, device, reloads
         self._large_nbytes = large_nbytes
         self._maker = {v: i for i, eqn in enumerate(self._eqns) for v in eqn.outvars}
-        self._units = _units(self._eqns, program.outs)
+        self._units = units(self._eqns, program.outs)
         # By unit: the stored values that it reads, and the cheap equations in between.
         self._reads: dict[int, list[Var]] = {}
         self._between: dict[int, list[int]] = {}
@@ -133,8 +166,9 @@ class _Order:
         self._needed: dict[int, int] = {}  # by copy from the host, the place in the chain that first reads it
         self._leaving: dict[Var, float] = {}  # copies to the host under way, and when they are done
         self._left: Renamed = {}  # by copy to the host, what stands for it once it is waited for
+        self._stacks: Renamed = {}
 
-    def run(self) -> list[JaxprEqn]:
+    def run(self) -> Ordered:
         self._start_reloads()
         waiting = [i for i in sorted(self._units) if self._program.in_order[i] and is_heavy(self._eqns[i])]
         while waiting:
@@ -146,11 +180,11 @@ class _Order:
             waiting = [i for i in waiting if i not in self._placed]
         for i in sorted(self._units):
             self._place(i)
-        return self._out
+        return Ordered(self._out, self._stacks)
 
     def _trace_back(self, i: int) -> tuple[list[Var], list[int]]:
         reads: dict[Var, None] = {}
-        between, todo = set(), list(_variables(self._eqns[i]))
+        between, todo = set(), list(variables(self._eqns[i]))
         while todo:
             v = todo.pop()
             j = self._maker.get(v)
@@ -158,20 +192,20 @@ class _Order:
                 reads[v] = None
             elif j not in between:
                 between.add(j)
-                todo += _variables(self._eqns[j])
+                todo += variables(self._eqns[j])
         return list(reads), sorted(between)
 
     def _start_reloads(self) -> None:
         """Says when copies from the host arrive; puts first what is not to start later."""
         time, arrives = 0.0, {}
         for i in self._plan.order:
-            time += self._device.h2d_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
+            time += self._reload_ms(i)
             arrives[i] = time
         order = dict.fromkeys((*self._plan.order, *sorted(self._units)))
         for i in order:
             if _compat.transfer_in(self._eqns[i]) == "H2D":
                 self._arrives[self._eqns[i].outvars[0]] = arrives.get(i, 0.0)
-                if self._is_there_from_the_beginning(i) and not self._plan.starts.get(i):
+                if self._can_return(i) and not self._plan.starts.get(i):
                     self._emit(i, {})
 
     def _is_there_from_the_beginning(self, i: int) -> bool:
@@ -182,14 +216,36 @@ class _Order:
 
         The copies of one direction follow each other, so the last one is planned first.
         """
-        needed = sorted(self._needed.items(), key=lambda item: item[1])
+        needed = self._by_need()
         starts, busy_from = {}, float("inf")
-        for i, place in reversed(needed):
-            before = self._ends[place - 2] if place > 1 else 0.0
-            nbytes = _compat.nbytes(self._eqns[i].outvars[0].aval)
-            busy_from = min(before, busy_from) - _SLACK * self._device.h2d_ms(nbytes)
-            starts[i] = bisect.bisect_right(self._ends, busy_from)
+        for i, time in reversed(needed):
+            busy_from = min(time, busy_from) - _SLACK * self._reload_ms(i)
+            # What writes the element are small kernels, which large ones may keep waiting.
+            starts[i] = max(0, bisect.bisect_right(self._ends, busy_from) - _LEAD)
         return _Reloads(tuple(i for i, _ in needed if self._is_there_from_the_beginning(i)), starts)
+
+    def too_late(self) -> list[Var]:
+        """See `too_late`."""
+        needed = [(i, time) for i, time in self._by_need() if self._is_there_from_the_beginning(i)]
+        for first in range(len(needed)):
+            busy, in_time = 0.0, True
+            for i, time in needed[first:]:
+                busy += _SLACK * self._reload_ms(i)
+                in_time = in_time and busy <= time
+            if in_time:
+                return [self._eqns[i].outvars[0] for i, _ in needed[:first]]
+        return [self._eqns[i].outvars[0] for i, _ in needed]
+
+    def _by_need(self) -> list[tuple[int, float]]:
+        """The copies from the host and when each is needed, the first one first; results at the end."""
+        times = {i: self._ends[place - 2] if place > 1 else 0.0 for i, place in self._needed.items()}
+        for i in self._units:
+            if _compat.transfer_in(self._eqns[i]) == "H2D":
+                times.setdefault(i, self._time)
+        return sorted(times.items(), key=lambda item: item[1])
+
+    def _reload_ms(self, i: int) -> float:
+        return self._device.h2d_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
 
     def _ready_at(self, i: int) -> float:
         """When the copies from the host have arrived that a unit, or one that it still needs, waits for."""
@@ -231,7 +287,7 @@ class _Order:
     def _start_due_reloads(self) -> None:
         for j, start in self._plan.starts.items():
             if j not in self._placed and start <= self._length and self._can_return(j):
-                self._emit(j, self._tied(self._reads[j], j))
+                self._emit(j, {} if self._stack_of(j) else self._tied(self._reads[j], j))
 
     def _free_after(self, i: int) -> list[int]:
         """The units that an added one makes free; what only leaves the program is added at once."""
@@ -248,12 +304,16 @@ class _Order:
         """Whether an equation has a place in the chain."""
         if _compat.transfer_in(eqn):
             return False
-        largest = max((_compat.nbytes(v.aval) for v in eqn.outvars), default=0)
+        made = [_compat.nbytes(v.aval) for v in eqn.outvars if not _compat.is_host(v.aval)]
+        largest = max(made, default=0)
         return largest > 0 and (is_heavy(eqn) or largest >= self._large_nbytes)
 
     def _can_return(self, i: int) -> bool:
-        """Whether what a copy from the host reads is on the host."""
-        return all(v not in self._maker or v in self._left for v in self._reads[i])
+        """Whether what a copy from the host reads is on the host, and the memory for it free."""
+        follows = self._program.follows.get(self._eqns[i].outvars[0])
+        waits = self._readers.get(follows, ()) if follows is not None else ()
+        is_there = all(v not in self._maker or v in self._left for v in self._reads[i])
+        return is_there and self._placed.issuperset(waits)
 
     def _is_free(self, i: int) -> bool:
         """Whether a light unit could be computed now, in the memory of what only it still reads."""
@@ -267,7 +327,7 @@ class _Order:
         if any(self._arrives.get(v, 0.0) > self._time for v in reads):
             return False
         freed = sum(_compat.nbytes(v.aval) for v in reads if v in self._maker and self._unread[v] == 1)
-        return sum(_compat.nbytes(v.aval) for v in eqn.outvars) <= freed
+        return new_nbytes(eqn) <= freed
 
     def _only_leaves(self, i: int) -> bool:
         """Whether a light unit makes a result of the program, larger than what it reads, and nothing else.
@@ -288,14 +348,35 @@ class _Order:
         tied = [v for v in loose if v in self._maker and _compat.nbytes(v.aval) >= self._large_nbytes]
         arrived = [v for v, done in self._leaving.items() if done <= self._time]
         if not tied and (len(loose) == len(reads) or arrived):
-            tied = [min(reads, key=lambda v: _compat.nbytes(v.aval))]
+            others = [v for v in reads if v is not self._program.turn]
+            tied = sorted(others, key=lambda v: _compat.nbytes(v.aval))[:1]
+        converts = self._turn_behind_the_last(i)
         if not tied:
-            return {}
-        behind = self._tied([*tied, *arrived], i)
+            return converts
+        behind = converts | self._tied([*tied, *arrived], i)
         for v in arrived:
             del self._leaving[v]
             self._left[v] = behind.pop(v)
         return behind
+
+    def _turn_behind_the_last(self, i: int) -> Renamed:
+        """For a unit that reads large slices of arguments, all in another dtype: the turn, known late.
+
+        Such slices are copies, which would be made at any time. Others are read in place, if XLA sees how
+        their place depends on the turn.
+        """
+        if self._program.turn not in self._reads[i]:
+            return {}
+        names = [
+            self._eqns[j].primitive.name
+            for j in self._between[i]
+            if _compat.nbytes(self._eqns[j].outvars[0].aval) >= self._large_nbytes
+        ]
+        if not 0 < names.count("dynamic_slice") <= names.count("convert_element_type"):
+            return {}
+        eqns, (late,) = traced(_known_late, [self._program.turn, self._last], like=self._eqns[i])
+        self._out += eqns
+        return {self._program.turn: late}
 
     def _tied(self, values: list[Var], i: int) -> Renamed:
         operands = [now(self._left, v) for v in values]
@@ -304,9 +385,26 @@ class _Order:
         self._level |= dict.fromkeys(outs, self._length)
         return dict(zip(values, outs[:-1], strict=True))
 
+    def _stack_of(self, i: int) -> Var | None:
+        """The stack with a spare row that a copy from the host reads."""
+        return next((v for v in self._reads[i] if v in self._program.spare), None)
+
+    def _hold_back(self, i: int) -> None:
+        """Lets a copy out of a stack with a spare row start behind the last place in the chain."""
+        stack = self._stack_of(i)
+        if stack is None or self._last is None:
+            return
+        spare = self._program.spare[stack]
+        operands = now(self._stacks, stack), self._last, self._program.turn
+        write = functools.partial(_write_an_element, spare.first, spare.step)
+        eqns, (self._stacks[stack],) = traced(write, operands, like=self._eqns[i])
+        self._out += eqns
+
     def _emit(self, i: int, behind: Renamed, *, is_link: bool | None = None) -> None:
         self._placed.add(i)
-        renamed = self._left | behind
+        if _compat.transfer_in(self._eqns[i]) == "H2D":
+            self._hold_back(i)
+        renamed = self._left | self._stacks | behind
         for j in self._between[i]:
             eqn = self._eqns[j]
             outs = [Var(v.aval) for v in eqn.outvars]
@@ -330,38 +428,20 @@ class _Order:
                 self._needed.setdefault(self._maker[v], self._length)
 
 
-def is_heavy(eqn: JaxprEqn) -> bool:
-    """Whether an equation is one kernel or several that take their time."""
-    return eqn.primitive.name not in _LIGHT
+def _known_late(turn, value):
+    """The turn of a loop, which is never negative, so that it depends on a value as well.
+
+    No barrier: XLA evaluates the places of slices itself, and cannot evaluate a barrier.
+    """
+    element = lax.slice(value, [0] * value.ndim, [1] * value.ndim).reshape(())
+    odd = element != element if jnp.issubdtype(value.dtype, jnp.floating) else element.astype(bool)
+    return jnp.maximum(turn, -odd.astype(turn.dtype))
 
 
-def _units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
-    """The equations whose results are stored: those that are not cheap, and what they and the caller read."""
-    stored = set(outs)
-    for eqn in eqns:
-        if is_heavy(eqn) or _compat.transfer_in(eqn):
-            stored.update(_variables(eqn))
-    units, made = set(), set()
-    for i, eqn in enumerate(eqns):
-        is_view = eqn.primitive.name in _VIEWS and made.isdisjoint(_variables(eqn))
-        if is_view and outs.isdisjoint(eqn.outvars):
-            continue
-        made.update(eqn.outvars)
-        if eqn.primitive.name not in _CHEAP or not stored.isdisjoint(eqn.outvars):
-            units.add(i)
-    return units
-
-
-def _variables(eqn: JaxprEqn) -> list[Var]:
-    return [v for v in eqn.invars if isinstance(v, Var)]
-
-
-def dependents(eqns: Sequence[JaxprEqn], of: set[Var]) -> list[bool]:
-    """For each equation, whether it depends on any of the variables."""
-    found, out = set(of), []
-    for eqn in eqns:
-        depends = any(v in found for v in _variables(eqn))
-        out.append(depends)
-        if depends:
-            found.update(eqn.outvars)
-    return out
+def _write_an_element(first: int, step: int, stack, value, turn):
+    """Writes the first element of a value into a row of a stack on the host."""
+    element = lax.slice(value, [0] * value.ndim, [1] * value.ndim)
+    element = element.reshape([1] * stack.ndim).astype(stack.dtype)
+    on_host = jax.device_put(element, jax.memory.Space.Host)
+    start = [first + step * turn] + [0] * (stack.ndim - 1)
+    return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)

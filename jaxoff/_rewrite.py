@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
-from jaxoff._inline import Renamed, inlined, now
-from jaxoff._order import LARGE_NBYTES, Straight, dependents, ordered
+from jaxoff._inline import Renamed, called, inlined, now
+from jaxoff._loops import Loop, handed, written_out
+from jaxoff._order import LARGE_NBYTES, Straight, ordered
 from jaxoff._scan import PLAIN_SCOPE
+from jaxoff._units import dependents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,19 +30,23 @@ class Rewritten:
     flat: bool
 
 
-def rewrite(closed: ClosedJaxpr, device: Device, large_nbytes: int = LARGE_NBYTES) -> Rewritten:
+def rewrite(
+    closed: ClosedJaxpr, device: Device, large_nbytes: int = LARGE_NBYTES, *, one_device: bool = True
+) -> Rewritten:
     """Orders the bodies of all scans that move residuals, and what moves residuals outside of them.
 
     Args:
       closed: a program that nothing differentiates any more.
       device: speeds of what it will run on.
       large_nbytes: from how many bytes on a value has a place in the order.
+      one_device: whether nothing in the program is spread over devices by the compiler.
 
     Returns:
       A program of the same arguments, results and effects.
     """
-    rewriter = _Rewriter(device, large_nbytes)
-    jaxpr = _compat.with_equations(closed.jaxpr, rewriter.loop)
+    rewriter = _Rewriter(device, large_nbytes, one_device)
+    jaxpr = _compat.with_jaxprs(closed.jaxpr, _with_loops_together)
+    jaxpr = _compat.with_jaxprs(jaxpr, rewriter.loops)
     flat = "H2D" in _transfers(jaxpr)
     if flat and not jaxpr.effects:
         jaxpr = rewriter.flat(jaxpr)
@@ -47,28 +54,42 @@ def rewrite(closed: ClosedJaxpr, device: Device, large_nbytes: int = LARGE_NBYTE
 
 
 class _Rewriter:
-    def __init__(self, device: Device, large_nbytes: int):
-        self._device, self._large_nbytes = device, large_nbytes
+    def __init__(self, device: Device, large_nbytes: int, one_device: bool):
+        self._device, self._large_nbytes, self._one_device = device, large_nbytes, one_device
         self.scanned = 0
 
-    def loop(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Orders the body of a scan that moves residuals; other equations stay as they are."""
-        layout = _compat.scan_in(eqn)
-        if layout is None or PLAIN_SCOPE in str(eqn.source_info.name_stack):
-            return eqn
-        body = eqn.params["jaxpr"].jaxpr
-        moved = _transfers(body)
-        if not moved:
-            return eqn
-        self.scanned += "H2D" in moved
-        if body.effects:
-            return eqn
-        carry = body.invars[layout.num_consts : layout.num_consts + layout.num_carry]
+    def loops(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Writes out the scans that move residuals; other equations stay as they are."""
+        moving = [eqn for eqn in jaxpr.eqns if _moves(eqn)]
+        loops = {i: loop for i, eqn in enumerate(jaxpr.eqns) if _moves(eqn) and (loop := Loop.of(eqn))}
+        self.scanned += sum("H2D" in _transfers(eqn.params["jaxpr"].jaxpr) for eqn in moving)
+        if not loops:
+            return jaxpr
+        # Where the compiler divides values between devices, to take one element would need communication.
+        whole = {
+            i: loop
+            for i, loop in loops.items()
+            if (self._one_device if (manual := _compat.is_manual(loop.eqn)) is None else manual)
+        }
+        stacks = list(handed(whole, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes))
         renamed: Renamed = {}
-        eqns = list(inlined(body.eqns, renamed))
-        ordered_body = self._ordered(body, eqns, renamed, dependents(eqns, set(carry)), holds_copies=False)
-        closed = eqn.params["jaxpr"].replace(jaxpr=ordered_body)
-        return eqn.replace(params={**eqn.params, "jaxpr": closed})
+        lasts: dict[tuple[int, int], Any] = {}
+        eqns = []
+        for i, eqn in enumerate(jaxpr.eqns):
+            operands = [now(renamed, v) for v in eqn.invars]
+            if i not in loops:
+                eqns.append(eqn.replace(invars=operands))
+                continue
+            sends = {stack.ys: stack for stack in stacks if stack.writer == i}
+            takes = {stack.xs: stack for stack in stacks if stack.reader == i}
+            firsts = {k: lasts[stack.writer, stack.ys] for k, stack in takes.items() if stack.ahead}
+            new, results, last = written_out(
+                loops[i], operands, sends, takes, firsts, self._device, self._large_nbytes
+            )
+            eqns += new
+            renamed.update(zip(eqn.outvars, results, strict=True))
+            lasts |= {(i, k): value for k, value in last.items()}
+        return jaxpr.replace(eqns=eqns, outvars=[now(renamed, v) for v in jaxpr.outvars])
 
     def flat(self, jaxpr: Jaxpr) -> Jaxpr:
         """Orders a program whose layers are not in a loop.
@@ -93,7 +114,32 @@ class _Rewriter:
         outs = [now(renamed, v) for v in jaxpr.outvars]
         results = frozenset(v for v in outs if isinstance(v, Var))
         program = Straight(tuple(eqns), results, tuple(in_order), holds_copies)
-        return jaxpr.replace(eqns=ordered(program, self._device, self._large_nbytes), outvars=outs)
+        eqns = ordered(program, self._device, self._large_nbytes).eqns
+        return jaxpr.replace(eqns=eqns, outvars=outs)
+
+
+def _with_loops_together(jaxpr: Jaxpr) -> Jaxpr:
+    """Puts the equations of calls that hold a loop which moves residuals in their place.
+
+    So that a loop which writes a stack and the one which reads it back stand side by side.
+    """
+    renamed: Renamed = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        call = _compat.inlinable_call(eqn)
+        if call is not None and not call.checkpoint and any(map(_moves, call.jaxpr.eqns)):
+            body, results = called(call.jaxpr, [now(renamed, v) for v in eqn.invars], like=eqn)
+            eqns += body
+            renamed.update(zip(eqn.outvars, results, strict=True))
+        else:
+            eqns.append(eqn.replace(invars=[now(renamed, v) for v in eqn.invars]))
+    return jaxpr.replace(eqns=eqns, outvars=[now(renamed, v) for v in jaxpr.outvars])
+
+
+def _moves(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a scan that moves residuals, and not one that is left to XLA."""
+    plain = PLAIN_SCOPE in str(eqn.source_info.name_stack)
+    return _compat.scan_in(eqn) is not None and not plain and bool(_transfers(eqn.params["jaxpr"].jaxpr))
 
 
 def _transfers(jaxpr: Jaxpr) -> set[str]:

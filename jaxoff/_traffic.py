@@ -10,7 +10,7 @@ from jaxoff._compat import Jaxpr
 from jaxoff._cost import Device
 from jaxoff._finding import Finding
 from jaxoff._inline import inlined
-from jaxoff._order import is_heavy
+from jaxoff._units import is_heavy
 
 # Waits shorter than this in a whole step are below what the estimates can tell.
 _NEGLIGIBLE_MS = 1.0

@@ -13,13 +13,14 @@ import jaxoff
 from jaxoff import _compat
 from jaxoff._cost import H200, Device
 from jaxoff._inline import inlined
-from jaxoff._order import is_heavy
 from jaxoff._rewrite import rewrite
+from jaxoff._units import is_heavy
 from tests.jaxoff.matrix import assert_close, assert_equal, inputs
 from tests.jaxoff.test_random_programs import ARGS, SIMPLE, TRANSFORMS, policies, programs, random_loss
 
 LAYERS, ROWS, WIDTH, HIDDEN = 5, 16, 8, 32
 BOTH = jaxoff.policy(offload=["x_in", "act"])
+LOOP_BODIES = ("jaxpr", "body_jaxpr")  # of a scan, and of a while loop
 
 
 def layer(x, w):
@@ -57,13 +58,14 @@ def deep(jaxpr):
 
 
 def copies(jaxpr):
+    """All copies but those of single elements, which only hold others back."""
     found = [(kind, eqn.outvars[0].aval.shape) for eqn in deep(jaxpr) if (kind := _compat.transfer_in(eqn))]
-    return sorted(found)
+    return sorted((kind, shape) for kind, shape in found if math.prod(shape) > 1)
 
 
 def bodies(closed):
     """The straight-line programs in which residuals come back, their calls inlined."""
-    loops = (eqn.params["jaxpr"].jaxpr for eqn in closed.jaxpr.eqns if _compat.scan_in(eqn))
+    loops = [eqn.params[key].jaxpr for eqn in closed.jaxpr.eqns for key in eqn.params if key in LOOP_BODIES]
     for jaxpr in (*loops, closed.jaxpr):
         eqns = list(inlined(jaxpr.eqns, {}))
         if any(_compat.transfer_in(eqn) == "H2D" for eqn in eqns):

@@ -1,0 +1,279 @@
+"""Scans written out as while loops, so that what enters and leaves their bodies has a place in the order.
+
+`jax.lax.scan` slices its operands before a turn and writes its results into their stacks after it. Written
+out:
+
+- gradients go into their stacks as soon as they are made, and leave their memory;
+- a stack of residuals on the host gets a spare row, through which a reload can wait for its time (see
+  `jaxoff._order`);
+- a reload that could not be in time starts in the turn before, into the memory of the one before. For the
+  first turn of the backward loop, the last turn of the forward loop leaves that residual on the device.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxoff import _compat
+from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
+from jaxoff._cost import Device
+from jaxoff._inline import Renamed, inlined, now, traced
+from jaxoff._order import Spare, Straight, ordered, too_late
+from jaxoff._units import dependents
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A scan that moves residuals.
+
+    Attributes:
+      eqn: the scan.
+      layout: how its operands and results divide.
+      body: its body, calls inlined.
+    """
+
+    eqn: JaxprEqn
+    layout: ScanLayout
+    body: Jaxpr
+
+    @staticmethod
+    def of(eqn: JaxprEqn) -> Loop | None:
+        """The scan in an equation, or None where it cannot be written out."""
+        layout = _compat.scan_in(eqn)
+        if layout is None or layout.unroll not in (1, False) or eqn.params["jaxpr"].consts:
+            return None
+        body = eqn.params["jaxpr"].jaxpr
+        renamed: Renamed = {}
+        eqns = list(inlined(body.eqns, renamed))
+        if body.effects:
+            return None
+        return Loop(eqn, layout, body.replace(eqns=eqns, outvars=[now(renamed, v) for v in body.outvars]))
+
+    @property
+    def step(self) -> int:
+        return -1 if self.eqn.params["reverse"] else 1
+
+    @property
+    def first(self) -> int:
+        """The index of the first turn."""
+        return self.layout.length - 1 if self.step < 0 else 0
+
+    def divided(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Constants, carry and xs."""
+        first, last = self.layout.num_consts, self.layout.num_consts + self.layout.num_carry
+        return operands[:first], operands[first:last], operands[last:]
+
+    def copies(self, kind: str) -> dict[Any, JaxprEqn]:
+        """The copies in the body, by operand if they come from the host, by result if they go there."""
+        found = [eqn for eqn in self.body.eqns if _compat.transfer_in(eqn) == kind]
+        return {(eqn.invars[0] if kind == "H2D" else eqn.outvars[0]): eqn for eqn in found}
+
+    def reloads(self) -> dict[int, JaxprEqn]:
+        """By number of the xs, the copy from the host that alone reads it."""
+        reads = collections.Counter(v for eqn in self.body.eqns for v in eqn.invars if isinstance(v, Var))
+        reads.update(v for v in self.body.outvars if isinstance(v, Var))
+        copies, (_, _, xs) = self.copies("H2D"), self.divided(self.body.invars)
+        return {k: copies[x] for k, x in enumerate(xs) if x in copies and reads[x] == 1}
+
+    def straight(self) -> Straight:
+        """The body, to be put in order."""
+        _, carry, _ = self.divided(self.body.invars)
+        results = frozenset(v for v in self.body.outvars if isinstance(v, Var))
+        in_order = dependents(self.body.eqns, set(carry))
+        return Straight(tuple(self.body.eqns), results, tuple(in_order), holds_copies=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Handed:
+    """A stack on the host that one loop writes and another reads backwards.
+
+    Attributes:
+      writer, reader: numbers of the two equations.
+      ys, xs: which of the stacks of each it is.
+      ahead: whether the reader copies back the value of the turn after.
+      offset: the rows in front of the first layer's; there is a spare one in front or at the end.
+    """
+
+    writer: int
+    ys: int
+    reader: int
+    xs: int
+    ahead: bool
+    offset: int
+
+
+def handed(
+    loops: Mapping[int, Loop], eqns: list[JaxprEqn], outvars: Iterable[Any], device: Device, large_nbytes: int
+) -> Iterator[Handed]:
+    """The stacks that pass from loop to loop and that nothing else reads."""
+    uses = collections.Counter(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
+    uses.update(v for v in outvars if isinstance(v, Var))
+    written = {
+        v: (i, k)
+        for i, loop in loops.items()
+        for k, v in enumerate(loop.eqn.outvars[loop.layout.num_carry :])
+        if loop.body.outvars[loop.layout.num_carry + k] in loop.copies("D2H")
+    }
+    for i, loop in loops.items():
+        reloads = loop.reloads()
+        late = too_late(loop.straight(), device, large_nbytes) if reloads else []
+        for k, v in enumerate(loop.divided(loop.eqn.invars)[2]):
+            if k not in reloads or v not in written or uses[v] != 1:
+                continue
+            writer, ys = written[v]
+            if loops[writer].step == loop.step or loops[writer].layout.length != loop.layout.length:
+                continue
+            ahead = reloads[k].outvars[0] in late
+            # Ahead, the row after the last turn's is read; else the one before the first turn's is written.
+            in_front = (loop.step < 0) == ahead
+            yield Handed(writer, ys, i, k, ahead, int(in_front))
+
+
+def written_out(
+    loop: Loop,
+    operands: list[Any],
+    sends: Mapping[int, Handed],
+    takes: Mapping[int, Handed],
+    firsts: Mapping[int, Any],
+    device: Device,
+    large_nbytes: int,
+) -> tuple[list[JaxprEqn], list[Any], dict[int, Any]]:
+    """A scan as a while loop with an ordered body.
+
+    Args:
+      loop: the scan.
+      operands: of the scan; stacks that it takes from another loop have a spare row.
+      sends: by number of the ys, stacks that another loop takes.
+      takes: by number of the xs, stacks that it takes from another loop.
+      firsts: by number of the xs, the values of the first turn for what is copied back ahead.
+      device: speeds, to estimate when copies arrive.
+      large_nbytes: as for `jaxoff._order.ordered`.
+
+    Returns:
+      Equations, the results of the scan, and by number of the ys the last turn's value on the device, for
+      stacks that are copied back ahead.
+    """
+    turn = _Turn(loop, sends, takes)
+    consts, carry, xs = loop.divided(operands)
+    values = [*consts, *xs, *carry, *(firsts[k] for k in turn.ahead)]
+    counts = len(consts) + len(xs), len(carry)
+
+    def run(*values):
+        fixed, carry = values[: counts[0]], values[counts[0] : sum(counts)]
+        stacks = [_compat.empty(v.aval, rows) for v, rows in turn.ys()]
+        lasts = [_compat.empty(v.aval, None) for v in turn.lasts]
+        taken = [fixed[len(consts) + k] for k in takes]
+        state = jnp.int32(0), *carry, *stacks, *lasts, *taken, *values[sum(counts) :]
+        body = turn.ordered([jax.typeof(v) for v in (*fixed, *state)], len(fixed), device, large_nbytes)
+        return lax.while_loop(
+            lambda state: state[0] < loop.layout.length,
+            lambda state: tuple(_compat.jaxpr_as_fun(body)(*fixed, *state)),
+            state,
+        )
+
+    eqns, (_, *results) = traced(run, values, like=loop.eqn)
+    count = len(loop.eqn.outvars)
+    return eqns, results[:count], dict(zip(turn.leaves, results[count:], strict=False))
+
+
+class _Turn:
+    """One turn of a loop that is written out.
+
+    Its state: the turn's number, the carry, stacks of ys, the last values of `leaves`, stacks of `takes`, and
+    the values that arrived for `ahead`.
+    """
+
+    def __init__(self, loop: Loop, sends: Mapping[int, Handed], takes: Mapping[int, Handed]):
+        self._loop, self._sends, self._takes = loop, sends, takes
+        self.ahead = [k for k, stack in takes.items() if stack.ahead]
+        self.leaves = [k for k, stack in sends.items() if stack.ahead]
+        self._ys = loop.body.outvars[loop.layout.num_carry :]
+        sent = loop.copies("D2H")
+        self.lasts: list[Any] = [sent[self._ys[k]].invars[0] for k in self.leaves]
+
+    def ys(self) -> list[tuple[Any, int]]:
+        """What each stack holds, and its rows."""
+        return [(v, self._loop.layout.length + (k in self._sends)) for k, v in enumerate(self._ys)]
+
+    def ordered(self, avals: list[Any], fixed: int, device: Device, large_nbytes: int) -> ClosedJaxpr:
+        """The program of a turn, in order: what all turns read and the state, to the next state."""
+        loop, closed = self._loop, _compat.trace_like(self._loop.eqn, self._run, avals)
+        jaxpr, renamed = closed.jaxpr, {}
+        eqns = list(inlined(jaxpr.eqns, renamed))
+        outs = [now(renamed, v) for v in jaxpr.outvars]
+        state, carry = jaxpr.invars[fixed:], loop.layout.num_carry
+        after = 1 + carry + len(self._ys) + len(self.lasts)
+        stacks, arrived = state[after : after + len(self._takes)], len(self.ahead)
+        spare = {
+            v: Spare(stack.offset + loop.first - (0 if stack.ahead else loop.step), loop.step)
+            for v, stack in zip(stacks, self._takes.values(), strict=True)
+        }
+        follows = dict(zip(outs[len(outs) - arrived :], state[len(state) - arrived :], strict=True))
+        straight = Straight(
+            tuple(eqns),
+            frozenset(v for v in outs if isinstance(v, Var)),
+            tuple(dependents(eqns, set(state[1 : 1 + carry]))),
+            holds_copies=False,
+            turn=state[0],
+            spare=spare,
+            follows=follows,
+        )
+        order = ordered(straight, device, large_nbytes)
+        outs = [now(order.stacks, v) for v in outs]
+        return closed.replace(jaxpr=jaxpr.replace(eqns=order.eqns, outvars=outs))
+
+    def _run(self, *values):
+        loop = self._loop
+        consts, rest = values[: loop.layout.num_consts], values[loop.layout.num_consts :]
+        count = len(loop.divided(loop.eqn.invars)[2])
+        xs, (turn, *state) = list(rest[:count]), rest[count:]
+        carry, state = state[: loop.layout.num_carry], state[loop.layout.num_carry :]
+        stacks, state = state[: len(self._ys)], state[len(self._ys) + len(self.lasts) :]
+        taken, arrived = dict(zip(self._takes, state, strict=False)), state[len(self._takes) :]
+        index = loop.first + loop.step * turn
+
+        def row(k):
+            offset = self._takes[k].offset if k in self._takes else 0
+            return _row(taken.get(k, xs[k]), index + offset)
+
+        body = _with_arrived(loop, self.ahead, self.lasts)
+        inputs = [arrived[self.ahead.index(k)] if k in self.ahead else row(k) for k in range(count)]
+        out = _compat.jaxpr_as_fun(body)(*consts, *carry, *inputs)
+        results = len(loop.body.outvars)
+        carry, ys, lasts = out[: loop.layout.num_carry], out[loop.layout.num_carry : results], out[results:]
+        stacks = [
+            _with_row(stack, y, index + (self._sends[k].offset if k in self._sends else 0))
+            for k, (stack, y) in enumerate(zip(stacks, ys, strict=True))
+        ]
+        following = [
+            jax.device_put(_row(taken[k], index + loop.step + self._takes[k].offset), jax.memory.Space.Device)
+            for k in self.ahead
+        ]
+        return turn + 1, *carry, *stacks, *lasts, *taken.values(), *following
+
+
+def _with_arrived(loop: Loop, ahead: list[int], lasts: list[Any]) -> ClosedJaxpr:
+    """The body, given some xs on the device, which also returns some values."""
+    body, reloads = loop.body, loop.reloads()
+    consts, carry, xs = loop.divided(body.invars)
+    for k in ahead:
+        xs[k] = reloads[k].outvars[0]
+    gone = [reloads[k] for k in ahead]
+    eqns = [eqn for eqn in body.eqns if not any(eqn is other for other in gone)]
+    jaxpr = body.replace(invars=[*consts, *carry, *xs], eqns=eqns, outvars=[*body.outvars, *lasts])
+    return loop.eqn.params["jaxpr"].replace(jaxpr=jaxpr)
+
+
+def _row(stack, index):
+    return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False, allow_negative_indices=False)
+
+
+def _with_row(stack, value, index):
+    return lax.dynamic_update_index_in_dim(stack, value, index, 0, allow_negative_indices=False)

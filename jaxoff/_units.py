@@ -1,0 +1,74 @@
+"""Which equations of a program are kernels, and which XLA computes within those that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxoff import _compat
+from jaxoff._compat import JaxprEqn, Var
+
+# Equations that XLA computes again wherever they are read, within the kernel that reads them.
+_CHEAP_NAMES = """
+abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type copy cos cosh
+div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p
+logistic lt max min mul name ne neg not optimization_barrier or pow pvary reduce_precision rem reshape round
+rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
+"""
+# Of an argument, a layer's weights for one, these are read in place, or copied just before they are read.
+_VIEW_NAMES = """
+convert_element_type dynamic_slice expand_dims name optimization_barrier pvary reduce_precision reshape slice
+split squeeze transpose
+"""
+# Kernels that only move or sum up what they read: no reason to hold anything else back.
+_MOVING_NAMES = """
+argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather
+pad random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or reduce_prod
+reduce_sum rev scatter scatter-add scatter_add sort top_k
+"""
+_CHEAP = frozenset(_CHEAP_NAMES.split())
+_VIEWS = frozenset(_VIEW_NAMES.split())
+_LIGHT = _CHEAP | frozenset(_MOVING_NAMES.split())
+
+
+def is_heavy(eqn: JaxprEqn) -> bool:
+    """Whether an equation is one kernel or several that take their time."""
+    return eqn.primitive.name not in _LIGHT
+
+
+def units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
+    """The equations whose results are stored: those that are not cheap, and what they and the caller read."""
+    stored = set(outs)
+    for eqn in eqns:
+        if is_heavy(eqn) or _compat.transfer_in(eqn):
+            stored.update(variables(eqn))
+    found, made = set(), set()
+    for i, eqn in enumerate(eqns):
+        is_view = eqn.primitive.name in _VIEWS and made.isdisjoint(variables(eqn))
+        if is_view and outs.isdisjoint(eqn.outvars):
+            continue
+        # What a slice starts at, a scalar, does not count.
+        made.update(v for v in eqn.outvars if _compat.shape_of(v.aval))
+        if eqn.primitive.name not in _CHEAP or not stored.isdisjoint(eqn.outvars):
+            found.add(i)
+    return found
+
+
+def variables(eqn: JaxprEqn) -> list[Var]:
+    return [v for v in eqn.invars if isinstance(v, Var)]
+
+
+def dependents(eqns: Sequence[JaxprEqn], of: set[Var]) -> list[bool]:
+    """For each equation, whether it depends on any of the variables."""
+    found, out = set(of), []
+    for eqn in eqns:
+        depends = any(v in found for v in variables(eqn))
+        out.append(depends)
+        if depends:
+            found.update(eqn.outvars)
+    return out
+
+
+def new_nbytes(eqn: JaxprEqn) -> int:
+    """Bytes of new memory for the results of a light equation; an update in place takes none."""
+    in_place = eqn.primitive.name == "dynamic_update_slice"
+    return 0 if in_place else sum(_compat.nbytes(v.aval) for v in eqn.outvars)

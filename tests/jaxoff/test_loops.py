@@ -1,0 +1,178 @@
+"""Scans written out as while loops: stacks with a spare row, reloads with a time, residuals handed over."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxoff
+from jaxoff import _compat
+from jaxoff._cost import Device
+from jaxoff._rewrite import rewrite
+from jaxoff._units import is_heavy
+from tests.jaxoff.matrix import assert_equal
+from tests.jaxoff.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, deep, layer
+
+# Copies that are never in time, copies that take none, and copies of about a product's length.
+SLOW = Device(flops=1e9, memory_gbps=1.0, d2h_gbps=1e-6, h2d_gbps=1e-6)
+INSTANT = Device(flops=1e9, memory_gbps=1.0, d2h_gbps=math.inf, h2d_gbps=math.inf)
+EVEN = Device(flops=1e9, memory_gbps=1.0, d2h_gbps=0.2, h2d_gbps=0.2)
+
+
+def loss(w, x, reverse=False):
+    return jnp.sum(jaxoff.scan(layer, x, w, policy=BOTH, reverse=reverse)[0])
+
+
+def program_of(fun, *args, device=SLOW, one_device=True):
+    return rewrite(jax.make_jaxpr(fun)(*args), device, large_nbytes=1, one_device=one_device).jaxpr
+
+
+def loops(closed):
+    """The bodies of the while loops, the forward one first."""
+    return [eqn.params["body_jaxpr"].jaxpr for eqn in closed.jaxpr.eqns if eqn.primitive.name == "while"]
+
+
+def rows_of_host_stacks(closed):
+    avals = [v.aval for eqn in closed.jaxpr.eqns for v in eqn.outvars if eqn.primitive.name == "while"]
+    return sorted({aval.shape for aval in avals if _compat.is_host(aval)})
+
+
+def reloads(jaxpr):
+    return [eqn for eqn in jaxpr.eqns if _compat.transfer_in(eqn) == "H2D"]
+
+
+def variable(atom):
+    return atom if isinstance(atom, _compat.Var) else None
+
+
+def behind(jaxpr, variables):
+    """All equations that some variables depend on."""
+    maker, found, todo = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}, {}, list(variables)
+    while todo:
+        eqn = maker.get(todo.pop())
+        if eqn is not None and id(eqn) not in found:
+            found[id(eqn)] = eqn
+            todo += [v for v in eqn.invars if isinstance(v, _compat.Var)]
+    return list(found.values())
+
+
+@pytest.mark.parametrize("device", [SLOW, INSTANT, EVEN], ids=["slow", "instant", "even"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_results_keep_their_bits(device, reverse):
+    args = arguments()
+    step = jax.value_and_grad(lambda w, x: loss(w, x, reverse), (0, 1))
+    got = jax.jit(_compat.jaxpr_as_fun(program_of(step, *args, device=device)))(*jax.tree.leaves(args))
+    assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
+
+
+def test_what_would_be_late_is_fetched_a_turn_ahead():
+    """The forward loop hands over what the backward loop's first turn needs: nothing is fetched twice."""
+    program = program_of(jax.grad(loss), *arguments())
+    forward, back = loops(program)
+    assert [v.aval.shape for v in forward.outvars[-2:]] == [(ROWS, WIDTH), (ROWS, HIDDEN)]
+    assert not any(map(_compat.is_host, (v.aval for v in forward.outvars[-2:])))
+    assert len(reloads(back)) == 2
+    assert {eqn.outvars[0] for eqn in reloads(back)} == set(back.outvars[-2:])
+    assert len([eqn for eqn in deep(program.jaxpr) if _compat.transfer_in(eqn) == "H2D"]) == 2
+
+
+def test_what_is_in_time_is_fetched_in_its_own_turn():
+    _, back = loops(program_of(jax.grad(loss), *arguments(), device=INSTANT))
+    fetched = {eqn.outvars[0] for eqn in reloads(back)}
+    assert len(fetched) == 2
+    assert fetched.isdisjoint(back.outvars)
+
+
+def test_a_reload_ahead_waits_for_the_last_reader_of_what_it_replaces():
+    _, back = loops(program_of(jax.grad(loss), *arguments()))
+    by_result = {eqn.outvars[0]: eqn for eqn in reloads(back)}
+    for fetched, arrived in zip(back.outvars[-2:], back.invars[-2:], strict=True):
+        eqn = by_result[fetched]
+        before = {id(e) for e in behind(back, eqn.invars)}
+        held = {v for e in back.eqns if e.primitive.name == "optimization_barrier" for v in e.outvars}
+        held = {v for v in held if arrived in behind(back, [v])[0].invars} | {arrived}
+        readers = [e for e in back.eqns if is_heavy(e) and not held.isdisjoint(map(variable, e.invars))]
+        assert readers
+        assert all(id(e) in before for e in readers)
+
+
+def test_a_reload_that_would_come_early_waits_for_its_time():
+    """Which only a dependency can make it do that goes through the stack that it copies from."""
+
+    def body(x, w):
+        up, down = w
+        first = jaxoff.name(jnp.sin(x), "first")
+        y = first * first
+        for _ in range(6):
+            y = jaxoff.name(jnp.tanh(y @ up @ down), "y")
+        return y, None
+
+    def early(w, x):
+        policy = jaxoff.policy(offload=["first"], save=["y"])
+        return jnp.sum(jaxoff.scan(body, x, w, policy=policy)[0])
+
+    _, back = loops(program_of(jax.grad(early), *arguments(), device=INSTANT))
+    (reload,) = reloads(back)
+    before = behind(back, reload.invars)
+    writes = [eqn for eqn in before if eqn.primitive.name == "dynamic_update_slice"]
+    assert any(eqn.primitive.name == "dot_general" for eqn in before)
+    assert any(eqn.invars[1].aval.size == 1 for eqn in writes)
+
+
+@pytest.mark.parametrize("device", [SLOW, INSTANT], ids=["ahead", "in its turn"])
+def test_each_stack_has_one_spare_row(device):
+    program = program_of(jax.grad(loss), *arguments(), device=device)
+    assert rows_of_host_stacks(program) == [(LAYERS + 1, ROWS, WIDTH), (LAYERS + 1, ROWS, HIDDEN)]
+
+
+def test_over_several_devices_nothing_is_handed_over():
+    """One element of a value that the compiler divides would have to be fetched from where it is."""
+    program = program_of(jax.grad(loss), *arguments(), one_device=False)
+    assert rows_of_host_stacks(program) == [(LAYERS, ROWS, WIDTH), (LAYERS, ROWS, HIDDEN)]
+
+
+def test_a_stack_that_someone_else_reads_has_no_spare_row():
+    def steps(x, w):
+        x, _ = layer(x, w)
+        return x, jax.device_put(x, jax.memory.Space.Host)
+
+    def both(w, x):
+        _, stack = lax.scan(steps, x, w)
+
+        def back(g, x):
+            return g + jnp.tanh(jax.device_put(x, jax.memory.Space.Device)), None
+
+        return lax.scan(back, jnp.zeros_like(x), stack, reverse=True)[0], stack
+
+    args = arguments()
+    program = program_of(both, *args)
+    assert rows_of_host_stacks(program) == [(LAYERS, ROWS, WIDTH)]
+    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(both)(*args)))
+
+
+def test_loops_in_different_jits_are_put_together():
+    def step(w, x):
+        value, back = jax.vjp(jax.jit(loss), w, x)
+        return value, jax.jit(back)(jnp.ones_like(value))
+
+    args = arguments()
+    program = program_of(step, *args)
+    assert rows_of_host_stacks(program) == [(LAYERS + 1, ROWS, WIDTH), (LAYERS + 1, ROWS, HIDDEN)]
+    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
+
+
+def test_gradients_leave_for_their_stack_in_the_order():
+    """What comes after the gradient of a weight waits until it is written, so that its memory is free."""
+    _, back = loops(program_of(jax.grad(loss), *arguments(), device=INSTANT))
+    writes = [
+        eqn
+        for eqn in back.eqns
+        if eqn.primitive.name == "dynamic_update_slice" and not _compat.is_host(eqn.outvars[0].aval)
+    ]
+    assert len(writes) == 2
+    held = {v for eqn in back.eqns if eqn.primitive.name == "optimization_barrier" for v in eqn.invars}
+    assert any(eqn.outvars[0] in held for eqn in writes)
