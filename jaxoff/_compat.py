@@ -192,6 +192,11 @@ def with_equations(jaxpr, rewrite: Callable[[JaxprEqn], JaxprEqn]):
     return jaxpr.replace(eqns=eqns)
 
 
+def num_shards(eqn: JaxprEqn) -> int:
+    """How many devices run the jaxpr in an equation, each on a part of its arrays."""
+    return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1
+
+
 def remat3_enabled() -> bool:
     """Whether the coming rewrite of `jax.checkpoint` is switched on."""
     return bool(getattr(jax.config, "jax_remat3", False))
