@@ -25,6 +25,7 @@ from jax.extend.core import Literal as Literal
 from jax.extend.core import Var as Var
 from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.extend.core import primitives as _primitives
+from jax.interpreters.partial_eval import convert_constvars_jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
 
 name_p = _primitives.name_p
@@ -154,6 +155,11 @@ def source_line(eqn: JaxprEqn) -> str:
 def as_open(jaxpr) -> Jaxpr:
     """The jaxpr of a closed or an open one."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def constants_as_arguments(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program, which takes what it closes over before its arguments."""
+    return ClosedJaxpr(convert_constvars_jaxpr(closed.jaxpr), ())
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:

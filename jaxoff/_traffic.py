@@ -41,6 +41,11 @@ class Traffic:
         """What the compute cannot hide, in all turns."""
         return self.turns * max(0.0, self.copy_ms - self.compute_ms)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a step waits for the copies, as far as estimates can tell."""
+        return self.exposed_ms > _NEGLIGIBLE_MS
+
     def to_dict(self) -> dict[str, float | int | str]:
         return {**dataclasses.asdict(self), "exposed_ms": self.exposed_ms}
 
@@ -53,7 +58,7 @@ def traffic_of(jaxpr: Jaxpr, device: Device) -> tuple[Traffic, ...]:
 def too_slow(traffic: Iterable[Traffic]) -> Iterator[Finding]:
     """What the link cannot take while the device computes."""
     for t in traffic:
-        if t.exposed_ms > _NEGLIGIBLE_MS:
+        if t.waits:
             where = "a turn of the loop" if t.source else "the layers"
             way = "to the host" if t.part == "forward" else "back"
             yield Finding(

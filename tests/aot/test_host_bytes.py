@@ -6,7 +6,7 @@ import pytest
 
 import jaxoff
 from jaxoff._host_bytes import peak_host_nbytes
-from tests.aot.programs import BOTH, STACK_NBYTES, arguments, scanned, step
+from tests.aot.programs import BOTH, STACK_NBYTES, arguments, layer, scanned, step
 
 pytestmark = pytest.mark.aot
 
@@ -33,3 +33,14 @@ def test_the_compiled_program_takes_what_the_traced_one_is_said_to(fun, stacks, 
     needed = peak_host_nbytes(jax.make_jaxpr(fun)(*arguments()))
     taken = jaxoff.target("h200").compile(jit(fun), *arguments()).memory_analysis().host_temp_size_in_bytes
     assert needed == taken == stacks * STACK_NBYTES
+
+
+@pytest.mark.parametrize(("keep_first", "stacks"), [(True, 1), (False, 2)])
+def test_what_the_backward_pass_needs_first_is_not_in_host_memory(keep_first, stacks):
+    def loss(w, x):
+        x, _ = jaxoff.scan(layer, x, w, policy=BOTH, keep_first=keep_first)
+        return x.astype(jnp.float32).sum()
+
+    program = jaxoff.target("h200").compile(jaxoff.jit(step(loss)), *arguments())
+    assert program.memory_analysis().host_temp_size_in_bytes == stacks * STACK_NBYTES
+    assert jaxoff.explain(loss, *arguments()).host_bytes == stacks * STACK_NBYTES
