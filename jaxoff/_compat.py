@@ -27,6 +27,7 @@ from jax.extend.core import Literal as Literal
 from jax.extend.core import Var as Var
 from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.extend.core import primitives as _primitives
+from jax.interpreters.partial_eval import convert_constvars_jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
 
 name_p = _primitives.name_p
@@ -158,6 +159,11 @@ def as_open(jaxpr) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
+def constants_as_arguments(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program, which takes what it closes over before its arguments."""
+    return ClosedJaxpr(convert_constvars_jaxpr(closed.jaxpr), ())
+
+
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs in an equation's parameters, in order."""
     checkpoint = checkpoint_in(eqn)
@@ -196,6 +202,11 @@ def with_jaxprs(jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]):
         params = {key: of_value(value) for key, value in eqn.params.items()}
         eqns.append(eqn.replace(params=params))
     return rewrite(jaxpr.replace(eqns=eqns))
+
+
+def num_shards(eqn: JaxprEqn) -> int:
+    """How many devices run the jaxpr in an equation, each on a part of its arrays."""
+    return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1
 
 
 def remat3_enabled() -> bool:

@@ -14,7 +14,7 @@ from jaxoff._policy import Placement
 from jaxoff._program import Program
 from jaxoff._residuals import Residual, analyse
 from jaxoff._table import printed
-from jaxoff._traffic import Traffic, too_slow, traffic_of
+from jaxoff._traffic import Traffic, left_behind, too_slow, traffic_of
 
 PLACEMENTS: tuple[Placement, ...] = ("device", "host", "recompute")
 
@@ -125,4 +125,5 @@ def explain(
     if already_moves or not report.host_bytes:
         return report  # jax cannot differentiate the copies of a gradient in turn
     traffic = traffic_of(program.step, device)
-    return dataclasses.replace(report, findings=(*report.findings, *too_slow(traffic)), traffic=traffic)
+    late = (*too_slow(traffic), *left_behind(program.step, device))
+    return dataclasses.replace(report, findings=(*report.findings, *late), traffic=traffic)

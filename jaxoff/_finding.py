@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 
 from jaxoff import _compat
-from jaxoff._policy import Decision, Either, Policy
+from jaxoff._policy import Decision, Either, Policy, as_given
 from jaxoff._policy import decide as decide_any
 from jaxoff._program import Site
 from jaxoff._requirements import pinned_pool_bytes, release
@@ -81,6 +81,7 @@ def host_rows(analysis: Analysis) -> list[Row]:
 
 def parts(policy) -> list[Policy]:
     """The jaxoff policies in a policy."""
+    policy = as_given(policy)
     if isinstance(policy, Either):
         return [*parts(policy.first), *parts(policy.second)]
     return [policy] if isinstance(policy, Policy) else []

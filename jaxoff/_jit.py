@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxoff import _compat, _options
+from jaxoff import _compat, _options, _requirements
 from jaxoff._cost import H200, Device
+from jaxoff._host_bytes import peak_host_nbytes
 from jaxoff._rewrite import Rewritten, rewrite
 
 type Options = tuple[tuple[str, Any], ...]
@@ -47,8 +49,9 @@ def jit(
       transformation it is an inner `jax.jit` and leaves the choice to what is around it.
 
     Raises:
-      RuntimeError: at the first call, if the program moves residuals on a GPU and jaxlib is older than
-        0.11.1, which computes wrong gradients then.
+      RuntimeError: when the program is traced, at the first call or by `lower`, if it moves residuals on a
+        GPU and jaxlib is older than 0.11.1, which computes wrong gradients then; or if it needs more pinned
+        host memory at once than XLA's pool has, which XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB sets.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxoff
@@ -147,16 +150,20 @@ class Jitted:
             wanted = _options.for_program(program.scanned)
             if wanted != options:
                 raise _NeedsOptionsError(wanted)
-            self._check(program)
+            self._check(closed, program)
             results = _compat.jaxpr_as_fun(program.jaxpr)(*(leaves[i] for i in traced))
             return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
         return overlapped
 
-    def _check(self, program: Rewritten) -> None:
+    def _check(self, given: _compat.ClosedJaxpr, program: Rewritten) -> None:
+        platform = jax.default_backend()
+        # A process has one pool for its devices; whole arrays are spread over those of all processes.
+        nbytes = peak_host_nbytes(given) * jax.local_device_count() // jax.device_count()
+        _requirements.refuse_small_pool(nbytes, os.environ, platform)
         if not (program.scanned or program.flat):
             return
-        _options.refuse_wrong_jaxlib(importlib.metadata.version("jaxlib"), jax.default_backend())
+        _options.refuse_wrong_jaxlib(importlib.metadata.version("jaxlib"), platform)
         for text in _options.harms(self._given, scanned=bool(program.scanned)):
             warnings.warn(text, stacklevel=2)
 

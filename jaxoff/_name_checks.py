@@ -11,7 +11,7 @@ from jaxoff import _compat
 from jaxoff._errors import near_miss
 from jaxoff._finding import Finding, called, host_rows, parts
 from jaxoff._origins import trace_origin
-from jaxoff._policy import matches
+from jaxoff._policy import as_given, matches
 from jaxoff._program import Site, labels_of, sites_of
 from jaxoff._residuals import Analysis, Row
 
@@ -20,8 +20,8 @@ def rules_without_names(analysis: Analysis) -> Iterator[Finding]:
     """A list entry of a policy that matches no name in any checkpoint with that policy."""
     inside = analysis.program.checkpointed
     in_rules = analysis.kept.labels - labels_of(inside)
-    for policy in analysis.program.policies:
-        labels = labels_of(s for s in inside if s.policy == policy) | in_rules
+    for policy in dict.fromkeys(map(as_given, analysis.program.policies)):
+        labels = labels_of(s for s in inside if as_given(s.policy) == policy) | in_rules
         listed = (
             f"The names there are {', '.join(sorted(labels))}." if labels else "There are no names there."
         )

@@ -9,7 +9,7 @@ from jaxoff._finding import Finding, Runtime, called, decide, host_rows, parts, 
 from jaxoff._origins import Scope
 from jaxoff._policy import DOTS, KERNELS, WRONG_KIND
 from jaxoff._presets import DEFAULT_MIN_BYTES
-from jaxoff._requirements import OLDEST_JAX, POOL_VARIABLE, dotted
+from jaxoff._requirements import OLDEST_JAX, POOL_VARIABLE, dotted, pool_to_set
 from jaxoff._residuals import Analysis, site_of
 
 
@@ -147,7 +147,7 @@ def runtime_findings(analysis: Analysis, runtime: Runtime) -> Iterator[Finding]:
             "pinned-pool-too-small",
             f"The residuals need {host:,} bytes of pinned host memory, and XLA's pool ends at "
             f"{runtime.pinned_pool_bytes:,}: the step would die with RESOURCE_EXHAUSTED. Set "
-            f"{POOL_VARIABLE}={-(-host // 2**30) + 1} or more.",
+            f"{POOL_VARIABLE}={pool_to_set(host)} or more.",
         )
     if runtime.jaxlib < OLDEST_JAX:
         yield Finding(

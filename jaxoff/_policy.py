@@ -213,16 +213,66 @@ class OnDevice:
         return _compat.Saveable if isinstance(answer, _compat.Offloadable) else answer
 
 
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a policy sees of an equation: its primitive, what it reads, and the tag that it gives."""
+
+    prim: Any
+    operands: tuple[Any, ...]
+    tag: tuple[str | None, str | None] | None
+
+    @classmethod
+    def of(cls, prim, *in_avals, **params) -> Kind:
+        """The kind of the equations that a policy is asked about so."""
+        tag = Tag.of(params["name"]) if _compat.is_name(prim) else None
+        operands = tuple((tuple(aval.shape), str(aval.dtype)) for aval in in_avals if hasattr(aval, "dtype"))
+        return cls(prim, operands, None if tag is None else (tag.label, tag.mark))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepFirst:
+    """A policy of any origin that does not move what the backward pass needs first.
+
+    Attributes:
+      policy: the policy.
+      kind: of the equation that makes that value; what others of this kind make stays, too.
+    """
+
+    policy: Callable[..., Any]
+    kind: Kind
+
+    def __call__(self, prim, *in_avals, **params) -> Any:
+        answer = self.policy(prim, *in_avals, **params)
+        moves = isinstance(answer, _compat.Offloadable)
+        return _compat.Saveable if moves and self.kind == Kind.of(prim, *in_avals, **params) else answer
+
+    def decide(self, prim, *in_avals, **params) -> Decision:
+        """The placement of the output of an equation, and the rule that decided it."""
+        decision = decide(self.policy, prim, *in_avals, **params)
+        if decision.placement != "host" or self.kind != Kind.of(prim, *in_avals, **params):
+            return decision
+        return Decision("device", f"{decision.rule}, kept by keep_first", explicit=True)
+
+    def on_device(self) -> Callable[..., Any]:
+        """The saved twin: keeps all on the device."""
+        return on_device(self.policy)
+
+
+def as_given(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The policy that a user gave, under what `keep_first` made of it."""
+    return policy.policy if isinstance(policy, KeepFirst) else policy
+
+
 def on_device(policy: Callable[..., Any]) -> Callable[..., Any]:
     """The saved twin of any policy: keeps on the device exactly what it moves to the host."""
-    return policy.on_device() if isinstance(policy, (Policy, Either)) else OnDevice(policy)
+    return policy.on_device() if isinstance(policy, (Policy, Either, KeepFirst)) else OnDevice(policy)
 
 
 def decide(policy: Callable[..., Any] | None, prim, *in_avals, **params) -> Decision:
     """The placement that any policy of JAX's protocol gives the output of an equation."""
     if policy is None:
         return Decision("recompute", "jax.checkpoint without a policy")
-    if isinstance(policy, (Policy, Either)):
+    if isinstance(policy, (Policy, Either, KeepFirst)):
         return policy.decide(prim, *in_avals, **params)
     answer = policy(prim, *in_avals, **params)
     if isinstance(answer, _compat.Offloadable) and answer.dst != "pinned_host":

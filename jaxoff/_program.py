@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxoff import _compat, _marks
 from jaxoff._marks import Tag
@@ -113,6 +114,12 @@ class Program:
         with _marks.recorded_labels() as labels:
             primal = jax.make_jaxpr(flat)(*leaves)
         return cls(primal, chosen, num_aux, frozenset(labels))
+
+    def with_closure(self) -> Program:
+        """The same function of what it closes over, too, differentiated there where it is traced."""
+        traced = (isinstance(x, Tracer) and _is_inexact(x) for x in self.primal.consts)
+        primal = _compat.constants_as_arguments(self.primal)
+        return dataclasses.replace(self, primal=primal, differentiated=(*traced, *self.differentiated))
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:

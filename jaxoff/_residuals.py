@@ -110,9 +110,14 @@ class Analysis:
 def analyse(program: Program) -> Analysis:
     """Lists the residuals of a traced program."""
     kept = program.kept()
-    rows = [_kept_row(program, var, trace_origin(kept.live, var)) for var in kept.values]
-    rows.sort(key=lambda row: _made_at(row.origin))
+    rows = kept_rows(program, kept)
     return Analysis(program, kept, (*rows, *_recomputed_rows(program, rows)))
+
+
+def kept_rows(program: Program, kept: Kept) -> list[Row]:
+    """The rows of what is kept, in the order in which it is made."""
+    rows = [_kept_row(program, var, trace_origin(kept.live, var)) for var in kept.values]
+    return sorted(rows, key=lambda row: _made_at(row.origin))
 
 
 def _kept_row(program: Program, var, origin: Origin) -> Row:

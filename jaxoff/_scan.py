@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoff import _compat
+from jaxoff._cost import H200, Device
 from jaxoff._errors import near_miss
+from jaxoff._keep_first import Block, Choice, check, policy_of_last
 
 _compat.exclude_from_source_lines(__file__)
 
@@ -29,6 +31,8 @@ def scan(
     reverse: bool = False,
     strategy: Strategy = "auto",
     block: int = 1,
+    keep_first: Choice = "auto",
+    device: Device = H200,
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` over layers, each under `jax.checkpoint` with a policy.
 
@@ -45,13 +49,21 @@ def scan(
         no loop, the steps one after the other with copies ordered by barriers; "plain": a loop, left to XLA.
         "auto" takes "captured" for more than one step.
       block: how many steps one turn of the loop does; a divisor of the length.
+      keep_first: whether the residual that the backward pass needs first, the last that moves in the last
+        step of a block, stays on the device. "auto": where the step would wait for the copies back, by
+        `jaxoff.explain`'s estimate, and does not without that one. It stays in every block: the device holds
+        it as many times. If other residuals of that step have its name, shape and dtype, they stay, too; so
+        do, of un-named ones, those that the same operation makes of equal shapes. `jaxoff.explain` says what
+        stays.
+      device: speeds of the accelerator and its link, from which "auto" estimates.
 
     Returns:
       The last carry and the stacked ys.
 
     Raises:
-      ValueError: for an unknown strategy, or a block that does not divide the length.
+      ValueError: for an unknown strategy or keep_first, or a block that does not divide the length.
     """
+    check(keep_first)
     if strategy not in get_args(Strategy):
         choices = ", ".join(map(repr, get_args(Strategy)))
         raise ValueError(
@@ -62,11 +74,22 @@ def scan(
         raise ValueError(f"block must divide the number of steps, {steps}, got {block}.")
     if strategy == "auto":
         strategy = "captured" if steps > block else "ordered"
+    turns = steps // block
+    args = jax.eval_shape(lambda: (init, jax.tree.map(lambda leaf: leaf[0], xs)))
+    last = policy_of_last(Block(body, args, block, turns), policy, keep_first, device)
+    policies = [policy] * (block - 1) + [last]
     if strategy == "ordered":
-        return _unrolled(body, init, xs, steps, policy, reverse)
-    if block > 1:
-        return _blocked(body, init, xs, steps, policy, reverse, strategy, block)
-    return _loop(jax.checkpoint(body, policy=policy, prevent_cse=False), init, xs, steps, reverse, strategy)
+        return _one_by_one(_checkpointed(body, policies), init, xs, steps, reverse)
+    layers = _checkpointed(body, policies, prevent_cse=False)
+    if block == 1:
+        return _loop(layers[0], init, xs, steps, reverse, strategy)
+
+    def turn(carry, x):
+        return _one_by_one(layers, carry, x, block, reverse)
+
+    blocks = jax.tree.map(lambda leaf: leaf.reshape(turns, block, *leaf.shape[1:]), xs)
+    carry, ys = _loop(turn, init, blocks, turns, reverse, strategy)
+    return carry, jax.tree.map(lambda leaf: leaf.reshape(steps, *leaf.shape[2:]), ys)
 
 
 def layers(
@@ -75,6 +98,8 @@ def layers(
     params: Sequence[Any] | None = None,
     *,
     policy: Callable[..., Any],
+    keep_first: Choice = "auto",
+    device: Device = H200,
 ) -> Any:
     """Applies layers one after the other, each under `jax.checkpoint` with a policy.
 
@@ -86,24 +111,32 @@ def layers(
       x: what the first layer takes, a pytree of arrays.
       params: with one function, the parameters of each layer, pytrees that may differ.
       policy: a `jaxoff.policy` or any policy of `jax.checkpoint`.
+      keep_first: whether the last residual that moves in each layer stays on the device; as for
+        `jaxoff.scan`, each layer a block.
+      device: speeds of the accelerator and its link, from which "auto" estimates.
 
     Returns:
       What the last layer returns.
 
     Raises:
-      ValueError: if params are given for several functions, or missing for one.
+      ValueError: if params are given for several functions, or missing for one; for an unknown keep_first.
     """
+    check(keep_first)
     if callable(functions):
         if params is None:
             raise ValueError("One function for all layers takes (params, x): pass params, one entry a layer.")
-        layer = jax.checkpoint(functions, policy=policy)
-        for weights in params:
-            x = layer(weights, x)
-        return x
-    if params is not None:
+        calls = [(functions, (weights,)) for weights in params]
+    elif params is not None:
         raise ValueError("Several functions take x alone: params go with one function for all layers.")
-    for function in functions:
-        x = jax.checkpoint(function, policy=policy)(x)
+    else:
+        calls = [(function, ()) for function in functions]
+    known = {}  # equal layers are looked at once
+    for function, weights in calls:
+        args = *weights, x
+        key = id(function), jax.tree.structure(args), *map(jax.typeof, jax.tree.leaves(args))
+        if key not in known:
+            known[key] = policy_of_last(Block(function, args, turns=len(calls)), policy, keep_first, device)
+        x = jax.checkpoint(function, policy=known[key])(*args)
     return x
 
 
@@ -114,25 +147,17 @@ def _loop(body, init, xs, steps, reverse, strategy):
     return lax.scan(body, init, xs, steps, reverse=reverse)
 
 
-def _unrolled(body, carry, xs, steps, policy, reverse):
-    step, ys = jax.checkpoint(body, policy=policy), [None] * steps
-    for i in reversed(range(steps)) if reverse else range(steps):
-        carry, ys[i] = step(carry, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
+def _checkpointed(body, policies, prevent_cse=True):
+    """The steps of a block, each under its policy."""
+    return [jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse) for policy in policies]
+
+
+def _one_by_one(block, carry, xs, steps, reverse):
+    """Runs the steps of a block, again and again until all are done."""
+    ys = [None] * steps
+    for nth, i in enumerate(reversed(range(steps)) if reverse else range(steps)):
+        carry, ys[i] = block[nth % len(block)](carry, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
-
-
-def _blocked(body, init, xs, steps, policy, reverse, strategy, block):
-    step = jax.checkpoint(body, policy=policy, prevent_cse=False)
-
-    def turn(carry, x):
-        ys = [None] * block
-        for i in reversed(range(block)) if reverse else range(block):
-            carry, ys[i] = step(carry, jax.tree.map(lambda leaf, i=i: leaf[i], x))
-        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
-
-    blocks = jax.tree.map(lambda leaf: leaf.reshape(steps // block, block, *leaf.shape[1:]), xs)
-    carry, ys = _loop(turn, init, blocks, steps // block, reverse, strategy)
-    return carry, jax.tree.map(lambda leaf: leaf.reshape(steps, *leaf.shape[2:]), ys)
 
 
 def _length(xs, length: int | None) -> int:

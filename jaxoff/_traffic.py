@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from jaxoff import _compat
-from jaxoff._compat import Jaxpr
+from jaxoff._compat import Jaxpr, JaxprEqn
 from jaxoff._cost import Device
 from jaxoff._finding import Finding
 from jaxoff._inline import inlined
@@ -41,6 +41,11 @@ class Traffic:
         """What the compute cannot hide, in all turns."""
         return self.turns * max(0.0, self.copy_ms - self.compute_ms)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a step waits for the copies, as far as estimates can tell."""
+        return self.exposed_ms > _NEGLIGIBLE_MS
+
     def to_dict(self) -> dict[str, float | int | str]:
         return {**dataclasses.asdict(self), "exposed_ms": self.exposed_ms}
 
@@ -53,7 +58,7 @@ def traffic_of(jaxpr: Jaxpr, device: Device) -> tuple[Traffic, ...]:
 def too_slow(traffic: Iterable[Traffic]) -> Iterator[Finding]:
     """What the link cannot take while the device computes."""
     for t in traffic:
-        if t.exposed_ms > _NEGLIGIBLE_MS:
+        if t.waits:
             where = "a turn of the loop" if t.source else "the layers"
             way = "to the host" if t.part == "forward" else "back"
             yield Finding(
@@ -63,6 +68,41 @@ def too_slow(traffic: Iterable[Traffic]) -> Iterator[Finding]:
                 f"{t.exposed_ms:.1f} ms. Offload fewer or smaller values, or give a turn more work.",
                 t.source,
             )
+
+
+def left_behind(jaxpr: Jaxpr, device: Device) -> Iterator[Finding]:
+    """Copies of layers outside of loops that are more than a layer late when the forward pass ends."""
+    layers = sum(map(_compat.is_backward, inlined(jaxpr.eqns, {}, checkpoints=False)))
+    now_ms, free_ms, copies = 0.0, 0.0, []
+    for eqn in inlined(jaxpr.eqns, {}):
+        way = _compat.transfer_in(eqn)
+        if way == "H2D":
+            break
+        if way == "D2H":
+            nbytes = _compat.nbytes(eqn.outvars[0].aval)
+            free_ms = max(now_ms, free_ms) + device.d2h_ms(nbytes)
+            copies.append((free_ms, nbytes))
+        elif is_heavy(eqn):
+            now_ms += _compute_ms(eqn, device)
+    late_ms = free_ms - now_ms
+    if layers and late_ms > max(now_ms / layers, _NEGLIGIBLE_MS):
+        nbytes = sum(nbytes for ends_ms, nbytes in copies if ends_ms > now_ms)
+        yield Finding(
+            "offload-late",
+            "When the forward pass ends, the copies of layers that are not in a loop are about "
+            f"{late_ms:.1f} ms behind, more than a layer: {nbytes:,} bytes that are to be on the host are on "
+            "the device then. Offload fewer or smaller values, or use jaxoff.scan, in which the step waits "
+            "for them instead.",
+        )
+
+
+def _compute_ms(eqn: JaxprEqn, device: Device) -> float:
+    """An estimate of an equation's time, a loop's turns among them."""
+    layout = _compat.scan_in(eqn)
+    if layout is None:
+        return device.compute_ms(eqn)
+    body = inlined(_compat.as_open(eqn.params["jaxpr"]).eqns, {})
+    return layout.length * sum(_compute_ms(inner, device) for inner in body if is_heavy(inner))
 
 
 def _traffic(jaxpr: Jaxpr, device: Device, source: str, turns: int) -> Iterator[Traffic]:

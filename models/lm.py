@@ -3,7 +3,7 @@
 Shapes: B batch, S sequence, L = S + 1 tokens with the last target, D model width, V vocabulary, E experts.
 
 A model has two stacks of equal layers, the dense ones and those with experts. A stack's parameters are one
-tree with a leading axis of layers, made by `nnx.vmap` over a layer's constructor; `lax.scan` runs one layer's
+tree with a leading axis of layers, made by `nnx.vmap` over a layer's constructor; a scan runs one layer's
 program over that axis. With a policy, each layer, the head and the multi-token-prediction head is a
 `jax.checkpoint` of its own.
 """
@@ -151,15 +151,13 @@ def _scan_layers(stack: Block, x_BSD: jax.Array, policy) -> tuple[jax.Array, Any
     def layer(x, params):
         return nnx.merge(graph, params)(x)
 
-    return lax.scan(_checkpointed(layer, policy, prevent_cse=False), x_BSD, params)
+    if policy is None:
+        return lax.scan(layer, x_BSD, params)
+    return jaxoff.scan(layer, x_BSD, params, policy=policy)
 
 
-def _checkpointed(function: Callable[..., Any], policy, *, prevent_cse: bool) -> Callable[..., Any]:
-    """Wraps a function in the policy.
-
-    A scan keeps XLA from merging the recomputation with the forward pass; elsewhere `prevent_cse` must.
-    """
-    return function if policy is None else jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
+def _checkpointed(function: Callable[..., Any], policy) -> Callable[..., Any]:
+    return function if policy is None else jax.checkpoint(function, policy=policy)
 
 
 def _check_policy(policy) -> None:
@@ -245,7 +243,7 @@ def _head_loss(model: LM, norm: RMSNorm, x_BSD: jax.Array, targets_BS: jax.Array
     def loss(params, x, targets):
         return cross_entropy(_logits(*nnx.merge(graph, params), x), targets)
 
-    return _checkpointed(loss, model.policy, prevent_cse=True)(params, x_BSD, targets_BS)
+    return _checkpointed(loss, model.policy)(params, x_BSD, targets_BS)
 
 
 def _mtp_loss(model: LM, mtp: MTP, hidden_BSD: jax.Array, tokens_BL: jax.Array) -> tuple[jax.Array, Any]:
@@ -256,6 +254,6 @@ def _mtp_loss(model: LM, mtp: MTP, hidden_BSD: jax.Array, tokens_BL: jax.Array) 
 
     # Position i has seen token i, is told token i + 1, and predicts token i + 2: the last position has no
     # target and is left out.
-    run = _checkpointed(head, model.policy, prevent_cse=True)
+    run = _checkpointed(head, model.policy)
     hidden, stats = run(params, hidden_BSD[:, :-1], model.embed(tokens_BL[:, 1:-1]))
     return jnp.mean(_head_loss(model, mtp.norm, hidden, tokens_BL[:, 2:])), stats

@@ -97,11 +97,16 @@ class Program:
         """The state before the first step."""
         return jax.jit(self._init)()
 
+    @functools.cached_property
+    def step(self) -> Any:
+        """(state, tokens (A, B, S + 1)) to (state, metrics), by `jaxoff.jit`. The state is donated."""
+        return jaxoff.jit(self._step, donate_argnums=0)
+
     def compile_step(self) -> jax.stages.Compiled:
-        """Compiles (state, tokens (A, B, S + 1)) to (state, metrics). The state is donated."""
+        """Compiles `step`."""
         shape = self.microbatch_shape
         tokens = jax.ShapeDtypeStruct((self.options.accum, *shape.shape), shape.dtype)
-        return jax.jit(self._step, donate_argnums=0).lower(self.state_shapes, tokens).compile()
+        return self.step.lower(self.state_shapes, tokens).compile()
 
     def compile_held_out(self, windows: np.ndarray) -> jax.stages.Compiled:
         """Compiles (params, tokens (B, S + 1)) to the cross-entropy, for windows (K, B, S + 1)."""

@@ -1,8 +1,11 @@
 """What `explain` says of copies against compute."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import jaxoff
 from jaxoff._cost import H200
@@ -57,6 +60,38 @@ def test_what_the_link_cannot_take_is_a_finding():
     assert "forward pass, a turn of the loop copies 134 MB to the host, 26.84 ms" in finding.message
     assert report.traffic[0].exposed_ms == pytest.approx(wait)
     assert report.traffic[1].exposed_ms == 0
+
+
+def d2h(gbps):
+    return dataclasses.replace(H200, d2h_gbps=gbps)
+
+
+def late(fun, device):
+    found = [f for f in jaxoff.explain(fun, W, X, device=device).findings if f.code == "offload-late"]
+    assert len(found) <= 1
+    return found[0].message if found else None
+
+
+def test_copies_that_are_late_when_the_forward_pass_ends_are_a_finding():
+    """Of three copies of an input each, a layer apart."""
+    a_layer = NBYTES / PRODUCT_MS / 1e6  # GB/s at which a copy takes as long as a layer
+    assert late(one_by_one, H200) is None
+    assert late(one_by_one, d2h(0.8 * a_layer)) is None  # one copy is under way, less than a layer behind
+    two = late(one_by_one, d2h(0.6 * a_layer))
+    assert two is not None and f": {2 * NBYTES:,} bytes that are to be on the host are on the device" in two
+    behind = 3 * NBYTES / 5e6 - 3 * PRODUCT_MS
+    three = late(one_by_one, d2h(5))
+    assert three is not None and f"about {behind:.1f} ms behind, more than a layer: {3 * NBYTES:,}" in three
+    assert late(in_a_loop, d2h(5)) is None  # where the step waits instead
+
+
+def test_a_loop_behind_layers_gives_their_copies_time():
+    def loss(w, x):
+        x = one_by_one(w, x)
+        return lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, jnp.concatenate([w] * 10))[0]
+
+    assert late(one_by_one, d2h(5)) is not None
+    assert late(loss, d2h(5)) is None
 
 
 def test_it_stands_in_the_table_and_the_dictionary():
