@@ -159,7 +159,9 @@ class Jitted:
     def _check(self, given: _compat.ClosedJaxpr, program: Rewritten) -> None:
         platform = jax.default_backend()
         # A process has one pool for its devices; whole arrays are spread over those of all processes.
-        nbytes = peak_host_nbytes(given) * jax.local_device_count() // jax.device_count()
+        nbytes = (
+            (peak_host_nbytes(given) + program.spare_nbytes) * jax.local_device_count() // jax.device_count()
+        )
         _requirements.refuse_small_pool(nbytes, os.environ, platform)
         if not (program.scanned or program.flat):
             return

@@ -7,7 +7,8 @@ out:
 - a stack of residuals on the host gets a spare row, through which a reload can wait for its time (see
   `jaxoff._order`);
 - a reload that could not be in time starts in the turn before, into the memory of the one before. For the
-  first turn of the backward loop, the last turn of the forward loop leaves that residual on the device.
+  first turn of the backward loop, the last turn of the forward loop leaves that residual on the device;
+- what is made so late in a turn that its copy would not end with the turn is sent in the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._cost import Device
 from jaxoff._inline import Renamed, inlined, now, traced
-from jaxoff._order import Spare, Straight, ordered, too_late
+from jaxoff._order import ordered, too_late, unfinished
+from jaxoff._straight import Spare, Straight
 from jaxoff._units import dependents
 
 
@@ -72,7 +74,7 @@ class Loop:
 
     def copies(self, kind: str) -> dict[Any, JaxprEqn]:
         """The copies in the body, by operand if they come from the host, by result if they go there."""
-        found = [eqn for eqn in self.body.eqns if _compat.transfer_in(eqn) == kind]
+        found: list[Any] = [eqn for eqn in self.body.eqns if _compat.transfer_in(eqn) == kind]
         return {(eqn.invars[0] if kind == "H2D" else eqn.outvars[0]): eqn for eqn in found}
 
     def reloads(self) -> dict[int, JaxprEqn]:
@@ -81,6 +83,14 @@ class Loop:
         reads.update(v for v in self.body.outvars if isinstance(v, Var))
         copies, (_, _, xs) = self.copies("H2D"), self.divided(self.body.invars)
         return {k: copies[x] for k, x in enumerate(xs) if x in copies and reads[x] == 1}
+
+    def sends(self) -> dict[int, JaxprEqn]:
+        """By number of the ys, the copy to the host whose result it is and nothing else."""
+        reads = collections.Counter(v for eqn in self.body.eqns for v in eqn.invars if isinstance(v, Var))
+        reads.update(v for v in self.body.outvars if isinstance(v, Var))
+        copies = self.copies("D2H")
+        ys: list[Any] = self.body.outvars[self.layout.num_carry :]
+        return {k: copies[y] for k, y in enumerate(ys) if y in copies and reads[y] == 1}
 
     def straight(self) -> Straight:
         """The body, to be put in order."""
@@ -98,6 +108,8 @@ class Handed:
       writer, reader: numbers of the two equations.
       ys, xs: which of the stacks of each it is.
       ahead: whether the reader copies back the value of the turn after.
+      later: whether the writer sends the value of the turn before. Then it is `ahead`, too: the last turn's
+        value is never sent.
       offset: the rows in front of the first layer's; there is a spare one in front or at the end.
     """
 
@@ -106,6 +118,7 @@ class Handed:
     reader: int
     xs: int
     ahead: bool
+    later: bool
     offset: int
 
 
@@ -116,10 +129,12 @@ def handed(
     uses = collections.Counter(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
     uses.update(v for v in outvars if isinstance(v, Var))
     written = {
-        v: (i, k)
+        loop.eqn.outvars[loop.layout.num_carry + k]: (i, k) for i, loop in loops.items() for k in loop.sends()
+    }
+    late_sends = {
+        i: unfinished(loop.straight(), device, large_nbytes)
         for i, loop in loops.items()
-        for k, v in enumerate(loop.eqn.outvars[loop.layout.num_carry :])
-        if loop.body.outvars[loop.layout.num_carry + k] in loop.copies("D2H")
+        if any(writer == i for writer, _ in written.values())
     }
     for i, loop in loops.items():
         reloads = loop.reloads()
@@ -130,10 +145,18 @@ def handed(
             writer, ys = written[v]
             if loops[writer].step == loop.step or loops[writer].layout.length != loop.layout.length:
                 continue
-            ahead = reloads[k].outvars[0] in late
+            later = loops[writer].sends()[ys].outvars[0] in late_sends[writer]
+            ahead = later or reloads[k].outvars[0] in late
             # Ahead, the row after the last turn's is read; else the one before the first turn's is written.
             in_front = (loop.step < 0) == ahead
-            yield Handed(writer, ys, i, k, ahead, int(in_front))
+            yield Handed(writer, ys, i, k, ahead, later, int(in_front))
+
+
+def row_nbytes(loop: Loop, xs: int) -> int:
+    """Bytes of one row of a stack that a loop reads, on all devices."""
+    mesh = loop.eqn.ctx.cur_abstract_mesh
+    row = loop.divided(loop.body.invars)[2][xs].aval
+    return _compat.nbytes(row) * (1 if mesh.empty else mesh.size)
 
 
 def written_out(
@@ -195,8 +218,7 @@ class _Turn:
         self.ahead = [k for k, stack in takes.items() if stack.ahead]
         self.leaves = [k for k, stack in sends.items() if stack.ahead]
         self._ys = loop.body.outvars[loop.layout.num_carry :]
-        sent = loop.copies("D2H")
-        self.lasts: list[Any] = [sent[self._ys[k]].invars[0] for k in self.leaves]
+        self.lasts: list[Any] = [loop.sends()[k].invars[0] for k in self.leaves]
 
     def ys(self) -> list[tuple[Any, int]]:
         """What each stack holds, and its rows."""
@@ -215,6 +237,13 @@ class _Turn:
             v: Spare(stack.offset + loop.first - (0 if stack.ahead else loop.step), loop.step)
             for v, stack in zip(stacks, self._takes.values(), strict=True)
         }
+        # The stacks of ys stand behind the carry, and the values that stay on the device behind them.
+        first = 1 + carry
+        displaces = {
+            outs[first + len(self._ys) + n]: outs[first + k]
+            for n, k in enumerate(self.leaves)
+            if self._sends[k].later
+        }
         follows = dict(zip(outs[len(outs) - arrived :], state[len(state) - arrived :], strict=True))
         straight = Straight(
             tuple(eqns),
@@ -224,6 +253,7 @@ class _Turn:
             turn=state[0],
             spare=spare,
             follows=follows,
+            displaces=displaces,
         )
         order = ordered(straight, device, large_nbytes)
         outs = [now(order.stacks, v) for v in outs]
@@ -235,7 +265,8 @@ class _Turn:
         count = len(loop.divided(loop.eqn.invars)[2])
         xs, (turn, *state) = list(rest[:count]), rest[count:]
         carry, state = state[: loop.layout.num_carry], state[loop.layout.num_carry :]
-        stacks, state = state[: len(self._ys)], state[len(self._ys) + len(self.lasts) :]
+        stacks, state = state[: len(self._ys)], state[len(self._ys) :]
+        before, state = dict(zip(self.leaves, state, strict=False)), state[len(self.lasts) :]
         taken, arrived = dict(zip(self._takes, state, strict=False)), state[len(self._takes) :]
         index = loop.first + loop.step * turn
 
@@ -243,15 +274,18 @@ class _Turn:
             offset = self._takes[k].offset if k in self._takes else 0
             return _row(taken.get(k, xs[k]), index + offset)
 
-        body = _with_arrived(loop, self.ahead, self.lasts)
+        later = [k for k in self.leaves if self._sends[k].later]
+        body = _between_copies(loop, self.ahead, later, self.lasts)
         inputs = [arrived[self.ahead.index(k)] if k in self.ahead else row(k) for k in range(count)]
         out = _compat.jaxpr_as_fun(body)(*consts, *carry, *inputs)
         results = len(loop.body.outvars)
         carry, ys, lasts = out[: loop.layout.num_carry], out[loop.layout.num_carry : results], out[results:]
-        stacks = [
-            _with_row(stack, y, index + (self._sends[k].offset if k in self._sends else 0))
-            for k, (stack, y) in enumerate(zip(stacks, ys, strict=True))
-        ]
+        stacks = list(stacks)
+        for k, y in enumerate(ys):
+            at = index + (self._sends[k].offset if k in self._sends else 0)
+            if k in later:  # the first turn writes something, anything, into the spare row
+                y, at = jax.device_put(before[k], jax.memory.Space.Host), at - loop.step
+            stacks[k] = _with_row(stacks[k], y, at)
         following = [
             jax.device_put(_row(taken[k], index + loop.step + self._takes[k].offset), jax.memory.Space.Device)
             for k in self.ahead
@@ -259,15 +293,19 @@ class _Turn:
         return turn + 1, *carry, *stacks, *lasts, *taken.values(), *following
 
 
-def _with_arrived(loop: Loop, ahead: list[int], lasts: list[Any]) -> ClosedJaxpr:
-    """The body, given some xs on the device, which also returns some values."""
-    body, reloads = loop.body, loop.reloads()
+def _between_copies(loop: Loop, ahead: list[int], later: list[int], lasts: list[Any]) -> ClosedJaxpr:
+    """The body, given some xs on the device, which leaves some ys there, and also returns some values."""
+    body, reloads, sends = loop.body, loop.reloads(), loop.sends()
     consts, carry, xs = loop.divided(body.invars)
+    outs = list(body.outvars)
+    gone = [reloads[k] for k in ahead]
     for k in ahead:
         xs[k] = reloads[k].outvars[0]
-    gone = [reloads[k] for k in ahead]
+    for k in later:
+        gone.append(sends[k])
+        outs[loop.layout.num_carry + k] = sends[k].invars[0]
     eqns = [eqn for eqn in body.eqns if not any(eqn is other for other in gone)]
-    jaxpr = body.replace(invars=[*consts, *carry, *xs], eqns=eqns, outvars=[*body.outvars, *lasts])
+    jaxpr = body.replace(invars=[*consts, *carry, *xs], eqns=eqns, outvars=[*outs, *lasts])
     return loop.eqn.params["jaxpr"].replace(jaxpr=jaxpr)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._inline import Renamed, now, traced
+from jaxoff._straight import Ordered, Straight
 from jaxoff._units import is_heavy, new_nbytes, units, variables
 
 # Values of fewer bytes are not worth a place in the chain.
@@ -35,54 +36,6 @@ _LOOKAHEAD = 8
 _LEAD = 2
 # Copies are planned for this many times their estimated length.
 _SLACK = 1.5
-
-
-@dataclasses.dataclass(frozen=True)
-class Straight:
-    """A straight-line program, its calls inlined; see `jaxoff._inline`.
-
-    Attributes:
-      eqns: equations in program order.
-      outs: the results.
-      in_order: by equation, whether it keeps its place in the order. The others, which compute values again,
-        come just before their first reader.
-      holds_copies: whether the program waits for its copies to the host: without that XLA puts them off to
-        where they are read back. In the body of a loop they end with the body.
-      turn: in the body of a loop, its number. XLA has to see how an index depends on it, so no barrier may
-        stand in between.
-      spare: by stack on the host, an argument, where it may be written to.
-      follows: by copy from the host, an argument whose readers all come before it. The copy then takes that
-        argument's memory.
-    """
-
-    eqns: tuple[JaxprEqn, ...]
-    outs: frozenset[Var]
-    in_order: tuple[bool, ...]
-    holds_copies: bool
-    turn: Var | None = None
-    spare: Mapping[Var, Spare] = dataclasses.field(default_factory=dict)
-    follows: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Spare:
-    """The row of a stack that nothing reads any more, in the body of a loop: `first + step * turn`."""
-
-    first: int
-    step: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Ordered:
-    """A straight-line program in order.
-
-    Attributes:
-      eqns: its equations, with barriers between them.
-      stacks: by stack on the host that was written to, what it has become.
-    """
-
-    eqns: list[JaxprEqn]
-    stacks: Renamed
 
 
 def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> Ordered:
@@ -121,6 +74,19 @@ def too_late(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES
     return draft.too_late()
 
 
+def unfinished(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> list[Var]:
+    """The copies to the host that are still under way when the program ends, the last one first.
+
+    Args:
+      program: the body of a loop.
+      device: speeds, to estimate when copies end.
+      large_nbytes: as for `ordered`.
+    """
+    draft = _Order(program, device, large_nbytes, _Reloads())
+    draft.run()
+    return draft.unfinished()
+
+
 @dataclasses.dataclass(frozen=True)
 class _Reloads:
     """A plan for the copies from the host, by equation.
@@ -154,6 +120,7 @@ class _Order:
             self._reads[i], self._between[i] = self._trace_back(i)
             for v in self._reads[i]:
                 self._readers.setdefault(v, []).append(i)
+        self._displaced = {i: v for made, v in program.displaces.items() for i in self._makers(made)}
         self._unread = {v: len(readers) for v, readers in self._readers.items()}
         self._placed: set[int] = set()
         self._out: list[JaxprEqn] = []
@@ -164,6 +131,8 @@ class _Order:
         self._time = 0.0
         self._ends: list[float] = []  # of each place in the chain
         self._needed: dict[int, int] = {}  # by copy from the host, the place in the chain that first reads it
+        self._at: dict[Var, float] = {}  # when a value is made
+        self._made: dict[int, float] = {}  # by copy to the host, when it can start
         self._leaving: dict[Var, float] = {}  # copies to the host under way, and when they are done
         self._left: Renamed = {}  # by copy to the host, what stands for it once it is waited for
         self._stacks: Renamed = {}
@@ -194,6 +163,15 @@ class _Order:
                 between.add(j)
                 todo += variables(self._eqns[j])
         return list(reads), sorted(between)
+
+    def _makers(self, v: Var) -> Iterator[int]:
+        """The units that make a value, from the last one back to the kernel."""
+        made: Var | None = v
+        while made is not None and (i := self._maker.get(made)) is not None:
+            if i in self._units:
+                yield i
+            operands = variables(self._eqns[i])
+            made = operands[0] if len(operands) == 1 and not is_heavy(self._eqns[i]) else None
 
     def _start_reloads(self) -> None:
         """Says when copies from the host arrive; puts first what is not to start later."""
@@ -236,6 +214,20 @@ class _Order:
                 return [self._eqns[i].outvars[0] for i, _ in needed[:first]]
         return [self._eqns[i].outvars[0] for i, _ in needed]
 
+    def unfinished(self) -> list[Var]:
+        """See `unfinished`."""
+        made = sorted(self._made.items(), key=lambda item: item[1])
+        for count in range(len(made), 0, -1):
+            busy = 0.0
+            for i, time in made[:count]:
+                nbytes = _compat.nbytes(self._eqns[i].outvars[0].aval)
+                busy = max(busy, time) + _SLACK * self._device.d2h_ms(nbytes)
+            if busy <= self._time:
+                break
+        else:
+            count = 0
+        return [self._eqns[i].outvars[0] for i, _ in reversed(made[count:])]
+
     def _by_need(self) -> list[tuple[int, float]]:
         """The copies from the host and when each is needed, the first one first; results at the end."""
         times = {i: self._ends[place - 2] if place > 1 else 0.0 for i, place in self._needed.items()}
@@ -264,7 +256,8 @@ class _Order:
         todo = [i]
         while todo:
             j = todo[-1]
-            missing = {self._maker[v] for v in self._reads[j] if v in self._maker} - self._placed
+            needs = [*self._reads[j], *([self._displaced[j]] if j in self._displaced else ())]
+            missing = {self._maker[v] for v in needs if v in self._maker} - self._placed
             if missing and j not in self._placed:
                 todo += sorted(missing, reverse=True)
                 continue
@@ -283,6 +276,7 @@ class _Order:
         self._emit(i, self._behind_the_last(i))
         self._time += self._device.compute_ms(eqn) if is_heavy(eqn) else 0.0
         self._ends.append(self._time)
+        self._at |= dict.fromkeys(eqn.outvars, self._time)
 
     def _start_due_reloads(self) -> None:
         for j, start in self._plan.starts.items():
@@ -341,19 +335,23 @@ class _Order:
 
     def _behind_the_last(self, i: int) -> Renamed:
         """Ties what a unit reads to the last link of the chain; says what stands for it."""
-        reads = self._reads[i]
-        if self._last is None or not reads:
+        reads, displaced = self._reads[i], self._displaced.get(i)
+        if not reads or (self._last is None and displaced is None):
             return {}
         loose = [v for v in reads if self._level.get(v, 0) < self._length]
         tied = [v for v in loose if v in self._maker and _compat.nbytes(v.aval) >= self._large_nbytes]
         arrived = [v for v, done in self._leaving.items() if done <= self._time]
-        if not tied and (len(loose) == len(reads) or arrived):
+        if not tied and (len(loose) == len(reads) or arrived or displaced is not None):
             others = [v for v in reads if v is not self._program.turn]
             tied = sorted(others, key=lambda v: _compat.nbytes(v.aval))[:1]
         converts = self._turn_behind_the_last(i)
         if not tied:
             return converts
+        if displaced is not None:
+            tied.append(displaced)
         behind = converts | self._tied([*tied, *arrived], i)
+        if displaced is not None:
+            del behind[displaced]
         for v in arrived:
             del self._leaving[v]
             self._left[v] = behind.pop(v)
@@ -365,7 +363,7 @@ class _Order:
         Such slices are copies, which would be made at any time. Others are read in place, if XLA sees how
         their place depends on the turn.
         """
-        if self._program.turn not in self._reads[i]:
+        if self._program.turn not in self._reads[i] or self._last is None:
             return {}
         names = [
             self._eqns[j].primitive.name
@@ -380,10 +378,11 @@ class _Order:
 
     def _tied(self, values: list[Var], i: int) -> Renamed:
         operands = [now(self._left, v) for v in values]
-        outs, barrier = _compat.barrier([*operands, self._last], like=self._eqns[i])
+        last = [] if self._last is None else [self._last]
+        outs, barrier = _compat.barrier([*operands, *last], like=self._eqns[i])
         self._out.append(barrier)
         self._level |= dict.fromkeys(outs, self._length)
-        return dict(zip(values, outs[:-1], strict=True))
+        return dict(zip(values, outs, strict=False))
 
     def _stack_of(self, i: int) -> Var | None:
         """The stack with a spare row that a copy from the host reads."""
@@ -404,6 +403,8 @@ class _Order:
         self._placed.add(i)
         if _compat.transfer_in(self._eqns[i]) == "H2D":
             self._hold_back(i)
+        elif _compat.transfer_in(self._eqns[i]) == "D2H":
+            self._made[i] = max((self._at.get(v, 0.0) for v in self._reads[i]), default=0.0)
         renamed = self._left | self._stacks | behind
         for j in self._between[i]:
             eqn = self._eqns[j]

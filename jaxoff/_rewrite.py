@@ -9,9 +9,10 @@ from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._inline import Renamed, called, inlined, now
-from jaxoff._loops import Loop, handed, written_out
-from jaxoff._order import LARGE_NBYTES, Straight, ordered
+from jaxoff._loops import Loop, handed, row_nbytes, written_out
+from jaxoff._order import LARGE_NBYTES, ordered
 from jaxoff._scan import PLAIN_SCOPE
+from jaxoff._straight import Straight
 from jaxoff._units import dependents
 
 
@@ -23,11 +24,13 @@ class Rewritten:
       jaxpr: the program.
       scanned: how many loops in it move residuals.
       flat: whether it moves residuals outside of loops.
+      spare_nbytes: host memory that it takes beyond what the given program did, for spare rows of stacks.
     """
 
     jaxpr: ClosedJaxpr
     scanned: int
     flat: bool
+    spare_nbytes: int
 
 
 def rewrite(
@@ -50,13 +53,13 @@ def rewrite(
     flat = "H2D" in _transfers(jaxpr)
     if flat and not jaxpr.effects:
         jaxpr = rewriter.flat(jaxpr)
-    return Rewritten(closed.replace(jaxpr=jaxpr), rewriter.scanned, flat)
+    return Rewritten(closed.replace(jaxpr=jaxpr), rewriter.scanned, flat, rewriter.spare_nbytes)
 
 
 class _Rewriter:
     def __init__(self, device: Device, large_nbytes: int, one_device: bool):
         self._device, self._large_nbytes, self._one_device = device, large_nbytes, one_device
-        self.scanned = 0
+        self.scanned = self.spare_nbytes = 0
 
     def loops(self, jaxpr: Jaxpr) -> Jaxpr:
         """Writes out the scans that move residuals; other equations stay as they are."""
@@ -72,6 +75,7 @@ class _Rewriter:
             if (self._one_device if (manual := _compat.is_manual(loop.eqn)) is None else manual)
         }
         stacks = list(handed(whole, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes))
+        self.spare_nbytes += sum(map(row_nbytes, (loops[s.reader] for s in stacks), (s.xs for s in stacks)))
         renamed: Renamed = {}
         lasts: dict[tuple[int, int], Any] = {}
         eqns = []

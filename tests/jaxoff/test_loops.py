@@ -98,6 +98,24 @@ def test_a_reload_ahead_waits_for_the_last_reader_of_what_it_replaces():
         assert all(id(e) in before for e in readers)
 
 
+def test_what_is_made_late_is_sent_a_turn_later():
+    """From the memory that the next turn's value takes, once it is free."""
+    program = program_of(jax.grad(loss), *arguments())
+    forward, _ = loops(program)
+    sent = [eqn for eqn in forward.eqns if _compat.transfer_in(eqn) == "D2H"]
+    arrived, made = forward.invars[-2:], forward.outvars[-2:]
+    assert {eqn.invars[0] for eqn in sent} == set(arrived)
+    for before, value in zip(arrived, made, strict=True):
+        assert any(before in map(variable, eqn.invars) for eqn in behind(forward, [value]))
+
+
+def test_what_is_made_early_is_sent_in_its_turn():
+    forward, _ = loops(program_of(jax.grad(loss), *arguments(), device=INSTANT))
+    sent = [eqn for eqn in forward.eqns if _compat.transfer_in(eqn) == "D2H"]
+    assert len(sent) == 2
+    assert {eqn.invars[0] for eqn in sent}.isdisjoint(forward.invars)
+
+
 def test_a_reload_that_would_come_early_waits_for_its_time():
     """Which only a dependency can make it do that goes through the stack that it copies from."""
 
