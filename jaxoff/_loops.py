@@ -26,7 +26,7 @@ from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._cost import Device
 from jaxoff._inline import Renamed, inlined, now, traced
-from jaxoff._order import ordered, too_late, unfinished
+from jaxoff._order import estimated, ordered
 from jaxoff._straight import Spare, Straight
 from jaxoff._units import dependents
 
@@ -110,6 +110,8 @@ class Handed:
       ahead: whether the reader copies back the value of the turn after.
       later: whether the writer sends the value of the turn before. Then it is `ahead`, too: the last turn's
         value is never sent.
+      in_place: with `later`, whether a turn's value takes the memory of the one before. Otherwise the device
+        copies it there once that was sent.
       offset: the rows in front of the first layer's; there is a spare one in front or at the end.
     """
 
@@ -119,6 +121,7 @@ class Handed:
     xs: int
     ahead: bool
     later: bool
+    in_place: bool
     offset: int
 
 
@@ -132,24 +135,25 @@ def handed(
         loop.eqn.outvars[loop.layout.num_carry + k]: (i, k) for i, loop in loops.items() for k in loop.sends()
     }
     late_sends = {
-        i: unfinished(loop.straight(), device, large_nbytes)
+        i: estimated(loop.straight(), device, large_nbytes).unfinished()
         for i, loop in loops.items()
         if any(writer == i for writer, _ in written.values())
     }
     for i, loop in loops.items():
         reloads = loop.reloads()
-        late = too_late(loop.straight(), device, large_nbytes) if reloads else []
+        late = estimated(loop.straight(), device, large_nbytes).too_late() if reloads else []
         for k, v in enumerate(loop.divided(loop.eqn.invars)[2]):
             if k not in reloads or v not in written or uses[v] != 1:
                 continue
             writer, ys = written[v]
             if loops[writer].step == loop.step or loops[writer].layout.length != loop.layout.length:
                 continue
-            later = loops[writer].sends()[ys].outvars[0] in late_sends[writer]
+            sent = loops[writer].sends()[ys].outvars[0]
+            later, in_place = sent in late_sends[writer], late_sends[writer].get(sent, False)
             ahead = later or reloads[k].outvars[0] in late
             # Ahead, the row after the last turn's is read; else the one before the first turn's is written.
             in_front = (loop.step < 0) == ahead
-            yield Handed(writer, ys, i, k, ahead, later, int(in_front))
+            yield Handed(writer, ys, i, k, ahead, later, in_place, int(in_front))
 
 
 def row_nbytes(loop: Loop, xs: int) -> int:
@@ -242,7 +246,7 @@ class _Turn:
         displaces = {
             outs[first + len(self._ys) + n]: outs[first + k]
             for n, k in enumerate(self.leaves)
-            if self._sends[k].later
+            if self._sends[k].in_place
         }
         follows = dict(zip(outs[len(outs) - arrived :], state[len(state) - arrived :], strict=True))
         straight = Straight(

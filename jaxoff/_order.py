@@ -55,36 +55,17 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
     # First as if every copy were there, to see when each is needed; then with the copies in that order.
     reloads = _Reloads()
     for _ in range(2):
-        draft = _Order(program, device, large_nbytes, reloads)
+        draft = Order(program, device, large_nbytes, reloads)
         draft.run()
         reloads = draft.reloads()
-    return _Order(program, device, large_nbytes, reloads).run()
+    return Order(program, device, large_nbytes, reloads).run()
 
 
-def too_late(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> list[Var]:
-    """The copies from the host that cannot be in time if they start with the program, the most urgent first.
-
-    Args:
-      program: the body of a loop.
-      device: speeds, to estimate when copies arrive.
-      large_nbytes: as for `ordered`.
-    """
-    draft = _Order(program, device, large_nbytes, _Reloads())
-    draft.run()
-    return draft.too_late()
-
-
-def unfinished(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> list[Var]:
-    """The copies to the host that are still under way when the program ends, the last one first.
-
-    Args:
-      program: the body of a loop.
-      device: speeds, to estimate when copies end.
-      large_nbytes: as for `ordered`.
-    """
-    draft = _Order(program, device, large_nbytes, _Reloads())
-    draft.run()
-    return draft.unfinished()
+def estimated(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> Order:
+    """The body of a loop in order, as if copies took no time: says which of them are too late for that."""
+    order = Order(program, device, large_nbytes, _Reloads())
+    order.run()
+    return order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +81,7 @@ class _Reloads:
     starts: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-class _Order:
+class Order:
     """The state of an ordering.
 
     A unit is an equation whose results are stored. The rest is cheap, and is computed in the units that read
@@ -203,7 +184,7 @@ class _Order:
         return _Reloads(tuple(i for i, _ in needed if self._is_there_from_the_beginning(i)), starts)
 
     def too_late(self) -> list[Var]:
-        """See `too_late`."""
+        """The copies from the host that cannot be in time if they start with the program."""
         needed = [(i, time) for i, time in self._by_need() if self._is_there_from_the_beginning(i)]
         for first in range(len(needed)):
             busy, in_time = 0.0, True
@@ -214,19 +195,27 @@ class _Order:
                 return [self._eqns[i].outvars[0] for i, _ in needed[:first]]
         return [self._eqns[i].outvars[0] for i, _ in needed]
 
-    def unfinished(self) -> list[Var]:
-        """See `unfinished`."""
+    def unfinished(self) -> dict[Var, bool]:
+        """The copies to the host that are still under way when the program ends, by their results.
+
+        And whether all of them, if the next turn began with them, would be done before it makes the value
+        that this one copies.
+        """
         made = sorted(self._made.items(), key=lambda item: item[1])
-        for count in range(len(made), 0, -1):
+
+        def done_by(count: int) -> float:
             busy = 0.0
             for i, time in made[:count]:
-                nbytes = _compat.nbytes(self._eqns[i].outvars[0].aval)
-                busy = max(busy, time) + _SLACK * self._device.d2h_ms(nbytes)
-            if busy <= self._time:
-                break
-        else:
-            count = 0
-        return [self._eqns[i].outvars[0] for i, _ in reversed(made[count:])]
+                busy = max(busy, time) + self._send_ms(i)
+            return busy
+
+        in_time = max((n for n in range(len(made) + 1) if done_by(n) <= self._time), default=0)
+        late = made[in_time:]
+        busy = sum(self._send_ms(i) for i, _ in late)
+        return {self._eqns[i].outvars[0]: busy <= time for i, time in late}
+
+    def _send_ms(self, i: int) -> float:
+        return _SLACK * self._device.d2h_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
 
     def _by_need(self) -> list[tuple[int, float]]:
         """The copies from the host and when each is needed, the first one first; results at the end."""
@@ -421,8 +410,7 @@ class _Order:
         self._level |= dict.fromkeys(eqn.outvars, level)
         if self._program.holds_copies and _compat.transfer_in(eqn) == "D2H":
             out = eqn.outvars[0]
-            begins = max([self._time, *self._leaving.values()])
-            self._leaving[out] = begins + _SLACK * self._device.d2h_ms(_compat.nbytes(out.aval))
+            self._leaving[out] = max([self._time, *self._leaving.values()]) + self._send_ms(i)
         for v in self._reads[i]:
             self._unread[v] -= 1
             if v in self._arrives:

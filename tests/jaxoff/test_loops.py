@@ -98,15 +98,33 @@ def test_a_reload_ahead_waits_for_the_last_reader_of_what_it_replaces():
         assert all(id(e) in before for e in readers)
 
 
-def test_what_is_made_late_is_sent_a_turn_later():
-    """From the memory that the next turn's value takes, once it is free."""
-    program = program_of(jax.grad(loss), *arguments())
+def made_last(w, x):
+    """A loss whose layers end in what is offloaded."""
+
+    def body(x, w):
+        up, down = w
+        for _ in range(6):
+            x = jnp.tanh(x @ up @ down)
+        return jaxoff.name(jnp.sin(x), "last"), None
+
+    policy = jaxoff.policy(offload=["last"])
+    return jnp.sum(jaxoff.scan(lambda x, w: (body(x, w)[0] ** 2, None), x, w, policy=policy)[0])
+
+
+@pytest.mark.parametrize(("gbps", "in_place"), [(0.02, True), (1e-6, False)], ids=["in time", "late"])
+def test_what_is_made_late_is_sent_a_turn_later(gbps, in_place):
+    """And if that is done before the next value is made, that value takes its memory."""
+    device = Device(flops=1e9, memory_gbps=1.0, d2h_gbps=gbps, h2d_gbps=gbps)
+    args = arguments()
+    program = program_of(jax.value_and_grad(made_last, (0, 1)), *args, device=device)
     forward, _ = loops(program)
-    sent = [eqn for eqn in forward.eqns if _compat.transfer_in(eqn) == "D2H"]
-    arrived, made = forward.invars[-2:], forward.outvars[-2:]
-    assert {eqn.invars[0] for eqn in sent} == set(arrived)
-    for before, value in zip(arrived, made, strict=True):
-        assert any(before in map(variable, eqn.invars) for eqn in behind(forward, [value]))
+    (sent,) = [eqn for eqn in forward.eqns if _compat.transfer_in(eqn) == "D2H"]
+    arrived, made = forward.invars[-1], forward.outvars[-1]
+    assert sent.invars[0] is arrived
+    assert any(arrived in map(variable, eqn.invars) for eqn in behind(forward, [made])) == in_place
+    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    want = jax.jit(jax.value_and_grad(made_last, (0, 1)))(*args)
+    assert_equal(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
 def test_what_is_made_early_is_sent_in_its_turn():
