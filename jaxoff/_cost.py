@@ -29,6 +29,10 @@ class Device:
         nbytes = sum(_compat.nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
         return 1e3 * max(_product_flops(eqn) / self.flops, nbytes / (self.memory_gbps * 1e9))
 
+    def pass_ms(self, nbytes: int) -> float:
+        """A kernel that makes so many bytes from as many, in milliseconds."""
+        return 2 * nbytes / self.memory_gbps / 1e6
+
     def h2d_ms(self, nbytes: int) -> float:
         """A copy from the host, in milliseconds."""
         return nbytes / self.h2d_gbps / 1e6

@@ -26,7 +26,7 @@ from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._inline import Renamed, now, traced
 from jaxoff._straight import Ordered, Straight
-from jaxoff._units import is_heavy, new_nbytes, units, variables
+from jaxoff._units import is_heavy, new_nbytes, unit_ms, units, variables
 
 # Values of fewer bytes are not worth a place in the chain.
 LARGE_NBYTES = 1 << 20
@@ -34,8 +34,8 @@ LARGE_NBYTES = 1 << 20
 _LOOKAHEAD = 8
 # So many places earlier than planned may a copy start.
 _LEAD = 2
-# Copies are planned for this many times their estimated length.
-_SLACK = 1.5
+# Copies from and to the host are planned for so many times their estimated length.
+_SLACK, _SEND_SLACK = 1.5, 1.1
 
 
 def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> Ordered:
@@ -75,10 +75,12 @@ class _Reloads:
     Attributes:
       order: those of values that are on the host from the beginning, as they are needed.
       starts: the place in the chain behind which each starts.
+      apart: those that would come too late if they waited for the memory of what they follow.
     """
 
     order: tuple[int, ...] = ()
     starts: dict[int, int] = dataclasses.field(default_factory=dict)
+    apart: frozenset[int] = frozenset()
 
 
 class Order:
@@ -113,6 +115,7 @@ class Order:
         self._ends: list[float] = []  # of each place in the chain
         self._needed: dict[int, int] = {}  # by copy from the host, the place in the chain that first reads it
         self._at: dict[Var, float] = {}  # when a value is made
+        self._read_by: dict[Var, float] = {}  # when its latest reader is done
         self._made: dict[int, float] = {}  # by copy to the host, when it can start
         self._leaving: dict[Var, float] = {}  # copies to the host under way, and when they are done
         self._left: Renamed = {}  # by copy to the host, what stands for it once it is waited for
@@ -181,7 +184,11 @@ class Order:
             busy_from = min(time, busy_from) - _SLACK * self._reload_ms(i)
             # What writes the element are small kernels, which large ones may keep waiting.
             starts[i] = max(0, bisect.bisect_right(self._ends, busy_from) - _LEAD)
-        return _Reloads(tuple(i for i, _ in needed if self._is_there_from_the_beginning(i)), starts)
+        follows = {i: self._program.follows.get(self._eqns[i].outvars[0]) for i in starts}
+        read_by = {i: self._read_by.get(v, 0.0) for i, v in follows.items() if v is not None}
+        apart = {i for i, time in read_by.items() if time + _SLACK * self._reload_ms(i) > self._time}
+        order = tuple(i for i, _ in needed if self._is_there_from_the_beginning(i))
+        return _Reloads(order, starts, self._plan.apart | apart)
 
     def too_late(self) -> list[Var]:
         """The copies from the host that cannot be in time if they start with the program."""
@@ -215,7 +222,7 @@ class Order:
         return {self._eqns[i].outvars[0]: busy <= time for i, time in late}
 
     def _send_ms(self, i: int) -> float:
-        return _SLACK * self._device.d2h_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
+        return _SEND_SLACK * self._device.d2h_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
 
     def _by_need(self) -> list[tuple[int, float]]:
         """The copies from the host and when each is needed, the first one first; results at the end."""
@@ -263,9 +270,10 @@ class Order:
         if is_heavy(eqn):
             self._start_due_reloads()
         self._emit(i, self._behind_the_last(i))
-        self._time += self._device.compute_ms(eqn) if is_heavy(eqn) else 0.0
+        self._time += unit_ms(eqn, [self._eqns[j] for j in self._between[i]], self._device)
         self._ends.append(self._time)
         self._at |= dict.fromkeys(eqn.outvars, self._time)
+        self._read_by |= dict.fromkeys(self._reads[i], self._time)
 
     def _start_due_reloads(self) -> None:
         for j, start in self._plan.starts.items():
@@ -294,7 +302,7 @@ class Order:
     def _can_return(self, i: int) -> bool:
         """Whether what a copy from the host reads is on the host, and the memory for it free."""
         follows = self._program.follows.get(self._eqns[i].outvars[0])
-        waits = self._readers.get(follows, ()) if follows is not None else ()
+        waits = () if follows is None or i in self._plan.apart else self._readers.get(follows, ())
         is_there = all(v not in self._maker or v in self._left for v in self._reads[i])
         return is_there and self._placed.issuperset(waits)
 
@@ -410,7 +418,8 @@ class Order:
         self._level |= dict.fromkeys(eqn.outvars, level)
         if self._program.holds_copies and _compat.transfer_in(eqn) == "D2H":
             out = eqn.outvars[0]
-            self._leaving[out] = max([self._time, *self._leaving.values()]) + self._send_ms(i)
+            sent_ms = _SLACK * self._device.d2h_ms(_compat.nbytes(out.aval))
+            self._leaving[out] = max([self._time, *self._leaving.values()]) + sent_ms
         for v in self._reads[i]:
             self._unread[v] -= 1
             if v in self._arrives:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
+from jaxoff._cost import Device
 
 # Equations that XLA computes again wherever they are read, within the kernel that reads them.
 _CHEAP_NAMES = """
@@ -72,3 +73,13 @@ def new_nbytes(eqn: JaxprEqn) -> int:
     """Bytes of new memory for the results of a light equation; an update in place takes none."""
     in_place = eqn.primitive.name == "dynamic_update_slice"
     return 0 if in_place else sum(_compat.nbytes(v.aval) for v in eqn.outvars)
+
+
+def unit_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], device: Device) -> float:
+    """About how long a unit takes, with what is computed within it and the copies that it reads converted."""
+    if not is_heavy(eqn):
+        updates = eqn.primitive.name == "dynamic_update_slice"
+        made = eqn.invars[1:2] if updates else eqn.outvars
+        return device.pass_ms(sum(_compat.nbytes(v.aval) for v in made))
+    converted = (e.outvars[0].aval for e in between if e.primitive.name == "convert_element_type")
+    return device.compute_ms(eqn) + sum(device.pass_ms(_compat.nbytes(aval)) for aval in converted)
