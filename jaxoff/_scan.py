@@ -72,6 +72,8 @@ def scan(
     steps = _length(xs, length)
     if block < 1 or steps % block:
         raise ValueError(f"block must divide the number of steps, {steps}, got {block}.")
+    if steps == 0:  # nothing runs, and nothing is kept
+        return lax.scan(body, init, xs, 0, reverse=reverse)
     if strategy == "auto":
         strategy = "captured" if steps > block else "ordered"
     turns = steps // block

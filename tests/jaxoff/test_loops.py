@@ -12,7 +12,7 @@ from jaxoff import _compat
 from jaxoff._cost import Device
 from jaxoff._rewrite import rewrite
 from jaxoff._units import is_heavy
-from tests.jaxoff.matrix import assert_equal
+from tests.jaxoff.matrix import assert_close, assert_equal
 from tests.jaxoff.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, deep, layer
 
 # Copies that are never in time, copies that take none, and copies of about a product's length.
@@ -215,3 +215,45 @@ def test_gradients_leave_for_their_stack_in_the_order():
     assert len(writes) == 2
     held = {v for eqn in back.eqns if eqn.primitive.name == "optimization_barrier" for v in eqn.invars}
     assert any(eqn.outvars[0] in held for eqn in writes)
+
+
+def residual_of(make, length=3):
+    """A loss whose layers move one value, made from a product."""
+
+    def body(x, w):
+        h = jaxoff.name(make(x @ w), "h")
+        return jnp.tanh(x + jnp.real(h).astype(x.dtype)), None
+
+    def step(w, x):
+        return jnp.sum(jaxoff.scan(body, x, w, policy=jaxoff.policy(offload=["h"]), keep_first=False)[0])
+
+    w = jax.random.normal(jax.random.key(0), (length, 8, 8)) / 3
+    return jax.value_and_grad(step, (0, 1)), (w, jax.random.normal(jax.random.key(1), (16, 8)))
+
+
+@pytest.mark.parametrize("device", [SLOW, INSTANT], ids=["slow", "instant"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda z: jnp.sin(z).astype(jnp.bfloat16),
+        lambda z: jnp.sin(z).astype(jnp.float8_e4m3fn),
+        lambda z: jnp.exp(1j * z),
+        lambda z: z > 0,
+        lambda z: jnp.sum(jnp.sin(z)) / 9,
+    ],
+    ids=["bfloat16", "float8", "complex", "bool", "scalar"],
+)
+def test_residuals_of_any_type(make, device):
+    step, args = residual_of(make)
+    program = program_of(step, *args, device=device)
+    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    assert_close(list(got), jax.tree.leaves(jax.jit(step)(*args)))
+
+
+@pytest.mark.parametrize("length", [2, 7])
+def test_loops_of_any_length(length):
+    step, args = residual_of(jnp.sin, length)
+    program = program_of(step, *args)
+    assert {shape[0] for shape in rows_of_host_stacks(program)} == {length + 1}
+    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    assert_close(list(got), jax.tree.leaves(jax.jit(step)(*args)))

@@ -9,7 +9,7 @@ from jax import lax
 
 import jaxoff
 from tests.jaxoff import placement
-from tests.jaxoff.matrix import assert_close, inputs
+from tests.jaxoff.matrix import assert_close, assert_equal, inputs
 from tests.jaxoff.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, layer, loss_of
 
 STRATEGIES = ["auto", "captured", "ordered", "plain"]
@@ -130,3 +130,13 @@ def test_params_go_with_one_function():
         jaxoff.layers(lambda w, x: x, 1.0, policy=BOTH)
     with pytest.raises(ValueError, match="take x alone"):
         jaxoff.layers([lambda x: x], 1.0, [None], policy=BOTH)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "captured", "ordered", "plain"])
+def test_no_steps_give_what_lax_scan_gives(strategy):
+    def body(x, w):
+        return jnp.tanh(jaxoff.name(x, "x_in") @ w), x.sum()
+
+    x, w = jnp.ones((4, 8)), jnp.ones((0, 8, 8))
+    got = jaxoff.scan(body, x, w, policy=BOTH, strategy=strategy)
+    assert_equal(jax.tree.leaves(got), jax.tree.leaves(lax.scan(body, x, w)))
