@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -281,9 +281,9 @@ def empty(aval: Any, rows: int | None) -> jax.Array:
     return jax.lax.broadcast(scalar, (*lead, *aval.shape), out_sharding=sharding)
 
 
-def trace_like(eqn: JaxprEqn, fun: Callable[..., Any], avals: list[Any]) -> ClosedJaxpr:
+def trace_like(eqn: JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
     """The program of a function where an equation stands, under the axes of the same mesh."""
-    mesh, varies = eqn.ctx.cur_abstract_mesh, any(map(_varying_axes, avals))
+    mesh, varies = eqn.ctx.cur_abstract_mesh, any(map(_varying_axes, jax.tree.leaves(avals)))
     with eqn.ctx.manager, _config._check_vma(varies):
         return jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*avals)
 

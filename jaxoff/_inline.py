@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from jaxoff import _compat
 from jaxoff._compat import Jaxpr, JaxprEqn, Literal, Var
 
@@ -62,9 +64,12 @@ def called(jaxpr: Jaxpr, operands: Sequence[Any], like: JaxprEqn) -> tuple[list[
 def traced(
     fun: Callable[..., Any], operands: Sequence[Any], like: JaxprEqn
 ) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equations of a function for given operands, in the scope of another equation, and the results."""
-    closed = _compat.trace_like(like, fun, [v.aval for v in operands])
-    return called(closed.jaxpr, operands, like)
+    """The equations of a function for given operands, pytrees, in the scope of another equation.
+
+    And the leaves of its results.
+    """
+    closed = _compat.trace_like(like, fun, jax.tree.map(lambda v: v.aval, operands))
+    return called(closed.jaxpr, jax.tree.leaves(operands), like)
 
 
 def now(renamed: Renamed, atom: Any) -> Any:

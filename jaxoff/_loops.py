@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -188,113 +188,122 @@ def written_out(
       stacks that are copied back ahead.
     """
     turn = _Turn(loop, sends, takes)
-    consts, carry, xs = loop.divided(operands)
-    values = [*consts, *xs, *carry, *(firsts[k] for k in turn.ahead)]
-    counts = len(consts) + len(xs), len(carry)
 
-    def run(*values):
-        fixed, carry = values[: counts[0]], values[counts[0] : sum(counts)]
+    def run(consts, carry, xs, arrived):
         stacks = [_compat.empty(v.aval, rows) for v, rows in turn.ys()]
         lasts = [_compat.empty(v.aval, None) for v in turn.lasts]
-        taken = [fixed[len(consts) + k] for k in takes]
-        state = jnp.int32(0), *carry, *stacks, *lasts, *taken, *values[sum(counts) :]
-        body = turn.ordered([jax.typeof(v) for v in (*fixed, *state)], len(fixed), device, large_nbytes)
-        return lax.while_loop(
-            lambda state: state[0] < loop.layout.length,
-            lambda state: tuple(_compat.jaxpr_as_fun(body)(*fixed, *state)),
-            state,
-        )
+        state = _State(jnp.int32(0), carry, stacks, lasts, [xs[k] for k in takes], arrived)
+        body = turn.ordered(consts, xs, state, device, large_nbytes)
 
-    eqns, (_, *results) = traced(run, values, like=loop.eqn)
-    count = len(loop.eqn.outvars)
-    return eqns, results[:count], dict(zip(turn.leaves, results[count:], strict=False))
+        def step(state):
+            leaves, structure = jax.tree.flatten(state)
+            return jax.tree.unflatten(structure, _compat.jaxpr_as_fun(body)(*consts, *xs, *leaves))
+
+        return lax.while_loop(lambda state: state.turn < loop.layout.length, step, state)
+
+    consts, carry, xs = loop.divided(operands)
+    given = consts, carry, xs, [firsts[k] for k in turn.ahead]
+    eqns, results = traced(run, given, like=loop.eqn)
+    end = len(carry) + len(turn.ys())
+    return eqns, results[1 : 1 + end], dict(zip(turn.leaves, results[1 + end :], strict=False))
+
+
+class _State(NamedTuple):
+    """What a turn hands to the next one.
+
+    Attributes:
+      turn: the number of turns that are over.
+      carry: of the scan.
+      stacks: of the ys.
+      lasts: the latest values of what the loop leaves on the device at its end.
+      taken: stacks from another loop.
+      arrived: what was copied back from them ahead.
+    """
+
+    turn: Any
+    carry: list[Any]
+    stacks: list[Any]
+    lasts: list[Any]
+    taken: list[Any]
+    arrived: list[Any]
 
 
 class _Turn:
     """One turn of a loop that is written out.
 
-    Its state: the turn's number, the carry, stacks of ys, the last values of `leaves`, stacks of `takes`, and
-    the values that arrived for `ahead`.
+    Attributes:
+      ahead: the xs that are copied back a turn ahead, in the order of `_State.arrived`.
+      leaves: the ys whose last value stays on the device, in the order of `_State.lasts`.
+      lasts: their values in the body of the scan.
     """
 
     def __init__(self, loop: Loop, sends: Mapping[int, Handed], takes: Mapping[int, Handed]):
         self._loop, self._sends, self._takes = loop, sends, takes
         self.ahead = [k for k, stack in takes.items() if stack.ahead]
         self.leaves = [k for k, stack in sends.items() if stack.ahead]
-        self._ys = loop.body.outvars[loop.layout.num_carry :]
         self.lasts: list[Any] = [loop.sends()[k].invars[0] for k in self.leaves]
 
     def ys(self) -> list[tuple[Any, int]]:
         """What each stack holds, and its rows."""
-        return [(v, self._loop.layout.length + (k in self._sends)) for k, v in enumerate(self._ys)]
+        values = self._loop.body.outvars[self._loop.layout.num_carry :]
+        return [(v, self._loop.layout.length + (k in self._sends)) for k, v in enumerate(values)]
 
-    def ordered(self, avals: list[Any], fixed: int, device: Device, large_nbytes: int) -> ClosedJaxpr:
-        """The program of a turn, in order: what all turns read and the state, to the next state."""
-        loop, closed = self._loop, _compat.trace_like(self._loop.eqn, self._run, avals)
+    def ordered(
+        self, consts: list[Any], xs: list[Any], state: _State, device: Device, large_nbytes: int
+    ) -> ClosedJaxpr:
+        """The program of a turn, in order: constants, xs and a state, to the next state."""
+        loop, (given, structure) = self._loop, jax.tree.flatten(state)
+        avals = jax.tree.map(jax.typeof, (consts, xs, state))
+        closed = _compat.trace_like(loop.eqn, self._run, avals)
         jaxpr, renamed = closed.jaxpr, {}
         eqns = list(inlined(jaxpr.eqns, renamed))
         outs = [now(renamed, v) for v in jaxpr.outvars]
-        state, carry = jaxpr.invars[fixed:], loop.layout.num_carry
-        after = 1 + carry + len(self._ys) + len(self.lasts)
-        stacks, arrived = state[after : after + len(self._takes)], len(self.ahead)
-        spare = {
-            v: Spare(stack.offset + loop.first - (0 if stack.ahead else loop.step), loop.step)
-            for v, stack in zip(stacks, self._takes.values(), strict=True)
-        }
-        # The stacks of ys stand behind the carry, and the values that stay on the device behind them.
-        first = 1 + carry
-        displaces = {
-            outs[first + len(self._ys) + n]: outs[first + k]
-            for n, k in enumerate(self.leaves)
-            if self._sends[k].in_place
-        }
-        follows = dict(zip(outs[len(outs) - arrived :], state[len(state) - arrived :], strict=True))
+        before = jax.tree.unflatten(structure, jaxpr.invars[-len(given) :])
+        after = jax.tree.unflatten(structure, outs)
         straight = Straight(
             tuple(eqns),
             frozenset(v for v in outs if isinstance(v, Var)),
-            tuple(dependents(eqns, set(state[1 : 1 + carry]))),
+            tuple(dependents(eqns, set(before.carry))),
             holds_copies=False,
-            turn=state[0],
-            spare=spare,
-            follows=follows,
-            displaces=displaces,
+            turn=before.turn,
+            spare={
+                v: Spare(stack.offset + loop.first - (0 if stack.ahead else loop.step), loop.step)
+                for v, stack in zip(before.taken, self._takes.values(), strict=True)
+            },
+            follows=dict(zip(after.arrived, before.arrived, strict=True)),
+            displaces={
+                v: after.stacks[k]
+                for k, v in zip(self.leaves, after.lasts, strict=True)
+                if self._sends[k].in_place
+            },
         )
         order = ordered(straight, device, large_nbytes)
         outs = [now(order.stacks, v) for v in outs]
         return closed.replace(jaxpr=jaxpr.replace(eqns=order.eqns, outvars=outs))
 
-    def _run(self, *values):
-        loop = self._loop
-        consts, rest = values[: loop.layout.num_consts], values[loop.layout.num_consts :]
-        count = len(loop.divided(loop.eqn.invars)[2])
-        xs, (turn, *state) = list(rest[:count]), rest[count:]
-        carry, state = state[: loop.layout.num_carry], state[loop.layout.num_carry :]
-        stacks, state = state[: len(self._ys)], state[len(self._ys) :]
-        before, state = dict(zip(self.leaves, state, strict=False)), state[len(self.lasts) :]
-        taken, arrived = dict(zip(self._takes, state, strict=False)), state[len(self._takes) :]
-        index = loop.first + loop.step * turn
-
-        def row(k):
-            offset = self._takes[k].offset if k in self._takes else 0
-            return _row(taken.get(k, xs[k]), index + offset)
-
+    def _run(self, consts: list[Any], xs: list[Any], state: _State) -> _State:
+        loop, index = self._loop, self._loop.first + self._loop.step * state.turn
+        taken = dict(zip(self._takes, state.taken, strict=True))
+        inputs = [_row(x, index) if k not in taken else None for k, x in enumerate(xs)]
+        for k, stack in taken.items():
+            if k not in self.ahead:
+                inputs[k] = _row(stack, index + self._takes[k].offset)
+        for k, value in zip(self.ahead, state.arrived, strict=True):
+            inputs[k] = value
         later = [k for k in self.leaves if self._sends[k].later]
         body = _between_copies(loop, self.ahead, later, self.lasts)
-        inputs = [arrived[self.ahead.index(k)] if k in self.ahead else row(k) for k in range(count)]
-        out = _compat.jaxpr_as_fun(body)(*consts, *carry, *inputs)
-        results = len(loop.body.outvars)
-        carry, ys, lasts = out[: loop.layout.num_carry], out[loop.layout.num_carry : results], out[results:]
-        stacks = list(stacks)
-        for k, y in enumerate(ys):
+        out = _compat.jaxpr_as_fun(body)(*consts, *state.carry, *inputs)
+        carry, out = out[: loop.layout.num_carry], out[loop.layout.num_carry :]
+        stacks, lasts = list(state.stacks), out[len(state.stacks) :]
+        for k, y in enumerate(out[: len(stacks)]):
             at = index + (self._sends[k].offset if k in self._sends else 0)
             if k in later:  # the first turn writes something, anything, into the spare row
-                y, at = jax.device_put(before[k], jax.memory.Space.Host), at - loop.step
+                value = state.lasts[self.leaves.index(k)]
+                y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
             stacks[k] = _with_row(stacks[k], y, at)
-        following = [
-            jax.device_put(_row(taken[k], index + loop.step + self._takes[k].offset), jax.memory.Space.Device)
-            for k in self.ahead
-        ]
-        return turn + 1, *carry, *stacks, *lasts, *taken.values(), *following
+        following = (_row(taken[k], index + loop.step + self._takes[k].offset) for k in self.ahead)
+        arrived = [jax.device_put(row, jax.memory.Space.Device) for row in following]
+        return _State(state.turn + 1, carry, stacks, lasts, state.taken, arrived)
 
 
 def _between_copies(loop: Loop, ahead: list[int], later: list[int], lasts: list[Any]) -> ClosedJaxpr:
