@@ -110,7 +110,7 @@ EVERY = {
 @pytest.mark.parametrize(
     "overrides",
     [
-        dict(dtype="bfloat16"),
+        pytest.param(dict(dtype="bfloat16"), marks=pytest.mark.long),
         dict(dtype="float32"),
         dict(dtype="bfloat16", mtp_layers=1, router="softmax", d_shared=0),
     ],

@@ -34,16 +34,25 @@ def tokens(p):
     return p.microbatches(np.asarray(drawn))
 
 
+LOOP = ["num_layers=2", "first_k_dense=0"]
+
+
 def test_the_step_is_compiled_for_copies_beside_compute():
-    policy, layers = policy_text.parse(POLICY), ["num_layers=2", "first_k_dense=0"]
-    moving, twin = (program(p, accum=2, overrides=layers) for p in (policy, policy.on_device()))
-    state, metrics = moving.compile_step()(moving.init(), tokens(moving))
+    policy = policy_text.parse(POLICY)
+    moving, twin = (program(p, accum=2, overrides=LOOP) for p in (policy, policy.on_device()))
+    for p in (moving, twin):
+        p.step.lower(p.state_shapes, tokens(p))
     assert moving.step.options[SCHEDULING_MODE] == "CONCURRENT"
-    want_state, want = jax.jit(moving._step)(moving.init(), tokens(moving))
+    assert twin.step.options == {}
+
+
+@pytest.mark.long
+def test_the_step_does_what_jax_jit_makes_of_it():
+    p = program(policy_text.parse(POLICY), accum=2, overrides=LOOP)
+    state, metrics = p.compile_step()(p.init(), tokens(p))
+    want_state, want = jax.jit(p._step)(p.init(), tokens(p))
     assert metrics["loss"] == want["loss"]  # to the last bit; gradients may add up in another order
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state, want_state)
-    twin.step.lower(twin.state_shapes, tokens(twin))
-    assert twin.step.options == {}
 
 
 @pytest.mark.parametrize("layers", [["num_layers=3"], ["num_layers=2"]], ids=["loop", "one layer a stack"])
