@@ -110,9 +110,11 @@ EVERY = {
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(dict(dtype="bfloat16"), marks=pytest.mark.long),
+        dict(dtype="bfloat16"),
         dict(dtype="float32"),
-        dict(dtype="bfloat16", mtp_layers=1, router="softmax", d_shared=0),
+        pytest.param(
+            dict(dtype="bfloat16", mtp_layers=1, router="softmax", d_shared=0), marks=pytest.mark.long
+        ),
     ],
     ids=["bf16", "fp32", "bf16-mtp-softmax"],
 )
@@ -177,6 +179,7 @@ def test_loss_is_the_sum_of_its_terms():
     assert metrics["expert_load"].sum(axis=1).tolist() == [2 * 16 * 2] * 2 + [2 * 15 * 2]
 
 
+@pytest.mark.long
 def test_prediction_head_learns_the_token_after_the_next():
     """The last token is a target and never an input: changing it changes the loss and not the routing."""
     config = Config.preset("tiny", dtype="float32", mtp_layers=1, **SMALL)

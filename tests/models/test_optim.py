@@ -87,6 +87,7 @@ def test_microbatches_give_the_big_batch(dtype):
     np.testing.assert_allclose(metrics_of_parts["twice"], metrics["twice"], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_microbatches_of_the_model_give_the_big_batch():
     """In float32 and without the balancing loss, whose product of means is not a mean over microbatches."""
     overrides = dict(

@@ -215,6 +215,7 @@ def heed_no_sigterm():
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_exits_with_143(arguments, whole: Ended, tmp_path: Path, heed_no_sigterm):
     """And a run that was killed before its first checkpoint starts again under --resume."""
     out = tmp_path / "run"
@@ -302,6 +303,7 @@ def test_a_checkpoint_of_another_run_is_refused(arguments, whole: Ended, tmp_pat
     assert snapshot(out / "checkpoints") == before
 
 
+@pytest.mark.long
 def test_a_run_that_keeps_no_checkpoint_writes_none(arguments, whole: Ended, tmp_path: Path):
     out = tmp_path / "run"
     ended = in_process([*arguments, "--keep", "0", "--out", str(out)], out)
@@ -371,6 +373,7 @@ def test_help_lists_the_options():
         assert option in ended.stdout
 
 
+@pytest.mark.long
 def test_twins_are_measured_in_processes_of_their_own_and_agree(text: Path):
     options = Options.of("tiny", overrides=parse_overrides(MODEL), data=(str(text),), **NUMBERS)
     comparison = compare_twins(options, accelerator_only=False)

@@ -117,7 +117,8 @@ def test_the_narrow_values_of_the_moe_block_are_what_the_link_can_take():
 @pytest.mark.parametrize(
     ("workload", "names"),
     [
-        pytest.param(DENSE, tuple(VARIANTS), id="dense"),
+        pytest.param(DENSE, tuple(VARIANTS), id="dense", marks=pytest.mark.long),
+        pytest.param(DENSE, ("no_remat", "auto", "ordered"), id="dense, a few"),
         pytest.param(NANO, ("no_remat", "maxtext", "captured", "ordered"), id="nano", marks=pytest.mark.long),
     ],
 )
@@ -317,6 +318,7 @@ def run(tmp_path, words):
     return json.loads(out.read_text())
 
 
+@pytest.mark.long
 def test_the_program_measures_every_variant_it_is_asked_for(tmp_path):
     found = run(
         tmp_path,
