@@ -110,7 +110,7 @@ EVERY = {
 @pytest.mark.parametrize(
     "overrides",
     [
-        dict(dtype="bfloat16"),
+        pytest.param(dict(dtype="bfloat16"), marks=pytest.mark.long),
         dict(dtype="float32"),
         pytest.param(
             dict(dtype="bfloat16", mtp_layers=1, router="softmax", d_shared=0), marks=pytest.mark.long
@@ -231,6 +231,7 @@ def test_models_of_one_kind_of_layer(dense):
     assert (float(metrics["aux"]) == 0.0) == (dense == 3)
 
 
+@pytest.mark.long
 def test_training_on_one_batch_lowers_the_loss():
     params, loss = program(Config.preset("tiny", **SMALL), jaxoff.policy(offload=["moe.*"]))
     batch = tokens(2, 33)
