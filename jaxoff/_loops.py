@@ -79,16 +79,13 @@ class Loop:
 
     def reloads(self) -> dict[int, JaxprEqn]:
         """By number of the xs, the copy from the host that alone reads it."""
-        reads = collections.Counter(v for eqn in self.body.eqns for v in eqn.invars if isinstance(v, Var))
-        reads.update(v for v in self.body.outvars if isinstance(v, Var))
         copies, (_, _, xs) = self.copies("H2D"), self.divided(self.body.invars)
+        reads = _reads(self.body.eqns, self.body.outvars)
         return {k: copies[x] for k, x in enumerate(xs) if x in copies and reads[x] == 1}
 
     def sends(self) -> dict[int, JaxprEqn]:
         """By number of the ys, the copy to the host whose result it is and nothing else."""
-        reads = collections.Counter(v for eqn in self.body.eqns for v in eqn.invars if isinstance(v, Var))
-        reads.update(v for v in self.body.outvars if isinstance(v, Var))
-        copies = self.copies("D2H")
+        copies, reads = self.copies("D2H"), _reads(self.body.eqns, self.body.outvars)
         ys: list[Any] = self.body.outvars[self.layout.num_carry :]
         return {k: copies[y] for k, y in enumerate(ys) if y in copies and reads[y] == 1}
 
@@ -129,8 +126,7 @@ def handed(
     loops: Mapping[int, Loop], eqns: list[JaxprEqn], outvars: Iterable[Any], device: Device, large_nbytes: int
 ) -> Iterator[Handed]:
     """The stacks that pass from loop to loop and that nothing else reads."""
-    uses = collections.Counter(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
-    uses.update(v for v in outvars if isinstance(v, Var))
+    uses = _reads(eqns, outvars)
     written = {
         loop.eqn.outvars[loop.layout.num_carry + k]: (i, k) for i, loop in loops.items() for k in loop.sends()
     }
@@ -320,6 +316,13 @@ def _between_copies(loop: Loop, ahead: list[int], later: list[int], lasts: list[
     eqns = [eqn for eqn in body.eqns if not any(eqn is other for other in gone)]
     jaxpr = body.replace(invars=[*consts, *carry, *xs], eqns=eqns, outvars=[*outs, *lasts])
     return loop.eqn.params["jaxpr"].replace(jaxpr=jaxpr)
+
+
+def _reads(eqns: list[JaxprEqn], outvars: Iterable[Any]) -> collections.Counter[Var]:
+    """How often each variable of a program is read, as a result among others."""
+    reads = collections.Counter(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
+    reads.update(v for v in outvars if isinstance(v, Var))
+    return reads
 
 
 def _row(stack, index):

@@ -431,15 +431,18 @@ def _known_late(turn, value):
 
     No barrier: XLA evaluates the places of slices itself, and cannot evaluate a barrier.
     """
-    element = lax.slice(value, [0] * value.ndim, [1] * value.ndim).reshape(())
+    element = _first_element(value)
     odd = element != element if jnp.issubdtype(value.dtype, jnp.floating) else element.astype(bool)
     return jnp.maximum(turn, -odd.astype(turn.dtype))
 
 
+def _first_element(value):
+    return lax.slice(value, [0] * value.ndim, [1] * value.ndim).reshape(())
+
+
 def _write_an_element(first: int, step: int, stack, value, turn):
     """Writes the first element of a value into a row of a stack on the host."""
-    element = lax.slice(value, [0] * value.ndim, [1] * value.ndim)
-    element = element.reshape([1] * stack.ndim).astype(stack.dtype)
+    element = _first_element(value).reshape([1] * stack.ndim).astype(stack.dtype)
     on_host = jax.device_put(element, jax.memory.Space.Host)
     start = [first + step * turn] + [0] * (stack.ndim - 1)
     return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)

@@ -63,9 +63,9 @@ class _Rewriter:
 
     def loops(self, jaxpr: Jaxpr) -> Jaxpr:
         """Writes out the scans that move residuals; other equations stay as they are."""
-        moving = [eqn for eqn in jaxpr.eqns if _moves(eqn)]
-        loops = {i: loop for i, eqn in enumerate(jaxpr.eqns) if _moves(eqn) and (loop := Loop.of(eqn))}
-        self.scanned += sum("H2D" in _transfers(eqn.params["jaxpr"].jaxpr) for eqn in moving)
+        moving = {i: eqn for i, eqn in enumerate(jaxpr.eqns) if _moves(eqn)}
+        loops = {i: loop for i, eqn in moving.items() if (loop := Loop.of(eqn))}
+        self.scanned += sum("H2D" in _transfers(eqn.params["jaxpr"].jaxpr) for eqn in moving.values())
         if not loops:
             return jaxpr
         # Where the compiler divides values between devices, to take one element would need communication.
@@ -75,7 +75,7 @@ class _Rewriter:
             if (self._one_device if (manual := _compat.is_manual(loop.eqn)) is None else manual)
         }
         stacks = list(handed(whole, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes))
-        self.spare_nbytes += sum(map(row_nbytes, (loops[s.reader] for s in stacks), (s.xs for s in stacks)))
+        self.spare_nbytes += sum(row_nbytes(loops[stack.reader], stack.xs) for stack in stacks)
         renamed: Renamed = {}
         lasts: dict[tuple[int, int], Any] = {}
         eqns = []
