@@ -18,6 +18,8 @@ from bench.step_models import Form, Layer, Moves, Naming, Workload, loss
 from jaxoff import Policy
 
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+# Without this option XLA computes a kernel twice whose result a scan saves and reads: once for each.
+NO_SLICE_FUSION = {"xla_gpu_enable_dynamic_slice_fusion": False}
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 # `bound`: other trades of time for memory. `twin`: the same residuals, kept on the device.
@@ -54,6 +56,9 @@ VARIANTS: dict[str, Variant] = {
     "full_remat": Variant("full remat", "bound", "scanned", "recompute"),
     "saved": Variant("saved", "twin", "scanned", "device"),
     "saved_concurrent": Variant("saved, CONCURRENT", "twin", "scanned", "device", options=CONCURRENT),
+    "saved_no_fusion": Variant(
+        "saved, no slice fusion", "twin", "scanned", "device", options=NO_SLICE_FUSION
+    ),
     "saved_plain": Variant("saved, plain names", "bound", "scanned", "device", naming="plain"),
     "saved_unrolled": Variant("saved, unrolled", "twin", "unrolled", "device"),
     "stock_offload": Variant("stock offload", "stock", "scanned", "host", naming="plain"),

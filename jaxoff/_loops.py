@@ -26,9 +26,13 @@ from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._cost import Device
 from jaxoff._inline import Renamed, inlined, now, traced
-from jaxoff._order import estimated, ordered
+from jaxoff._order import copied, estimated, ordered
 from jaxoff._straight import Spare, Straight
-from jaxoff._units import dependents
+from jaxoff._units import dependents, is_heavy, variables
+
+# No row that a turn reads or writes has the next turn's count for its index. XLA would compute both as one
+# value, in the memory of the count, behind all that still reads that.
+_FIRST_COUNT = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +92,19 @@ class Loop:
         copies, reads = self.copies("D2H"), _reads(self.body.eqns, self.body.outvars)
         ys: list[Any] = self.body.outvars[self.layout.num_carry :]
         return {k: copies[y] for k, y in enumerate(ys) if y in copies and reads[y] == 1}
+
+    def kept(self) -> set[int]:
+        """The ys that a kernel makes, and that the body reads as well."""
+        maker: Any = {v: eqn for eqn in self.body.eqns for v in eqn.outvars}
+        reads, found = _reads(self.body.eqns, self.body.outvars), set()
+        for k, v in enumerate(self.body.outvars[self.layout.num_carry :]):
+            is_read, eqn = reads[v] > 1, None if _compat.is_host(v.aval) else maker.get(v)
+            while eqn is not None and not is_heavy(eqn) and len(variables(eqn)) == 1:
+                (v,) = variables(eqn)
+                is_read, eqn = is_read or reads[v] > 1, maker.get(v)
+            if is_read and eqn is not None and is_heavy(eqn):
+                found.add(k)
+        return found
 
     def straight(self) -> Straight:
         """The body, to be put in order."""
@@ -188,14 +205,15 @@ def written_out(
     def run(consts, carry, xs, arrived):
         stacks = [_compat.empty(v.aval, rows) for v, rows in turn.ys()]
         lasts = [_compat.empty(v.aval, None) for v in turn.lasts]
-        state = _State(jnp.int32(0), carry, stacks, lasts, [xs[k] for k in takes], arrived)
+        state = _State(jnp.int32(_FIRST_COUNT), carry, stacks, lasts, [xs[k] for k in takes], arrived)
         body = turn.ordered(consts, xs, state, device, large_nbytes)
 
         def step(state):
             leaves, structure = jax.tree.flatten(state)
             return jax.tree.unflatten(structure, _compat.jaxpr_as_fun(body)(*consts, *xs, *leaves))
 
-        return lax.while_loop(lambda state: state.turn < loop.layout.length, step, state)
+        end = _FIRST_COUNT + loop.layout.length
+        return lax.while_loop(lambda state: state.count < end, step, state)
 
     consts, carry, xs = loop.divided(operands)
     given = consts, carry, xs, [firsts[k] for k in turn.ahead]
@@ -208,7 +226,7 @@ class _State(NamedTuple):
     """What a turn hands to the next one.
 
     Attributes:
-      turn: the number of turns that are over.
+      count: the number of turns that are over, and `_FIRST_COUNT`.
       carry: of the scan.
       stacks: of the ys.
       lasts: the latest values of what the loop leaves on the device at its end.
@@ -216,7 +234,7 @@ class _State(NamedTuple):
       arrived: what was copied back from them ahead.
     """
 
-    turn: Any
+    count: Any
     carry: list[Any]
     stacks: list[Any]
     lasts: list[Any]
@@ -237,6 +255,7 @@ class _Turn:
         self._loop, self._sends, self._takes = loop, sends, takes
         self.ahead = [k for k, stack in takes.items() if stack.ahead]
         self.leaves = [k for k, stack in sends.items() if stack.ahead]
+        self._kept = loop.kept()
         self.lasts: list[Any] = [loop.sends()[k].invars[0] for k in self.leaves]
 
     def ys(self) -> list[tuple[Any, int]]:
@@ -261,9 +280,9 @@ class _Turn:
             frozenset(v for v in outs if isinstance(v, Var)),
             tuple(dependents(eqns, set(before.carry))),
             holds_copies=False,
-            turn=before.turn,
+            turn=before.count,
             spare={
-                v: Spare(stack.offset + loop.first - (0 if stack.ahead else loop.step), loop.step)
+                v: Spare(self._row_at(stack.offset - (0 if stack.ahead else loop.step)), loop.step)
                 for v, stack in zip(before.taken, self._takes.values(), strict=True)
             },
             follows=dict(zip(after.arrived, before.arrived, strict=True)),
@@ -274,11 +293,15 @@ class _Turn:
             },
         )
         order = ordered(straight, device, large_nbytes)
-        outs = [now(order.stacks, v) for v in outs]
+        outs = [now(order.renamed, v) for v in outs]
         return closed.replace(jaxpr=jaxpr.replace(eqns=order.eqns, outvars=outs))
 
+    def _row_at(self, offset: int) -> int:
+        """A row, so many behind that of the turn, but for what depends on the count of turns."""
+        return self._loop.first - self._loop.step * _FIRST_COUNT + offset
+
     def _run(self, consts: list[Any], xs: list[Any], state: _State) -> _State:
-        loop, index = self._loop, self._loop.first + self._loop.step * state.turn
+        loop, index = self._loop, self._row_at(0) + self._loop.step * state.count
         taken = dict(zip(self._takes, state.taken, strict=True))
         inputs = [_row(x, index) if k not in taken else None for k, x in enumerate(xs)]
         for k, stack in taken.items():
@@ -291,15 +314,20 @@ class _Turn:
         out = _compat.jaxpr_as_fun(body)(*consts, *state.carry, *inputs)
         carry, out = out[: loop.layout.num_carry], out[loop.layout.num_carry :]
         stacks, lasts = list(state.stacks), out[len(state.stacks) :]
+        for j, k in enumerate(self.leaves):
+            if k in later and not self._sends[k].in_place:
+                lasts[j] = copied(lasts[j], state.count)
         for k, y in enumerate(out[: len(stacks)]):
             at = index + (self._sends[k].offset if k in self._sends else 0)
+            if k in self._kept:  # or XLA computes it twice, the second time in its place in the stack
+                y = copied(y, state.count)
             if k in later:  # the first turn writes something, anything, into the spare row
                 value = state.lasts[self.leaves.index(k)]
                 y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
             stacks[k] = _with_row(stacks[k], y, at)
         following = (_row(taken[k], index + loop.step + self._takes[k].offset) for k in self.ahead)
         arrived = [jax.device_put(row, jax.memory.Space.Device) for row in following]
-        return _State(state.turn + 1, carry, stacks, lasts, state.taken, arrived)
+        return _State(state.count + 1, carry, stacks, lasts, state.taken, arrived)
 
 
 def _between_copies(loop: Loop, ahead: list[int], later: list[int], lasts: list[Any]) -> ClosedJaxpr:

@@ -119,7 +119,7 @@ class Order:
         self._made: dict[int, float] = {}  # by copy to the host, when it can start
         self._leaving: dict[Var, float] = {}  # copies to the host under way, and when they are done
         self._left: Renamed = {}  # by copy to the host, what stands for it once it is waited for
-        self._stacks: Renamed = {}
+        self._renamed: Renamed = {}  # by result, or by stack that was written to, what it has become
 
     def run(self) -> Ordered:
         self._start_reloads()
@@ -133,7 +133,9 @@ class Order:
             waiting = [i for i in waiting if i not in self._placed]
         for i in sorted(self._units):
             self._place(i)
-        return Ordered(self._out, self._stacks)
+        for i in self._plan.apart:
+            self._keep_apart(i)
+        return Ordered(self._out, self._renamed)
 
     def _trace_back(self, i: int) -> tuple[list[Var], list[int]]:
         reads: dict[Var, None] = {}
@@ -289,6 +291,9 @@ class Order:
                 free.append(j)
             elif j not in self._placed and self._only_leaves(j):
                 self._emit(j, {}, is_link=False)
+            elif j not in self._placed and self._is_small(j):
+                self._emit(j, {})
+                self._leaving |= dict.fromkeys(self._eqns[j].outvars, self._time)
         return free
 
     def _is_link(self, eqn: JaxprEqn) -> bool:
@@ -313,9 +318,7 @@ class Order:
             return all(self._maker.get(v, -1) in self._placed for v in reads)
         if is_heavy(eqn) or not self._is_link(eqn):
             return False
-        if any(v in self._maker and self._maker[v] not in self._placed for v in reads):
-            return False
-        if any(self._arrives.get(v, 0.0) > self._time for v in reads):
+        if not self._is_there(reads):
             return False
         freed = sum(_compat.nbytes(v.aval) for v in reads if v in self._maker and self._unread[v] == 1)
         return new_nbytes(eqn) <= freed
@@ -329,6 +332,23 @@ class Order:
         if is_heavy(eqn) or not made <= self._program.outs or any(v in self._readers for v in made):
             return False
         return all(self._maker.get(v, -1) in self._placed or v not in self._maker for v in self._reads[i])
+
+    def _is_small(self, i: int) -> bool:
+        """Whether a light unit that could be computed now makes little of something large.
+
+        What comes next waits for it, since then it holds nothing back: a copy may need that memory.
+        """
+        eqn, reads = self._eqns[i], self._reads[i]
+        if is_heavy(eqn) or _compat.transfer_in(eqn) or self._is_link(eqn):
+            return False
+        if not any(_compat.nbytes(v.aval) >= self._large_nbytes for v in reads if v not in self._program.spare):
+            return False
+        return self._is_there(reads)
+
+    def _is_there(self, values: list[Var]) -> bool:
+        """Whether values are made by now, or have arrived."""
+        made = all(self._maker[v] in self._placed for v in values if v in self._maker)
+        return made and all(self._arrives.get(v, 0.0) <= self._time for v in values)
 
     def _behind_the_last(self, i: int) -> Renamed:
         """Ties what a unit reads to the last link of the chain; says what stands for it."""
@@ -391,9 +411,15 @@ class Order:
         if stack is None or self._last is None:
             return
         spare = self._program.spare[stack]
-        operands = now(self._stacks, stack), self._last, self._program.turn
+        operands = now(self._renamed, stack), self._last, self._program.turn
         write = functools.partial(_write_an_element, spare.first, spare.step)
-        eqns, (self._stacks[stack],) = traced(write, operands, like=self._eqns[i])
+        eqns, (self._renamed[stack],) = traced(write, operands, like=self._eqns[i])
+        self._out += eqns
+
+    def _keep_apart(self, i: int) -> None:
+        """Leaves a copy of what a copy from the host made, so that it need not wait for the copy's memory."""
+        (arrived,) = self._eqns[i].outvars
+        eqns, (self._renamed[arrived],) = traced(copied, [arrived, self._program.turn], like=self._eqns[i])
         self._out += eqns
 
     def _emit(self, i: int, behind: Renamed, *, is_link: bool | None = None) -> None:
@@ -402,7 +428,7 @@ class Order:
             self._hold_back(i)
         elif _compat.transfer_in(self._eqns[i]) == "D2H":
             self._made[i] = max((self._at.get(v, 0.0) for v in self._reads[i]), default=0.0)
-        renamed = self._left | self._stacks | behind
+        renamed = self._left | self._renamed | behind
         for j in self._between[i]:
             eqn = self._eqns[j]
             outs = [Var(v.aval) for v in eqn.outvars]
@@ -424,6 +450,12 @@ class Order:
             self._unread[v] -= 1
             if v in self._arrives:
                 self._needed.setdefault(self._maker[v], self._length)
+
+
+def copied(value, turn):
+    """A value in other memory: a kernel, since XLA would do without a copy, and wait for the memory instead."""
+    value = lax.optimization_barrier(value)
+    return lax.select(turn >= 0, value, lax.full_like(value, 0))
 
 
 def _known_late(turn, value):

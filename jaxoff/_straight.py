@@ -52,8 +52,8 @@ class Ordered:
 
     Attributes:
       eqns: its equations, with barriers between them.
-      stacks: by stack on the host that was written to, what it has become.
+      renamed: by result that is another value now, which one.
     """
 
     eqns: list[JaxprEqn]
-    stacks: Renamed
+    renamed: Renamed

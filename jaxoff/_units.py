@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
@@ -51,7 +51,34 @@ def units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
         made.update(v for v in eqn.outvars if _compat.shape_of(v.aval))
         if eqn.primitive.name not in _CHEAP or not stored.isdisjoint(eqn.outvars):
             found.add(i)
-    return found
+    return found | _better_stored(eqns, found, made)
+
+
+def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) -> set[int]:
+    """The cheap equations that several units need, and that would keep more memory alive than they take.
+
+    Such as the sum of several gradients, which otherwise all live until the last unit has read them.
+    """
+    of: dict[Var, frozenset[Var]] = {}  # the stored values that a cheap one is computed from
+    for i, eqn in enumerate(eqns):
+        reads = frozenset().union(*(of.get(v, {v} & made) for v in variables(eqn)))
+        if i not in found:
+            of |= dict.fromkeys(eqn.outvars, reads)
+    more: set[int] = set()
+    needed_by: dict[Var, set[int]] = {}
+    for i, eqn in reversed(list(enumerate(eqns))):
+        needs = set().union(*(needed_by.get(v, ()) for v in eqn.outvars))
+        if i not in found and len(needs) > 1 and not made.isdisjoint(eqn.outvars):
+            kept = set().union(*(of[v] for v in eqn.outvars))
+            if _nbytes(kept) > _nbytes(eqn.outvars):
+                more.add(i)
+        for v in variables(eqn):
+            needed_by.setdefault(v, set()).update({i} if i in found or i in more else needs)
+    return more
+
+
+def _nbytes(values: Iterable[Var]) -> int:
+    return sum(_compat.nbytes(v.aval) for v in values)
 
 
 def variables(eqn: JaxprEqn) -> list[Var]:
@@ -72,7 +99,7 @@ def dependents(eqns: Sequence[JaxprEqn], of: set[Var]) -> list[bool]:
 def new_nbytes(eqn: JaxprEqn) -> int:
     """Bytes of new memory for the results of a light equation; an update in place takes none."""
     in_place = eqn.primitive.name == "dynamic_update_slice"
-    return 0 if in_place else sum(_compat.nbytes(v.aval) for v in eqn.outvars)
+    return 0 if in_place else _nbytes(eqn.outvars)
 
 
 def unit_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], device: Device) -> float:
