@@ -12,7 +12,7 @@ from jaxoff._cost import Device
 _CHEAP_NAMES = """
 abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type copy cos cosh
 div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p
-logistic lt max min mul name ne neg not optimization_barrier or pow pvary reduce_precision rem reshape round
+logistic lt max min mul name ne neg not optimization_barrier or pad pow pvary reduce_precision rem reshape round
 rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
 """
 # Of an argument, a layer's weights for one, these are read in place, or copied just before they are read.
@@ -23,7 +23,7 @@ split squeeze transpose
 # Kernels that only move or sum up what they read: no reason to hold anything else back.
 _MOVING_NAMES = """
 argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather
-pad random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or reduce_prod
+random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or reduce_prod
 reduce_sum rev scatter scatter-add scatter_add sort top_k
 """
 _CHEAP = frozenset(_CHEAP_NAMES.split())
