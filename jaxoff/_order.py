@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ _LOOKAHEAD = 8
 _LEAD = 2
 # Copies from and to the host are planned for so many times their estimated length.
 _SLACK, _SEND_SLACK = 1.5, 1.1
+# Outside of loops, a unit hides a copy of at most so many times its length; what finds none to hide behind is
+# waited for after so many times the copy's length.
+_HIDDEN, _HELD_SLACK = 1.25, 3.0
 
 
 def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> Ordered:
@@ -118,7 +121,8 @@ class Order:
         self._read_by: dict[Var, float] = {}  # when its latest reader is done
         self._made: dict[int, float] = {}  # by copy to the host, when it can start
         self._leaving: dict[Var, float] = {}  # copies to the host under way, and when they are done
-        self._left: Renamed = {}  # by copy to the host, what stands for it once it is waited for
+        self._coming: dict[Var, float] = {}  # copies from the host under way, and when they began
+        self._left: Renamed = {}  # by copy, what stands for it once it is waited for
         self._renamed: Renamed = {}  # by result, or by stack that was written to, what it has become
 
     def run(self) -> Ordered:
@@ -272,10 +276,32 @@ class Order:
         if is_heavy(eqn):
             self._start_due_reloads()
         self._emit(i, self._behind_the_last(i))
+        began = self._time
         self._time += unit_ms(eqn, [self._eqns[j] for j in self._between[i]], self._device)
+        if self._program.holds_copies and is_heavy(eqn):
+            self._hide_copies(eqn, began)
         self._ends.append(self._time)
         self._at |= dict.fromkeys(eqn.outvars, self._time)
         self._read_by |= dict.fromkeys(self._reads[i], self._time)
+
+    def _hide_copies(self, eqn: JaxprEqn, began: float) -> None:
+        """Waits for a copy of each direction at the end of a unit that is long enough to hide it.
+
+        XLA's scheduler starts a copy just before the unit that comes before the wait, but after it if the copy
+        takes more new memory.
+        """
+        hidden_ms = (self._time - began) * _HIDDEN
+        sent = [v for v, done in self._leaving.items() if done > self._time and self._made_at(v) <= began]
+        if sent and hidden_ms >= self._device.d2h_ms(_compat.nbytes(sent[0].aval)):
+            self._leaving[sent[0]] = self._time
+        made = new_nbytes(eqn)
+        coming = [v for v, start in self._coming.items() if start <= began and _compat.nbytes(v.aval) <= made]
+        if coming and hidden_ms >= self._device.h2d_ms(_compat.nbytes(coming[0].aval)):
+            del self._coming[coming[0]]
+            self._leaving[coming[0]] = self._time
+
+    def _made_at(self, v: Var) -> float:
+        return self._made.get(self._maker[v], self._time)
 
     def _start_due_reloads(self) -> None:
         for j, start in self._plan.starts.items():
@@ -358,21 +384,18 @@ class Order:
         loose = [v for v in reads if self._level.get(v, 0) < self._length]
         tied = [v for v in loose if v in self._maker and _compat.nbytes(v.aval) >= self._large_nbytes]
         arrived = [v for v, done in self._leaving.items() if done <= self._time]
-        if not tied and (len(loose) == len(reads) or arrived or displaced is not None):
-            others = [v for v in reads if v is not self._program.turn]
+        others = [v for v in reads if v is not self._program.turn]
+        if not tied and (len(loose) == len(reads) or displaced is not None):
             tied = sorted(others, key=lambda v: _compat.nbytes(v.aval))[:1]
-        converts = self._turn_behind_the_last(i)
-        if not tied:
-            return converts
-        if displaced is not None:
-            tied.append(displaced)
-        behind = converts | self._tied([*tied, *arrived], i)
-        if displaced is not None:
-            del behind[displaced]
-        for v in arrived:
-            del self._leaving[v]
-            self._left[v] = behind.pop(v)
-        return behind
+        behind = self._tied(tied, i, () if displaced is None else (displaced,))
+        if arrived and others:
+            # What the unit reads of the last link; XLA forgets to wait for that through any other value.
+            latest = max(others, key=lambda v: (self._level.get(now(behind, v), 0), v not in behind))
+            for v in arrived:
+                held = now(behind, now(self._left, latest))
+                behind[latest], self._left[v] = self._barrier(held, now(self._left, v), i)
+                del self._leaving[v]
+        return self._turn_behind_the_last(i) | behind
 
     def _turn_behind_the_last(self, i: int) -> Renamed:
         """For a unit that reads large slices of arguments, all in another dtype: the turn, known late.
@@ -393,13 +416,21 @@ class Order:
         self._out += eqns
         return {self._program.turn: late}
 
-    def _tied(self, values: list[Var], i: int) -> Renamed:
-        operands = [now(self._left, v) for v in values]
-        last = [] if self._last is None else [self._last]
-        outs, barrier = _compat.barrier([*operands, *last], like=self._eqns[i])
+    def _tied(self, values: list[Var], i: int, waits: Iterable[Var] = ()) -> Renamed:
+        """What stands for values, for a unit, once the last link of the chain is done, and some others."""
+        tied: Renamed = {}
+        for v in values:
+            tied[v] = now(self._left, v)
+            for wait in (*waits, *(() if self._last is None else (self._last,))):
+                tied[v], _ = self._barrier(tied[v], wait, i)
+        return tied
+
+    def _barrier(self, v: Var, other: Var, i: int) -> list[Var]:
+        """Two values behind both. XLA would take out of a larger barrier what nothing reads behind it."""
+        outs, barrier = _compat.barrier([v, other], like=self._eqns[i])
         self._out.append(barrier)
         self._level |= dict.fromkeys(outs, self._length)
-        return dict(zip(values, outs, strict=False))
+        return outs
 
     def _stack_of(self, i: int) -> Var | None:
         """The stack with a spare row that a copy from the host reads."""
@@ -444,10 +475,13 @@ class Order:
         self._level |= dict.fromkeys(eqn.outvars, level)
         if self._program.holds_copies and _compat.transfer_in(eqn) == "D2H":
             out = eqn.outvars[0]
-            sent_ms = _SLACK * self._device.d2h_ms(_compat.nbytes(out.aval))
+            sent_ms = _HELD_SLACK * self._device.d2h_ms(_compat.nbytes(out.aval))
             self._leaving[out] = max([self._time, *self._leaving.values()]) + sent_ms
+        if self._program.holds_copies and _compat.transfer_in(eqn) == "H2D":
+            self._coming[eqn.outvars[0]] = self._time
         for v in self._reads[i]:
             self._unread[v] -= 1
+            self._coming.pop(v, None)
             if v in self._arrives:
                 self._needed.setdefault(self._maker[v], self._length)
 
