@@ -25,8 +25,9 @@ from jax import lax
 from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._cost import Device
+from jaxoff._edges import copied
 from jaxoff._inline import Renamed, inlined, now, traced
-from jaxoff._order import copied, estimated, ordered
+from jaxoff._order import estimated, ordered
 from jaxoff._straight import Spare, Straight
 from jaxoff._units import dependents, is_heavy, variables
 
@@ -97,7 +98,8 @@ class Loop:
         """The ys that a kernel makes, and that the body reads as well."""
         maker: Any = {v: eqn for eqn in self.body.eqns for v in eqn.outvars}
         reads, found = _reads(self.body.eqns, self.body.outvars), set()
-        for k, v in enumerate(self.body.outvars[self.layout.num_carry :]):
+        ys: list[Any] = self.body.outvars[self.layout.num_carry :]
+        for k, v in enumerate(ys):
             is_read, eqn = reads[v] > 1, None if _compat.is_host(v.aval) else maker.get(v)
             while eqn is not None and not is_heavy(eqn) and len(variables(eqn)) == 1:
                 (v,) = variables(eqn)

@@ -15,18 +15,15 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
-
-import jax
-import jax.numpy as jnp
-from jax import lax
+from collections.abc import Iterable
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
+from jaxoff._edges import copied, known_late, write_an_element
 from jaxoff._inline import Renamed, now, traced
 from jaxoff._straight import Ordered, Straight
-from jaxoff._units import is_heavy, new_nbytes, unit_ms, units, variables
+from jaxoff._units import Units, is_heavy, new_nbytes, unit_ms
 
 # Values of fewer bytes are not worth a place in the chain.
 LARGE_NBYTES = 1 << 20
@@ -56,17 +53,17 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
       Equations that compute the same results, with barriers between them.
     """
     # First as if every copy were there, to see when each is needed; then with the copies in that order.
-    reloads = _Reloads()
+    units, reloads = Units(program.eqns, program.outs), _Reloads()
     for _ in range(2):
-        draft = Order(program, device, large_nbytes, reloads)
+        draft = Order(program, units, device, large_nbytes, reloads)
         draft.run()
         reloads = draft.reloads()
-    return Order(program, device, large_nbytes, reloads).run()
+    return Order(program, units, device, large_nbytes, reloads).run()
 
 
 def estimated(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> Order:
     """The body of a loop in order, as if copies took no time: says which of them are too late for that."""
-    order = Order(program, device, large_nbytes, _Reloads())
+    order = Order(program, Units(program.eqns, program.outs), device, large_nbytes, _Reloads())
     order.run()
     return order
 
@@ -87,26 +84,14 @@ class _Reloads:
 
 
 class Order:
-    """The state of an ordering.
+    """The state of an ordering."""
 
-    A unit is an equation whose results are stored. The rest is cheap, and is computed in the units that read
-    it.
-    """
-
-    def __init__(self, program: Straight, device: Device, large_nbytes: int, reloads: _Reloads):
+    def __init__(self, program: Straight, units: Units, device: Device, large_nbytes: int, reloads: _Reloads):
         self._eqns, self._program, self._device, self._plan = program.eqns, program, device, reloads
         self._large_nbytes = large_nbytes
-        self._maker = {v: i for i, eqn in enumerate(self._eqns) for v in eqn.outvars}
-        self._units = units(self._eqns, program.outs)
-        # By unit: the stored values that it reads, and the cheap equations in between.
-        self._reads: dict[int, list[Var]] = {}
-        self._between: dict[int, list[int]] = {}
-        self._readers: dict[Var, list[int]] = {}
-        for i in sorted(self._units):
-            self._reads[i], self._between[i] = self._trace_back(i)
-            for v in self._reads[i]:
-                self._readers.setdefault(v, []).append(i)
-        self._displaced = {i: v for made, v in program.displaces.items() for i in self._makers(made)}
+        self._units, self._maker = units.all, units.maker
+        self._reads, self._between, self._readers = units.reads, units.between, units.readers
+        self._displaced = {i: v for made, v in program.displaces.items() for i in units.making(made)}
         self._unread = {v: len(readers) for v, readers in self._readers.items()}
         self._placed: set[int] = set()
         self._out: list[JaxprEqn] = []
@@ -127,7 +112,7 @@ class Order:
 
     def run(self) -> Ordered:
         self._start_reloads()
-        waiting = [i for i in sorted(self._units) if self._program.in_order[i] and is_heavy(self._eqns[i])]
+        waiting = [i for i in self._units if self._program.in_order[i] and is_heavy(self._eqns[i])]
         while waiting:
             ahead = waiting[:_LOOKAHEAD]
             ready = {i: self._ready_at(i) for i in ahead}
@@ -135,33 +120,11 @@ class Order:
             self._time = max(self._time, ready[first])
             self._place(first)
             waiting = [i for i in waiting if i not in self._placed]
-        for i in sorted(self._units):
+        for i in self._units:
             self._place(i)
         for i in self._plan.apart:
             self._keep_apart(i)
         return Ordered(self._out, self._renamed)
-
-    def _trace_back(self, i: int) -> tuple[list[Var], list[int]]:
-        reads: dict[Var, None] = {}
-        between, todo = set(), list(variables(self._eqns[i]))
-        while todo:
-            v = todo.pop()
-            j = self._maker.get(v)
-            if j is None or j in self._units:
-                reads[v] = None
-            elif j not in between:
-                between.add(j)
-                todo += variables(self._eqns[j])
-        return list(reads), sorted(between)
-
-    def _makers(self, v: Var) -> Iterator[int]:
-        """The units that make a value, from the last one back to the kernel."""
-        made: Var | None = v
-        while made is not None and (i := self._maker.get(made)) is not None:
-            if i in self._units:
-                yield i
-            operands = variables(self._eqns[i])
-            made = operands[0] if len(operands) == 1 and not is_heavy(self._eqns[i]) else None
 
     def _start_reloads(self) -> None:
         """Says when copies from the host arrive; puts first what is not to start later."""
@@ -169,7 +132,7 @@ class Order:
         for i in self._plan.order:
             time += self._reload_ms(i)
             arrives[i] = time
-        order = dict.fromkeys((*self._plan.order, *sorted(self._units)))
+        order = dict.fromkeys((*self._plan.order, *self._units))
         for i in order:
             if _compat.transfer_in(self._eqns[i]) == "H2D":
                 self._arrives[self._eqns[i].outvars[0]] = arrives.get(i, 0.0)
@@ -287,8 +250,8 @@ class Order:
     def _hide_copies(self, eqn: JaxprEqn, began: float) -> None:
         """Waits for a copy of each direction at the end of a unit that is long enough to hide it.
 
-        XLA's scheduler starts a copy just before the unit that comes before the wait, but after it if the copy
-        takes more new memory.
+        XLA's scheduler starts a copy just before the unit that comes before the wait, or just after that if
+        the copy takes more new memory than the unit.
         """
         hidden_ms = (self._time - began) * _HIDDEN
         sent = [v for v, done in self._leaving.items() if done > self._time and self._made_at(v) <= began]
@@ -315,11 +278,11 @@ class Order:
         for j in readers:
             if j not in self._placed and self._is_free(j):
                 free.append(j)
-            elif j not in self._placed and self._only_leaves(j):
-                self._emit(j, {}, is_link=False)
             elif j not in self._placed and self._is_small(j):
                 self._emit(j, {})
                 self._leaving |= dict.fromkeys(self._eqns[j].outvars, self._time)
+            elif j not in self._placed and self._only_leaves(j):
+                self._emit(j, {}, is_link=False)
         return free
 
     def _is_link(self, eqn: JaxprEqn) -> bool:
@@ -367,9 +330,7 @@ class Order:
         eqn, reads = self._eqns[i], self._reads[i]
         if is_heavy(eqn) or _compat.transfer_in(eqn) or self._is_link(eqn):
             return False
-        if not any(_compat.nbytes(v.aval) >= self._large_nbytes for v in reads if v not in self._program.spare):
-            return False
-        return self._is_there(reads)
+        return self._is_there(reads) and any(_compat.nbytes(v.aval) >= self._large_nbytes for v in reads)
 
     def _is_there(self, values: list[Var]) -> bool:
         """Whether values are made by now, or have arrived."""
@@ -412,7 +373,7 @@ class Order:
         ]
         if not 0 < names.count("dynamic_slice") <= names.count("convert_element_type"):
             return {}
-        eqns, (late,) = traced(_known_late, [self._program.turn, self._last], like=self._eqns[i])
+        eqns, (late,) = traced(known_late, [self._program.turn, self._last], like=self._eqns[i])
         self._out += eqns
         return {self._program.turn: late}
 
@@ -443,7 +404,7 @@ class Order:
             return
         spare = self._program.spare[stack]
         operands = now(self._renamed, stack), self._last, self._program.turn
-        write = functools.partial(_write_an_element, spare.first, spare.step)
+        write = functools.partial(write_an_element, spare.first, spare.step)
         eqns, (self._renamed[stack],) = traced(write, operands, like=self._eqns[i])
         self._out += eqns
 
@@ -484,31 +445,3 @@ class Order:
             self._coming.pop(v, None)
             if v in self._arrives:
                 self._needed.setdefault(self._maker[v], self._length)
-
-
-def copied(value, turn):
-    """A value in other memory: a kernel, since XLA would do without a copy, and wait for the memory instead."""
-    value = lax.optimization_barrier(value)
-    return lax.select(turn >= 0, value, lax.full_like(value, 0))
-
-
-def _known_late(turn, value):
-    """The turn of a loop, which is never negative, so that it depends on a value as well.
-
-    No barrier: XLA evaluates the places of slices itself, and cannot evaluate a barrier.
-    """
-    element = _first_element(value)
-    odd = element != element if jnp.issubdtype(value.dtype, jnp.floating) else element.astype(bool)
-    return jnp.maximum(turn, -odd.astype(turn.dtype))
-
-
-def _first_element(value):
-    return lax.slice(value, [0] * value.ndim, [1] * value.ndim).reshape(())
-
-
-def _write_an_element(first: int, step: int, stack, value, turn):
-    """Writes the first element of a value into a row of a stack on the host."""
-    element = _first_element(value).reshape([1] * stack.ndim).astype(stack.dtype)
-    on_host = jax.device_put(element, jax.memory.Space.Host)
-    start = [first + step * turn] + [0] * (stack.ndim - 1)
-    return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
@@ -12,8 +12,8 @@ from jaxoff._cost import Device
 _CHEAP_NAMES = """
 abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type copy cos cosh
 div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p
-logistic lt max min mul name ne neg not optimization_barrier or pad pow pvary reduce_precision rem reshape round
-rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
+logistic lt max min mul name ne neg not optimization_barrier or pad pow pvary reduce_precision rem reshape
+round rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
 """
 # Of an argument, a layer's weights for one, these are read in place, or copied just before they are read.
 _VIEW_NAMES = """
@@ -36,7 +36,56 @@ def is_heavy(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name not in _LIGHT
 
 
-def units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
+class Units:
+    """The units of a program: the equations whose results are stored.
+
+    The rest is cheap, and is computed in the units that read it.
+
+    Attributes:
+      all: by number of the equation, in program order.
+      maker: by value, the equation that makes it.
+      reads: by unit, the stored values that it reads.
+      between: by unit, the cheap equations between those and itself.
+      readers: by stored value, the units that read it.
+    """
+
+    def __init__(self, eqns: Sequence[JaxprEqn], outs: frozenset[Var]):
+        self._eqns = eqns
+        self.all = sorted(_units(eqns, outs))
+        self.maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        self.reads: dict[int, list[Var]] = {}
+        self.between: dict[int, list[int]] = {}
+        self.readers: dict[Var, list[int]] = {}
+        stored = set(self.all)
+        for i in self.all:
+            self._trace_back(i, stored)
+            for v in self.reads[i]:
+                self.readers.setdefault(v, []).append(i)
+
+    def _trace_back(self, i: int, stored: set[int]) -> None:
+        reads: dict[Var, None] = {}
+        between, todo = set(), list(variables(self._eqns[i]))
+        while todo:
+            v = todo.pop()
+            j = self.maker.get(v)
+            if j is None or j in stored:
+                reads[v] = None
+            elif j not in between:
+                between.add(j)
+                todo += variables(self._eqns[j])
+        self.reads[i], self.between[i] = list(reads), sorted(between)
+
+    def making(self, v: Var) -> Iterator[int]:
+        """The units that make a value, from the last one back to the kernel."""
+        made: Var | None = v
+        while made is not None and (i := self.maker.get(made)) is not None:
+            if i in self.reads:
+                yield i
+            operands = variables(self._eqns[i])
+            made = operands[0] if len(operands) == 1 and not is_heavy(self._eqns[i]) else None
+
+
+def _units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
     """The equations whose results are stored: those that are not cheap, and what they and the caller read."""
     stored = set(outs)
     for eqn in eqns:

@@ -99,6 +99,27 @@ def test_layers_one_after_the_other_hold_less_and_their_copies_stand_apart():
     assert len(exposed) <= 1, exposed
 
 
+def test_a_product_that_is_saved_and_read_is_computed_once():
+    """XLA by itself computes it a second time, in its place in the stack."""
+
+    def body(x, w):
+        x = jaxoff.name(x, "x_in")
+        act = jaxoff.name(x @ w["up"], "act")
+        return x + jnp.square(jax.nn.relu(act)) @ w["down"], None
+
+    def loss(w, x):
+        policy = jaxoff.policy(offload=["x_in"], save=["act"])
+        return jaxoff.scan(body, x, w, policy=policy)[0].astype(jnp.float32).sum()
+
+    given = weights(LAYERS)
+    cublas = {"xla_gpu_enable_triton_gemm": False}
+    jitted = jaxoff.jit(jax.value_and_grad(loss, (0, 1)), device=FAST_LINK, compiler_options=cublas)
+    program = jaxoff.target("h200").compile(
+        jitted, {name: given[name] for name in ("up", "down")}, struct(ROWS, WIDTH)
+    )
+    assert program.as_text().count('custom_call_target="__cublas') == 2 + 4
+
+
 def test_a_plain_loop_is_left_to_xla():
     program = jaxoff.target("h200").compile(
         jaxoff.jit(scanned(POLICY, strategy="plain")), weights(LAYERS), struct(ROWS, WIDTH)

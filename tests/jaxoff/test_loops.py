@@ -142,6 +142,33 @@ def test_what_is_made_late_is_sent_a_turn_later(gbps, in_place):
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
+def rows_at(body, count):
+    """The rows that a turn reads and writes, by the count of turns, and the next count."""
+    at = {body.invars[-len(body.outvars)]: count}
+    operations = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b}
+    rows = []
+    for eqn in body.eqns:
+        values = [at.get(v) if isinstance(v, _compat.Var) else v.val for v in eqn.invars]
+        if eqn.primitive.name in operations and None not in values:
+            at[eqn.outvars[0]] = int(operations[eqn.primitive.name](*values))
+        elif eqn.primitive.name in ("dynamic_slice", "dynamic_update_slice"):
+            rows += [value for value in values if value is not None]
+    return rows, at[body.outvars[0]]
+
+
+@pytest.mark.parametrize("device", [SLOW, INSTANT, EVEN], ids=["slow", "instant", "even"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_no_row_is_the_next_count(device, reverse):
+    """XLA would compute both as one value, in the memory of the count, behind all that still reads that."""
+    step = jax.grad(lambda w, x: loss(w, x, reverse))
+    for body in loops(program_of(step, *arguments(), device=device)):
+        found = [rows_at(body, count) for count in (3, 4, 100)]
+        assert all(following == count + 1 for (_, following), count in zip(found, (3, 4, 100), strict=True))
+        offsets = [{row - following for row in rows} for rows, following in found]
+        assert all(map(len, offsets))
+        assert 0 not in set.intersection(*offsets)
+
+
 def test_what_is_made_early_is_sent_in_its_turn():
     forward, _ = loops(program_of(jax.grad(loss), *arguments(), device=INSTANT))
     sent = [eqn for eqn in forward.eqns if _compat.transfer_in(eqn) == "D2H"]

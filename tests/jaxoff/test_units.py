@@ -1,0 +1,111 @@
+"""Which values are stored, and where light kernels and copies stand in the order."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxoff import _compat
+from jaxoff._cost import Device
+from jaxoff._order import ordered
+from jaxoff._straight import Straight
+from jaxoff._units import Units, is_heavy
+from tests.jaxoff.matrix import assert_equal, inputs
+
+ROWS, WIDTH = 16, 8
+# A product of ROWS x WIDTH x WIDTH takes 2 us, one of WIDTH x ROWS x 64 takes 16, a copy of ROWS x WIDTH 8.
+EVEN = Device(flops=1e9, memory_gbps=1e9, d2h_gbps=6.4e-2, h2d_gbps=6.4e-2)
+
+
+def straight_of(fun, *args, holds_copies=False):
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    outs = frozenset(jaxpr.outvars)
+    return jaxpr, Straight(tuple(jaxpr.eqns), outs, (True,) * len(jaxpr.eqns), holds_copies=holds_copies)
+
+
+def in_order(fun, *args, **kwargs):
+    """The ordered program, after a look at its results."""
+    jaxpr, straight = straight_of(fun, *args, **kwargs)
+    found = ordered(straight, EVEN, large_nbytes=4 * ROWS * WIDTH)
+    closed = jax.make_jaxpr(fun)(*args).replace(jaxpr=jaxpr.replace(eqns=found.eqns))
+    got = jax.jit(_compat.jaxpr_as_fun(closed))(*args)
+    assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fun)(*args)))
+    return found.eqns
+
+
+def place(eqns, name, number=0):
+    return [i for i, eqn in enumerate(eqns) if eqn.primitive.name == name][number]
+
+
+def depends(eqns, later, earlier):
+    """Whether an equation depends on another one, by their places."""
+    behind = set(eqns[earlier].outvars)
+    for eqn in eqns[earlier + 1 : later + 1]:
+        if not behind.isdisjoint(v for v in eqn.invars if isinstance(v, _compat.Var)):
+            behind.update(eqn.outvars)
+    return not behind.isdisjoint(eqns[later].outvars)
+
+
+@pytest.mark.parametrize("terms", [1, 3])
+def test_a_sum_that_several_units_read_is_stored_if_that_frees_memory(terms):
+    """Of one term it is computed again, in each of them."""
+
+    def fun(x, w):
+        total = -sum(x @ (w * i) for i in range(1, 1 + terms))
+        return (total * 2) @ w, total * 3
+
+    jaxpr, straight = straight_of(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    units = Units(straight.eqns, straight.outs)
+    (total,) = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "neg"]
+    assert (total in units.all) == (terms > 1)
+    readers = [i for i in units.all if total in units.between[i]]
+    assert len(readers) == (0 if terms > 1 else 2)
+
+
+def test_what_makes_little_of_much_comes_at_once():
+    """Late, it would keep that memory. What comes next waits for it."""
+
+    def fun(x, w):
+        a = x @ w
+        b = a @ w
+        return b @ w, jnp.sum(a, axis=0)
+
+    eqns = in_order(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    little, second = place(eqns, "reduce_sum"), place(eqns, "dot_general", 1)
+    assert little < second
+    assert depends(eqns, second, little)
+
+
+def test_outside_of_loops_a_copy_to_the_host_is_waited_for_behind_what_hides_it():
+    """XLA starts it just before that: behind a short product it would be seen."""
+
+    def fun(x, w, wide):
+        moved = x @ w
+        host = jax.device_put(moved, jax.memory.Space.Host)
+        short = moved @ w
+        long = short @ wide
+        back = jax.device_put(host, jax.memory.Space.Device)
+        return (long @ wide.T) @ w + back
+
+    given = inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH), inputs(WIDTH, 64)
+    eqns = in_order(fun, *given, holds_copies=True)
+    sent = next(eqn.outvars[0] for eqn in eqns if _compat.transfer_in(eqn) == "D2H")
+    (wait,) = [i for i, eqn in enumerate(eqns) if sent in eqn.invars]
+    heavy = [i for i, eqn in enumerate(eqns) if is_heavy(eqn)]
+    assert eqns[wait].primitive.name == "optimization_barrier"
+    assert heavy[2] < wait < heavy[3]  # the long one, and the one after that
+    assert depends(eqns, wait, heavy[2])
+    assert depends(eqns, heavy[3], wait)
+
+
+def test_a_barrier_holds_two_values():
+    """XLA takes what nothing reads behind it out of a larger one, and with it the dependency."""
+
+    def fun(x, y, w):
+        a, b = x @ w, y @ w
+        c = (x + y) @ w
+        return (a + b + c) @ w
+
+    eqns = in_order(fun, inputs(ROWS, WIDTH), inputs(ROWS, WIDTH) / 3, inputs(WIDTH, WIDTH))
+    barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    assert barriers
+    assert {len(eqn.invars) for eqn in barriers} == {2}
