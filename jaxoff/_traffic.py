@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from jaxoff import _compat
-from jaxoff._compat import Jaxpr, JaxprEqn
+from jaxoff._compat import Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._finding import Finding
 from jaxoff._inline import inlined
-from jaxoff._units import is_heavy
+from jaxoff._units import Units, is_heavy, unit_ms
 
 # Waits shorter than this in a whole step are below what the estimates can tell.
 _NEGLIGIBLE_MS = 1.0
@@ -74,7 +75,7 @@ def left_behind(jaxpr: Jaxpr, device: Device) -> Iterator[Finding]:
     """Copies of layers outside of loops that are more than a layer late when the forward pass ends."""
     layers = sum(map(_compat.is_backward, inlined(jaxpr.eqns, {}, checkpoints=False)))
     now_ms, free_ms, copies = 0.0, 0.0, []
-    for eqn in inlined(jaxpr.eqns, {}):
+    for eqn, ms in _times(list(inlined(jaxpr.eqns, {})), jaxpr.outvars, device):
         way = _compat.transfer_in(eqn)
         if way == "H2D":
             break
@@ -82,8 +83,7 @@ def left_behind(jaxpr: Jaxpr, device: Device) -> Iterator[Finding]:
             nbytes = _compat.nbytes(eqn.outvars[0].aval)
             free_ms = max(now_ms, free_ms) + device.d2h_ms(nbytes)
             copies.append((free_ms, nbytes))
-        elif is_heavy(eqn):
-            now_ms += _compute_ms(eqn, device)
+        now_ms += ms
     late_ms = free_ms - now_ms
     if layers and late_ms > max(now_ms / layers, _NEGLIGIBLE_MS):
         nbytes = sum(nbytes for ends_ms, nbytes in copies if ends_ms > now_ms)
@@ -96,13 +96,19 @@ def left_behind(jaxpr: Jaxpr, device: Device) -> Iterator[Finding]:
         )
 
 
-def _compute_ms(eqn: JaxprEqn, device: Device) -> float:
-    """An estimate of an equation's time, a loop's turns among them."""
-    layout = _compat.scan_in(eqn)
-    if layout is None:
-        return device.compute_ms(eqn)
-    body = inlined(_compat.as_open(eqn.params["jaxpr"]).eqns, {})
-    return layout.length * sum(_compute_ms(inner, device) for inner in body if is_heavy(inner))
+def _times(eqns: list[JaxprEqn], outs: Iterable[Any], device: Device) -> Iterator[tuple[JaxprEqn, float]]:
+    """The units of a program and about how long each takes: a loop, all turns; a copy, no time."""
+    units = Units(eqns, frozenset(v for v in outs if isinstance(v, Var)))
+    for i in units.all:
+        layout = _compat.scan_in(eqns[i])
+        if layout is not None:
+            body = _compat.as_open(eqns[i].params["jaxpr"])
+            turn = _times(list(inlined(body.eqns, {})), body.outvars, device)
+            yield eqns[i], layout.length * sum(ms for _, ms in turn)
+        elif _compat.transfer_in(eqns[i]):
+            yield eqns[i], 0.0
+        else:
+            yield eqns[i], unit_ms(eqns[i], [eqns[j] for j in units.between[i]], device)
 
 
 def _traffic(jaxpr: Jaxpr, device: Device, source: str, turns: int) -> Iterator[Traffic]:
@@ -117,8 +123,8 @@ def _traffic(jaxpr: Jaxpr, device: Device, source: str, turns: int) -> Iterator[
         moved = [eqn for eqn in eqns if _compat.transfer_in(eqn) == kind]
         if moved:
             nbytes = sum(_compat.nbytes(eqn.outvars[0].aval) for eqn in moved)
-            kernels = [eqn for eqn in beside if is_heavy(eqn) and _compat.scan_in(eqn) is None]
-            compute_ms = sum(map(device.compute_ms, kernels))
+            times = _times(beside, jaxpr.outvars, device)
+            compute_ms = sum(ms for eqn, ms in times if _compat.scan_in(eqn) is None)
             yield Traffic(part, source, turns, nbytes, copy_ms(nbytes), compute_ms)
     for eqn in eqns:
         if layout := _compat.scan_in(eqn):
