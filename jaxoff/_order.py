@@ -34,8 +34,8 @@ _LEAD = 2
 # Copies from and to the host are planned for so many times their estimated length.
 _SLACK, _SEND_SLACK = 1.5, 1.1
 # Outside of loops, a unit hides a copy of at most so many times its length; what finds none to hide behind is
-# waited for after so many times the copy's length.
-_HIDDEN, _HELD_SLACK = 1.25, 3.0
+# waited for so many times the copy's length after it should have ended.
+_HIDDEN, _PATIENCE = 1.25, 2.0
 
 
 def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> Ordered:
@@ -105,7 +105,8 @@ class Order:
         self._at: dict[Var, float] = {}  # when a value is made
         self._read_by: dict[Var, float] = {}  # when its latest reader is done
         self._made: dict[int, float] = {}  # by copy to the host, when it can start
-        self._leaving: dict[Var, float] = {}  # copies to the host under way, and when they are done
+        self._leaving: dict[Var, float] = {}  # copies to the host under way, and when to wait for them
+        self._sent_by = 0.0  # when the last of them is
         self._coming: dict[Var, float] = {}  # copies from the host under way, and when they began
         self._left: Renamed = {}  # by copy, what stands for it once it is waited for
         self._renamed: Renamed = {}  # by result, or by stack that was written to, what it has become
@@ -318,7 +319,9 @@ class Order:
         A loop writes it into its stack in the same kernel, if nothing waits for it.
         """
         eqn, made = self._eqns[i], set(self._eqns[i].outvars)
-        if is_heavy(eqn) or not made <= self._program.outs or any(v in self._readers for v in made):
+        if is_heavy(eqn) or _compat.transfer_in(eqn) or not made <= self._program.outs:
+            return False
+        if any(v in self._readers for v in made):
             return False
         return all(self._maker.get(v, -1) in self._placed or v not in self._maker for v in self._reads[i])
 
@@ -435,9 +438,9 @@ class Order:
             self._last = max(eqn.outvars, key=lambda v: _compat.nbytes(v.aval))
         self._level |= dict.fromkeys(eqn.outvars, level)
         if self._program.holds_copies and _compat.transfer_in(eqn) == "D2H":
-            out = eqn.outvars[0]
-            sent_ms = _HELD_SLACK * self._device.d2h_ms(_compat.nbytes(out.aval))
-            self._leaving[out] = max([self._time, *self._leaving.values()]) + sent_ms
+            sent_ms = self._device.d2h_ms(_compat.nbytes(eqn.outvars[0].aval))
+            self._sent_by = max(self._time, self._sent_by) + sent_ms
+            self._leaving[eqn.outvars[0]] = self._sent_by + _PATIENCE * sent_ms
         if self._program.holds_copies and _compat.transfer_in(eqn) == "H2D":
             self._coming[eqn.outvars[0]] = self._time
         for v in self._reads[i]:

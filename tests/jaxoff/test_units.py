@@ -97,6 +97,31 @@ def test_outside_of_loops_a_copy_to_the_host_is_waited_for_behind_what_hides_it(
     assert depends(eqns, heavy[3], wait)
 
 
+def test_what_nothing_hides_is_waited_for_all_the_same():
+    """Or the last of many copies would be as far behind as all of them together."""
+    number, between = 12, 5  # copies of 8 us, each with products of 10 us behind it
+
+    def fun(x, w):
+        sent = []
+        for _ in range(number):
+            x = x @ w
+            sent.append(jax.device_put(x, jax.memory.Space.Host))
+            for _ in range(between - 1):
+                x = x @ w
+        return [x, *(jax.device_put(host, jax.memory.Space.Device) for host in sent)]
+
+    eqns = in_order(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH), holds_copies=True)
+    heavy = [i for i, eqn in enumerate(eqns) if is_heavy(eqn)]
+    behind = []
+    for place, eqn in enumerate(eqns):
+        if _compat.transfer_in(eqn) == "D2H":
+            wait = next(i for i, other in enumerate(eqns) if eqn.outvars[0] in other.invars)
+            behind.append(sum(place < i < wait for i in heavy))
+    assert len(behind) == number
+    assert max(behind[: number - 4]) <= 3 * between  # the last ones find the end before that
+    assert min(behind) >= between - 1
+
+
 def test_a_barrier_holds_two_values():
     """XLA takes what nothing reads behind it out of a larger one, and with it the dependency."""
 
