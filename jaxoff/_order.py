@@ -255,7 +255,11 @@ class Order:
         the copy takes more new memory than the unit.
         """
         hidden_ms = (self._time - began) * _HIDDEN
-        sent = [v for v, done in self._leaving.items() if done > self._time and self._made_at(v) <= began]
+        sent = [
+            v
+            for v, done in self._leaving.items()
+            if done > self._time and self._made[self._maker[v]] <= began
+        ]
         if sent and hidden_ms >= self._device.d2h_ms(_compat.nbytes(sent[0].aval)):
             self._leaving[sent[0]] = self._time
         made = new_nbytes(eqn)
@@ -263,9 +267,6 @@ class Order:
         if coming and hidden_ms >= self._device.h2d_ms(_compat.nbytes(coming[0].aval)):
             del self._coming[coming[0]]
             self._leaving[coming[0]] = self._time
-
-    def _made_at(self, v: Var) -> float:
-        return self._made.get(self._maker[v], self._time)
 
     def _start_due_reloads(self) -> None:
         for j, start in self._plan.starts.items():
