@@ -255,11 +255,8 @@ class Order:
         the copy takes more new memory than the unit.
         """
         hidden_ms = (self._time - began) * _HIDDEN
-        sent = [
-            v
-            for v, done in self._leaving.items()
-            if done > self._time and self._made[self._maker[v]] <= began
-        ]
+        waiting = (v for v, until in self._leaving.items() if until > self._time)
+        sent = [v for v in waiting if self._made[self._maker[v]] <= began]
         if sent and hidden_ms >= self._device.d2h_ms(_compat.nbytes(sent[0].aval)):
             self._leaving[sent[0]] = self._time
         made = new_nbytes(eqn)
@@ -307,9 +304,7 @@ class Order:
         eqn, reads = self._eqns[i], self._reads[i]
         if _compat.transfer_in(eqn) == "D2H":
             return all(self._maker.get(v, -1) in self._placed for v in reads)
-        if is_heavy(eqn) or not self._is_link(eqn):
-            return False
-        if not self._is_there(reads):
+        if is_heavy(eqn) or not self._is_link(eqn) or not self._is_there(reads):
             return False
         freed = sum(_compat.nbytes(v.aval) for v in reads if v in self._maker and self._unread[v] == 1)
         return new_nbytes(eqn) <= freed
