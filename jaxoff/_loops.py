@@ -91,15 +91,19 @@ class Loop:
     def sends(self) -> dict[int, JaxprEqn]:
         """By number of the ys, the copy to the host whose result it is and nothing else."""
         copies, reads = self.copies("D2H"), _reads(self.body.eqns, self.body.outvars)
-        ys: list[Any] = self.body.outvars[self.layout.num_carry :]
-        return {k: copies[y] for k, y in enumerate(ys) if y in copies and reads[y] == 1}
+        return {k: copies[y] for k, y in self._ys() if y in copies and reads[y] == 1}
+
+    def _ys(self) -> Iterator[tuple[int, Var]]:
+        """The ys that are not constants, by number."""
+        for k, y in enumerate(self.body.outvars[self.layout.num_carry :]):
+            if isinstance(y, Var):
+                yield k, y
 
     def kept(self) -> set[int]:
         """The ys that a kernel makes, and that the body reads as well."""
         maker: Any = {v: eqn for eqn in self.body.eqns for v in eqn.outvars}
         reads, found = _reads(self.body.eqns, self.body.outvars), set()
-        ys: list[Any] = self.body.outvars[self.layout.num_carry :]
-        for k, v in enumerate(ys):
+        for k, v in self._ys():
             is_read, eqn = reads[v] > 1, None if _compat.is_host(v.aval) else maker.get(v)
             while eqn is not None and not is_heavy(eqn) and len(variables(eqn)) == 1:
                 (v,) = variables(eqn)

@@ -169,6 +169,19 @@ def test_no_row_is_the_next_count(device, reverse):
         assert 0 not in set.intersection(*offsets)
 
 
+def test_a_turn_may_leave_constants():
+    def constants(w, x):
+        def body(x, w):
+            return layer(x, w)[0], (jnp.float32(2), 3)
+
+        x, (twos, threes) = jaxoff.scan(body, x, w, policy=BOTH)
+        return jnp.sum(x) * jnp.sum(twos) + jnp.sum(threes)
+
+    args, step = arguments(), jax.value_and_grad(constants)
+    got = jax.jit(_compat.jaxpr_as_fun(program_of(step, *args)))(*jax.tree.leaves(args))
+    assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
+
+
 def test_what_is_made_early_is_sent_in_its_turn():
     forward, _ = loops(program_of(jax.grad(loss), *arguments(), device=INSTANT))
     sent = [eqn for eqn in forward.eqns if _compat.transfer_in(eqn) == "D2H"]
