@@ -1,6 +1,7 @@
 """What `explain` says of copies against compute."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ PRODUCT_MS = 2e3 * ROWS * WIDTH**2 / H200.flops
 POLICY = jaxoff.policy(offload=["x_in"])
 W = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16)
 X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
-PRODUCTS_ONLY = dataclasses.replace(H200, memory_gbps=1e9)  # other kernels take no time
+PRODUCTS_ONLY = dataclasses.replace(H200, memory_gbps=math.inf)  # other kernels take no time
 
 
 def layer(x, w):
@@ -53,7 +54,7 @@ def test_layers_outside_of_loops_are_told_together():
     for t in (forward, backward):
         assert (t.turns, t.nbytes, t.source) == (1, LAYERS * NBYTES, "")
     assert forward.compute_ms == pytest.approx(LAYERS * PRODUCT_MS)
-    assert 2 * LAYERS * PRODUCT_MS < backward.compute_ms <= 3.001 * LAYERS * PRODUCT_MS
+    assert 2 * LAYERS * PRODUCT_MS < backward.compute_ms <= 3 * LAYERS * PRODUCT_MS + 1e-6
 
 
 def test_what_the_link_cannot_take_is_a_finding():
