@@ -29,7 +29,7 @@ from jaxoff._edges import copied
 from jaxoff._inline import Renamed, inlined, now, traced
 from jaxoff._order import estimated, ordered
 from jaxoff._straight import Spare, Straight
-from jaxoff._units import dependents, is_heavy, variables
+from jaxoff._units import back_to_the_kernel, dependents, is_heavy
 
 # No row that a turn reads or writes has the next turn's count for its index. XLA would compute both as one
 # value, in the memory of the count, behind all that still reads that.
@@ -101,14 +101,12 @@ class Loop:
 
     def kept(self) -> set[int]:
         """The ys that a kernel makes, and that the body reads as well."""
-        maker: Any = {v: eqn for eqn in self.body.eqns for v in eqn.outvars}
-        reads, found = _reads(self.body.eqns, self.body.outvars), set()
-        for k, v in self._ys():
-            is_read, eqn = reads[v] > 1, None if _compat.is_host(v.aval) else maker.get(v)
-            while eqn is not None and not is_heavy(eqn) and len(variables(eqn)) == 1:
-                (v,) = variables(eqn)
-                is_read, eqn = is_read or reads[v] > 1, maker.get(v)
-            if is_read and eqn is not None and is_heavy(eqn):
+        eqns, found = self.body.eqns, set()
+        maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        reads = _reads(eqns, self.body.outvars)
+        for k, y in self._ys():
+            way = [] if _compat.is_host(y.aval) else list(back_to_the_kernel(y, maker, eqns))
+            if way and is_heavy(eqns[way[-1][1]]) and any(reads[v] > 1 for v, _ in way):
                 found.add(k)
         return found
 

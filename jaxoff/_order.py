@@ -23,7 +23,7 @@ from jaxoff._cost import Device
 from jaxoff._edges import copied, known_late, write_an_element
 from jaxoff._inline import Renamed, now, traced
 from jaxoff._straight import Ordered, Straight
-from jaxoff._units import Units, is_heavy, new_nbytes, unit_ms
+from jaxoff._units import Units, is_heavy, new_nbytes
 
 # Values of fewer bytes are not worth a place in the chain.
 LARGE_NBYTES = 1 << 20
@@ -89,7 +89,7 @@ class Order:
     def __init__(self, program: Straight, units: Units, device: Device, large_nbytes: int, reloads: _Reloads):
         self._eqns, self._program, self._device, self._plan = program.eqns, program, device, reloads
         self._large_nbytes = large_nbytes
-        self._units, self._maker = units.all, units.maker
+        self._units, self._maker = units, units.maker
         self._reads, self._between, self._readers = units.reads, units.between, units.readers
         self._displaced = {i: v for made, v in program.displaces.items() for i in units.making(made)}
         self._unread = {v: len(readers) for v, readers in self._readers.items()}
@@ -113,7 +113,7 @@ class Order:
 
     def run(self) -> Ordered:
         self._start_reloads()
-        waiting = [i for i in self._units if self._program.in_order[i] and is_heavy(self._eqns[i])]
+        waiting = [i for i in self._units.all if self._program.in_order[i] and is_heavy(self._eqns[i])]
         while waiting:
             ahead = waiting[:_LOOKAHEAD]
             ready = {i: self._ready_at(i) for i in ahead}
@@ -121,7 +121,7 @@ class Order:
             self._time = max(self._time, ready[first])
             self._place(first)
             waiting = [i for i in waiting if i not in self._placed]
-        for i in self._units:
+        for i in self._units.all:
             self._place(i)
         for i in self._plan.apart:
             self._keep_apart(i)
@@ -133,7 +133,7 @@ class Order:
         for i in self._plan.order:
             time += self._reload_ms(i)
             arrives[i] = time
-        order = dict.fromkeys((*self._plan.order, *self._units))
+        order = dict.fromkeys((*self._plan.order, *self._units.all))
         for i in order:
             if _compat.transfer_in(self._eqns[i]) == "H2D":
                 self._arrives[self._eqns[i].outvars[0]] = arrives.get(i, 0.0)
@@ -197,7 +197,7 @@ class Order:
     def _by_need(self) -> list[tuple[int, float]]:
         """The copies from the host and when each is needed, the first one first; results at the end."""
         times = {i: self._ends[place - 2] if place > 1 else 0.0 for i, place in self._needed.items()}
-        for i in self._units:
+        for i in self._units.all:
             if _compat.transfer_in(self._eqns[i]) == "H2D":
                 times.setdefault(i, self._time)
         return sorted(times.items(), key=lambda item: item[1])
@@ -241,7 +241,7 @@ class Order:
             self._start_due_reloads()
         self._emit(i, self._behind_the_last(i))
         began = self._time
-        self._time += unit_ms(eqn, [self._eqns[j] for j in self._between[i]], self._device)
+        self._time += self._units.ms(i, self._device)
         if self._program.holds_copies and is_heavy(eqn):
             self._hide_copies(eqn, began)
         self._ends.append(self._time)

@@ -11,7 +11,7 @@ from jaxoff._compat import Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._finding import Finding
 from jaxoff._inline import inlined
-from jaxoff._units import Units, is_heavy, unit_ms
+from jaxoff._units import Units, is_heavy
 
 # Waits shorter than this in a whole step are below what the estimates can tell.
 _NEGLIGIBLE_MS = 1.0
@@ -108,7 +108,7 @@ def _times(eqns: list[JaxprEqn], outs: Iterable[Any], device: Device) -> Iterato
         elif _compat.transfer_in(eqns[i]):
             yield eqns[i], 0.0
         else:
-            yield eqns[i], unit_ms(eqns[i], [eqns[j] for j in units.between[i]], device)
+            yield eqns[i], units.ms(i, device)
 
 
 def _traffic(jaxpr: Jaxpr, device: Device, source: str, turns: int) -> Iterator[Traffic]:

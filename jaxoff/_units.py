@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
@@ -77,12 +77,22 @@ class Units:
 
     def making(self, v: Var) -> Iterator[int]:
         """The units that make a value, from the last one back to the kernel."""
-        made: Var | None = v
-        while made is not None and (i := self.maker.get(made)) is not None:
-            if i in self.reads:
-                yield i
-            operands = variables(self._eqns[i])
-            made = operands[0] if len(operands) == 1 and not is_heavy(self._eqns[i]) else None
+        return (i for _, i in back_to_the_kernel(v, self.maker, self._eqns) if i in self.reads)
+
+    def ms(self, i: int, device: Device) -> float:
+        """About how long a unit takes."""
+        return _unit_ms(self._eqns[i], [self._eqns[j] for j in self.between[i]], device)
+
+
+def back_to_the_kernel(
+    v: Var, maker: Mapping[Var, int], eqns: Sequence[JaxprEqn]
+) -> Iterator[tuple[Var, int]]:
+    """A value and what it is made from, while that is one value; each with the equation that makes it."""
+    made: Var | None = v
+    while made is not None and (i := maker.get(made)) is not None:
+        yield made, i
+        operands = variables(eqns[i])
+        made = operands[0] if len(operands) == 1 and not is_heavy(eqns[i]) else None
 
 
 def _units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
@@ -151,7 +161,7 @@ def new_nbytes(eqn: JaxprEqn) -> int:
     return 0 if in_place else _nbytes(eqn.outvars)
 
 
-def unit_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], device: Device) -> float:
+def _unit_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], device: Device) -> float:
     """About how long a unit takes, with what is computed within it and the copies that it reads converted."""
     if not is_heavy(eqn):
         updates = eqn.primitive.name == "dynamic_update_slice"
