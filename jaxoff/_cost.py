@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 from jaxoff import _compat
@@ -61,14 +62,17 @@ def _product_flops(eqn: JaxprEqn) -> float:
     if name.startswith("dot_product_attention"):  # query, key: (batch, length, heads, width); half is masked
         forward = 2.0 * math.prod(shapes[0]) * shapes[1][1]
         return forward * (2.5 if "bwd" in name else 1.0)
-    matrices = sorted((shape for shape in shapes if len(shape) > 1), key=math.prod)[-2:]
-    if len(matrices) < 2:
-        return 0.0
-    summed = set(matrices[0]) & set(matrices[1]) - set(out)
+    matrices = [shape for shape in shapes if len(shape) > 1]
+    return max((_pair_flops(pair, out) for pair in itertools.combinations(matrices, 2)), default=0.0)
+
+
+def _pair_flops(pair: tuple[tuple[int, ...], tuple[int, ...]], out: tuple[int, ...]) -> float:
+    """Operations of a kernel that multiplies two of its operands, if it does, by their shapes."""
+    summed = set(pair[0]) & set(pair[1]) - set(out)
     if not summed:
         return 0.0
     # An expert's rows meet its own weights only: not every leading axis is a factor.
-    return 2.0 * min(math.prod(out) * math.prod(summed), math.prod({*matrices[0], *matrices[1]}))
+    return 2.0 * min(math.prod(out) * math.prod(summed), math.prod({*pair[0], *pair[1]}))
 
 
 def _has_shape(aval) -> bool:

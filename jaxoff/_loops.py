@@ -6,8 +6,9 @@ out:
 - gradients go into their stacks as soon as they are made, and leave their memory;
 - a stack of residuals on the host gets a spare row, through which a reload can wait for its time (see
   `jaxoff._order`);
-- a reload that could not be in time starts in the turn before, into the memory of the one before. For the
-  first turn of the backward loop, the last turn of the forward loop leaves that residual on the device;
+- a reload that could not be in time starts in the turn before, into the memory of the one before. The device
+  copies that one elsewhere if the turn would read it too long. For the first turn of the backward loop, the
+  last turn of the forward loop leaves that residual on the device;
 - what is made so late in a turn that its copy would not end with the turn is sent in the next one.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -271,13 +273,28 @@ class _Turn:
         self, consts: list[Any], xs: list[Any], state: _State, device: Device, large_nbytes: int
     ) -> ClosedJaxpr:
         """The program of a turn, in order: constants, xs and a state, to the next state."""
+        order = functools.partial(self._ordered, consts, xs, state, device, large_nbytes)
+        body, late = order([])
+        return order(late)[0] if late else body
+
+    def _ordered(
+        self,
+        consts: list[Any],
+        xs: list[Any],
+        state: _State,
+        device: Device,
+        large_nbytes: int,
+        aside: list[int],
+    ) -> tuple[ClosedJaxpr, list[int]]:
+        """And the xs that come back late, as the turn reads what they follow too long and not `aside`."""
         loop, (given, structure) = self._loop, jax.tree.flatten(state)
         avals = jax.tree.map(jax.typeof, (consts, xs, state))
-        closed = _compat.trace_like(loop.eqn, self._run, avals)
+        closed = _compat.trace_like(loop.eqn, functools.partial(self._run, aside), avals)
         jaxpr, renamed = closed.jaxpr, {}
         eqns = list(inlined(jaxpr.eqns, renamed))
         outs = [now(renamed, v) for v in jaxpr.outvars]
         before = jax.tree.unflatten(structure, jaxpr.invars[-len(given) :])
+        outs, copies = outs[: len(given)], outs[len(given) :]
         after = jax.tree.unflatten(structure, outs)
         straight = Straight(
             tuple(eqns),
@@ -290,6 +307,7 @@ class _Turn:
                 for v, stack in zip(before.taken, self._takes.values(), strict=True)
             },
             follows=dict(zip(after.arrived, before.arrived, strict=True)),
+            copies=frozenset(copies),
             displaces={
                 v: after.stacks[k]
                 for k, v in zip(self.leaves, after.lasts, strict=True)
@@ -298,24 +316,29 @@ class _Turn:
         )
         order = ordered(straight, device, large_nbytes)
         outs = [now(order.renamed, v) for v in outs]
-        return closed.replace(jaxpr=jaxpr.replace(eqns=order.eqns, outvars=outs))
+        late = [k for k, v in zip(self.ahead, after.arrived, strict=True) if v in order.late]
+        return closed.replace(jaxpr=jaxpr.replace(eqns=order.eqns, outvars=outs)), late
 
     def _row_at(self, offset: int) -> int:
         """A row, so many behind that of the turn, but for what depends on the count of turns."""
         return self._loop.first - self._loop.step * _FIRST_COUNT + offset
 
-    def _run(self, consts: list[Any], xs: list[Any], state: _State) -> _State:
+    def _run(
+        self, aside: list[int], consts: list[Any], xs: list[Any], state: _State
+    ) -> tuple[_State, list[Any]]:
+        """The next state, and copies of what came back ahead."""
         loop, index = self._loop, self._row_at(0) + self._loop.step * state.count
         taken = dict(zip(self._takes, state.taken, strict=True))
-        inputs = [_row(x, index) if k not in taken else None for k, x in enumerate(xs)]
+        inputs: dict[int, Any] = {k: _row(x, index) for k, x in enumerate(xs) if k not in taken}
         for k, stack in taken.items():
             if k not in self.ahead:
                 inputs[k] = _row(stack, index + self._takes[k].offset)
-        for k, value in zip(self.ahead, state.arrived, strict=True):
-            inputs[k] = value
+        inputs |= dict(zip(self.ahead, state.arrived, strict=True))
+        copies = {k: copied(inputs[k], state.count) for k in aside}
+        inputs |= {k: lax.optimization_barrier(copy) for k, copy in copies.items()}
         later = [k for k in self.leaves if self._sends[k].later]
         body = _between_copies(loop, self.ahead, later, self.lasts)
-        out = _compat.jaxpr_as_fun(body)(*consts, *state.carry, *inputs)
+        out = _compat.jaxpr_as_fun(body)(*consts, *state.carry, *(inputs[k] for k in range(len(xs))))
         carry, out = out[: loop.layout.num_carry], out[loop.layout.num_carry :]
         stacks, lasts = list(state.stacks), out[len(state.stacks) :]
         for j, k in enumerate(self.leaves):
@@ -331,7 +354,7 @@ class _Turn:
             stacks[k] = _with_row(stacks[k], y, at)
         following = (_row(taken[k], index + loop.step + self._takes[k].offset) for k in self.ahead)
         arrived = [jax.device_put(row, jax.memory.Space.Device) for row in following]
-        return _State(state.count + 1, carry, stacks, lasts, state.taken, arrived)
+        return _State(state.count + 1, carry, stacks, lasts, state.taken, arrived), list(copies.values())
 
 
 def _between_copies(loop: Loop, ahead: list[int], later: list[int], lasts: list[Any]) -> ClosedJaxpr:

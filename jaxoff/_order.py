@@ -15,12 +15,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
-from jaxoff._edges import copied, known_late, write_an_element
+from jaxoff._edges import known_late, write_an_element
 from jaxoff._inline import Renamed, now, traced
 from jaxoff._straight import Ordered, Straight
 from jaxoff._units import Units, is_heavy, new_nbytes
@@ -53,7 +53,7 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
       Equations that compute the same results, with barriers between them.
     """
     # First as if every copy were there, to see when each is needed; then with the copies in that order.
-    units, reloads = Units(program.eqns, program.outs), _Reloads()
+    units, reloads = Units(program.eqns, program.outs | program.copies), _Reloads()
     for _ in range(2):
         draft = Order(program, units, device, large_nbytes, reloads)
         draft.run()
@@ -75,12 +75,10 @@ class _Reloads:
     Attributes:
       order: those of values that are on the host from the beginning, as they are needed.
       starts: the place in the chain behind which each starts.
-      apart: those that would come too late if they waited for the memory of what they follow.
     """
 
     order: tuple[int, ...] = ()
     starts: dict[int, int] = dataclasses.field(default_factory=dict)
-    apart: frozenset[int] = frozenset()
 
 
 class Order:
@@ -123,9 +121,7 @@ class Order:
             waiting = [i for i in waiting if i not in self._placed]
         for i in self._units.all:
             self._place(i)
-        for i in self._plan.apart:
-            self._keep_apart(i)
-        return Ordered(self._out, self._renamed)
+        return Ordered(self._out, self._renamed, frozenset(self._late()))
 
     def _start_reloads(self) -> None:
         """Says when copies from the host arrive; puts first what is not to start later."""
@@ -154,11 +150,14 @@ class Order:
             busy_from = min(time, busy_from) - _SLACK * self._reload_ms(i)
             # What writes the element are small kernels, which large ones may keep waiting.
             starts[i] = max(0, bisect.bisect_right(self._ends, busy_from) - _LEAD)
-        follows = {i: self._program.follows.get(self._eqns[i].outvars[0]) for i in starts}
-        read_by = {i: self._read_by.get(v, 0.0) for i, v in follows.items() if v is not None}
-        apart = {i for i, time in read_by.items() if time + _SLACK * self._reload_ms(i) > self._time}
         order = tuple(i for i, _ in needed if self._is_there_from_the_beginning(i))
-        return _Reloads(order, starts, self._plan.apart | apart)
+        return _Reloads(order, starts)
+
+    def _late(self) -> Iterator[Var]:
+        """The copies from the host that cannot end with the program: what they follow is read too long."""
+        for copy, v in self._program.follows.items():
+            if self._read_by.get(v, 0.0) + self._reload_ms(self._maker[copy]) > self._time:
+                yield copy
 
     def too_late(self) -> list[Var]:
         """The copies from the host that cannot be in time if they start with the program."""
@@ -295,7 +294,7 @@ class Order:
     def _can_return(self, i: int) -> bool:
         """Whether what a copy from the host reads is on the host, and the memory for it free."""
         follows = self._program.follows.get(self._eqns[i].outvars[0])
-        waits = () if follows is None or i in self._plan.apart else self._readers.get(follows, ())
+        waits = () if follows is None else self._readers.get(follows, ())
         is_there = all(v not in self._maker or v in self._left for v in self._reads[i])
         return is_there and self._placed.issuperset(waits)
 
@@ -405,12 +404,6 @@ class Order:
         operands = now(self._renamed, stack), self._last, self._program.turn
         write = functools.partial(write_an_element, spare.first, spare.step)
         eqns, (self._renamed[stack],) = traced(write, operands, like=self._eqns[i])
-        self._out += eqns
-
-    def _keep_apart(self, i: int) -> None:
-        """Leaves a copy of what a copy from the host made, so that it need not wait for the copy's memory."""
-        (arrived,) = self._eqns[i].outvars
-        eqns, (self._renamed[arrived],) = traced(copied, [arrived, self._program.turn], like=self._eqns[i])
         self._out += eqns
 
     def _emit(self, i: int, behind: Renamed, *, is_link: bool | None = None) -> None:

@@ -25,6 +25,7 @@ class Straight:
       spare: by stack on the host, an argument, where it may be written to.
       follows: by copy from the host, an argument whose readers all come before it. The copy then takes that
         argument's memory.
+      copies: of arguments, that are there to free their memory.
       displaces: by value, the stack on the host that has taken in the argument whose memory the value takes.
     """
 
@@ -35,6 +36,7 @@ class Straight:
     turn: Var | None = None
     spare: Mapping[Var, Spare] = dataclasses.field(default_factory=dict)
     follows: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
+    copies: frozenset[Var] = frozenset()
     displaces: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
 
 
@@ -53,7 +55,9 @@ class Ordered:
     Attributes:
       eqns: its equations, with barriers between them.
       renamed: by result that is another value now, which one.
+      late: the copies from the host that would not end with the program, as their memory is taken too long.
     """
 
     eqns: list[JaxprEqn]
     renamed: Renamed
+    late: frozenset[Var] = frozenset()
