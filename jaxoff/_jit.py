@@ -19,6 +19,8 @@ from jaxoff._rewrite import Rewritten, rewrite
 
 type Options = tuple[tuple[str, Any], ...]
 
+_JAXLIB = importlib.metadata.version("jaxlib")
+
 
 def jit(
     fun: Callable[..., Any] | None = None,
@@ -147,7 +149,7 @@ class Jitted:
 
             closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
             program = rewrite(closed, self._device, one_device=one_device)
-            wanted = _options.for_program(program.scanned)
+            wanted = _options.for_program(program.scanned, _JAXLIB)
             if wanted != options:
                 raise _NeedsOptionsError(wanted)
             self._check(closed, program)
@@ -165,7 +167,7 @@ class Jitted:
         _requirements.refuse_small_pool(nbytes, os.environ, platform)
         if not (program.scanned or program.flat):
             return
-        _options.refuse_wrong_jaxlib(importlib.metadata.version("jaxlib"), platform)
+        _options.refuse_wrong_jaxlib(_JAXLIB, platform)
         for text in _options.harms(self._given, scanned=bool(program.scanned)):
             warnings.warn(text, stacklevel=2)
 

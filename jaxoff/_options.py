@@ -14,15 +14,24 @@ _CONCURRENT = (
     (SCHEDULING_MODE, "CONCURRENT"),
     (COMMAND_BUFFER, ",".join(sorted(CAPTURED_BY_DEFAULT | {"COLLECTIVES"}))),
 )
+# When memory is assigned, a tuple is what is left of a barrier, and the order that is seen. From jaxlib 0.12
+# on this pass takes such tuples away before; nothing else needs it.
+_BARRIERS_STAY = (("xla_disable_hlo_passes", "tuple-simplifier"),)
 _PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
 
 
-def for_program(scanned: int) -> tuple[tuple[str, Any], ...]:
+def for_program(scanned: int, jaxlib: str) -> tuple[tuple[str, Any], ...]:
     """The options for a program with so many loops that move residuals, pairs of a name and a value.
 
     Outside of loops the scheduler's order stands, which barriers fix.
+
+    Args:
+      scanned: how many loops.
+      jaxlib: its version.
     """
-    return _CONCURRENT if scanned else ()
+    if not scanned:
+        return ()
+    return _CONCURRENT + (_BARRIERS_STAY if _requirements.release(jaxlib) >= (0, 12) else ())
 
 
 def harms(given: Mapping[str, Any], *, scanned: bool) -> Iterator[str]:

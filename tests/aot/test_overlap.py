@@ -76,11 +76,6 @@ def test_layers_in_a_loop_overlap():
     assert all(copy.via == "dma" and copy.is_async and copy.overlaps for copy in ours.copies)
 
 
-@pytest.mark.xfail(
-    jax.__version_info__ >= (0, 12),
-    reason="XLA leaves nothing of a barrier that buffer assignment sees",
-    strict=True,
-)
 def test_layers_in_a_loop_hold_less_than_in_stock_order():
     """An activation less at once, and what was moved is off the device."""
     ours, stock, saved = facts("scan", POLICY), concurrent(POLICY), facts("scan", POLICY.on_device(), False)

@@ -29,6 +29,13 @@ def test_layers_in_a_loop_get_graphs_with_concurrent_edges():
     assert "COLLECTIVES" in options_of(step)[COMMAND_BUFFER].split(",")
 
 
+@pytest.mark.parametrize(("jaxlib", "kept"), [("0.11.2", False), ("0.12.0.1", True), ("0.13.0rc1", True)])
+def test_what_is_left_of_barriers_stays_where_xla_would_take_it_away(jaxlib, kept):
+    options = dict(_options.for_program(1, jaxlib))
+    assert ("tuple-simplifier" in options.get("xla_disable_hlo_passes", "")) == kept
+    assert _options.for_program(0, jaxlib) == ()
+
+
 @pytest.mark.parametrize(
     "fun", [FLAT, jax.grad(loss_of(BOTH.on_device())), loss_of(BOTH)], ids=["layers", "saved", "forward"]
 )
