@@ -54,7 +54,7 @@ def test_every_tuned_config_is_among_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     ("width", "hidden"), [(64, 64), (64, 8192), (1856, 2688), (192, 320), (256, 512), (8192, 64)]
 )
