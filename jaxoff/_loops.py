@@ -286,7 +286,10 @@ class _Turn:
         large_nbytes: int,
         aside: list[int],
     ) -> tuple[ClosedJaxpr, list[int]]:
-        """And the xs that come back late, as the turn reads what they follow too long and not `aside`."""
+        """The program of a turn that copies the xs `aside`, and which of the others come back late.
+
+        A copy is late if the turn reads too long the value whose memory it takes.
+        """
         loop, (given, structure) = self._loop, jax.tree.flatten(state)
         avals = jax.tree.map(jax.typeof, (consts, xs, state))
         closed = _compat.trace_like(loop.eqn, functools.partial(self._run, aside), avals)

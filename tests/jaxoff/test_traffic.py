@@ -128,3 +128,15 @@ def test_products_cost_their_operations(shapes, flops):
     (eqn,) = jax.make_jaxpr(jnp.matmul)(a, b).jaxpr.eqns
     device = jaxoff.Device(flops=1e9, memory_gbps=1e9, d2h_gbps=1, h2d_gbps=1)
     assert device.compute_ms(eqn) == pytest.approx(1e3 * flops / 1e9)
+
+
+@pytest.mark.parametrize("reads_saved", [False, True], ids=["alone", "beside a saved value"])
+def test_a_kernel_of_experts_costs_the_product_of_its_rows_and_weights(reads_saved):
+    """Whatever else it reads: its two largest operands need not be the two that it multiplies."""
+    rows, width, hidden, experts = 4096, 64, 48, 4
+    out = jax.ShapeDtypeStruct((rows, hidden), jnp.bfloat16)
+    given = [jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)]
+    given += [jax.ShapeDtypeStruct((experts, hidden, width), jnp.bfloat16)] + [out] * reads_saved
+    (eqn,) = jax.make_jaxpr(lambda *args: jax.pure_callback(lambda *_: None, out, *args))(*given).jaxpr.eqns
+    device = jaxoff.Device(flops=1e9, memory_gbps=1e9, d2h_gbps=1, h2d_gbps=1)
+    assert device.compute_ms(eqn) == pytest.approx(1e3 * 2 * rows * width * hidden / 1e9)
