@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from bench.grouped_mlp import describe, say
@@ -75,7 +76,10 @@ def compare_bits(
         x = workload.inputs(seed * steps + step)
         got, want = first.call(weights, x), second.call(weights, x)
         differing, finite = _differing(got, want)
-        counts = {jax.tree_util.keystr(path): int(n) for path, n in jax.tree.leaves_with_path(differing)}
+        counts = {
+            jax.tree_util.keystr(path): int(np.sum(n, dtype=np.int64))
+            for path, n in jax.tree.leaves_with_path(jax.device_get(differing))
+        }
         loss, (gradients, _) = want
         # The gradient of a mean is small: a step of this length moves every weight by about a percent.
         weights = _descend(weights, gradients)
@@ -99,7 +103,10 @@ def _differing(got, want):
     def bits(x):
         return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
-    differing = jax.tree.map(lambda a, b: jnp.sum(bits(a) != bits(b)), got, want)
+    def by_row(a, b):  # all weights of the experts have more elements than int32 counts
+        return jnp.sum(bits(a) != bits(b), axis=tuple(range(1, a.ndim)))
+
+    differing = jax.tree.map(by_row, got, want)
     return differing, jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(want)]))
 
 

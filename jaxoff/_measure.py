@@ -38,7 +38,7 @@ class Measurement:
       host_bytes: pinned host memory that the program takes for its temporaries, for one device.
       peak_bytes: the most device memory in use during the calls, on the fullest device, with everything else
         that lay there; None where it is not known.
-      traced_ms: the median time of the calls under the profiler, apart from the others; None without a trace.
+      traced_ms: the mean time of the calls under the profiler, which `gpus` is of; None without a trace.
       gpus: what each GPU was busy with during one call; empty without a trace.
       notes: what could not be measured, why, and what to do.
     """
@@ -296,7 +296,7 @@ def _peak(before: list[int] | None, after: list[int] | None) -> tuple[int | None
 
 
 def _profile(calls: _Calls, number: int, trace_dir: str | Path | None) -> tuple[float, tuple[GpuTimes, ...]]:
-    """The median time of some calls under the profiler, and what the GPUs did in one of them."""
+    """The mean time of some calls under the profiler, and what the GPUs did in one of them, a mean too."""
     # Not in trace_dir at once: that may hold the profiles of earlier calls, or of other processes.
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
@@ -306,7 +306,7 @@ def _profile(calls: _Calls, number: int, trace_dir: str | Path | None) -> tuple[
         trace = _trace.read(folder)
         if trace_dir is not None:
             shutil.copytree(folder, trace_dir, dirs_exist_ok=True)
-    return statistics.median(times), tuple(gpu.per_call(number) for gpu in trace.times())
+    return statistics.fmean(times), tuple(gpu.per_call(number) for gpu in trace.times())
 
 
 def _trace_notes(traced_ms: float, median_ms: float, gpus: tuple[GpuTimes, ...]) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def choose_experts(logits_TE: jax.Array, config: Config) -> Routing:
     experts = jaxoff.name(lax.top_k(lax.stop_gradient(scores), config.top_k)[1], "moe.probs")
     # A select and a sum, not a gather, whose gradient would be a scatter-add.
     chosen = experts[:, :, None] == lax.broadcasted_iota(jnp.int32, (1, 1, scores.shape[1]), 2)
-    probs = jnp.sum(jnp.where(chosen, scores[:, None, :], 0.0), axis=2)
+    probs = fence(jnp.sum(jnp.where(chosen, scores[:, None, :], 0.0), axis=2))
     if config.norm_topk_probs:
         probs = probs / jnp.maximum(fence(jnp.sum(probs, axis=1, keepdims=True)), 1e-20)
     probs = jaxoff.name(probs * config.routed_scaling, "moe.probs")

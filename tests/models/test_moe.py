@@ -63,6 +63,22 @@ def test_layer_equals_a_loop_over_tokens(variant):
     assert int(stats.load.sum()) == x.shape[0] * moe.config.top_k
 
 
+@pytest.mark.parametrize("router", ["sigmoid", "softmax"])
+def test_no_sum_of_the_routing_can_be_merged_with_another(router):
+    """XLA makes one sum of two that follow each other, in another order: other bits where it does so once."""
+    config = dataclasses.replace(EXACT, router=router)
+    eqns = jax.make_jaxpr(lambda z: choose_experts(z, config))(jnp.ones((12, config.num_experts))).eqns
+    sums = [eqn for eqn in eqns if eqn.primitive.name == "reduce_sum"]
+    assert len(sums) >= 2
+    for eqn in sums:
+        readers = [e.primitive.name for e in eqns if any(v is eqn.outvars[0] for v in e.invars)]
+        # Between the sum and its barrier only a shape may change.
+        while readers == ["broadcast_in_dim"]:
+            (eqn,) = (e for e in eqns if any(v is eqn.outvars[0] for v in e.invars))
+            readers = [e.primitive.name for e in eqns if any(v is eqn.outvars[0] for v in e.invars)]
+        assert readers == ["optimization_barrier"]
+
+
 def test_gradients_equal_those_of_a_dense_layer():
     """Every expert computes every token, and what was not chosen is multiplied by zero."""
     moe, x = layer(EXACT)
