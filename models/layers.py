@@ -88,14 +88,14 @@ def matmul(x: jax.Array, w: jax.Array, dtype: jax.typing.DTypeLike | None = None
 
 @jax.custom_vjp
 def fan_out(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Hands a value to three consumers and adds their gradients in float32, rounding once."""
+    """Hands a value to three consumers and adds their gradients in float32, rounding the sum once."""
     return x, x, x
 
 
 def _fan_out_backward(residuals, grads):
     del residuals
-    total = grads[0].astype(jnp.float32) + grads[1].astype(jnp.float32) + grads[2].astype(jnp.float32)
-    return (pin(total.astype(grads[0].dtype)),)
+    first, second, third = (pin(grad).astype(jnp.float32) for grad in grads)
+    return (pin((first + second + third).astype(grads[0].dtype)),)
 
 
 fan_out.defvjp(lambda x: ((x, x, x), None), _fan_out_backward)

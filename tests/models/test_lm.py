@@ -24,21 +24,22 @@ def tokens(batch, length, vocab=256):
     return jax.random.randint(jax.random.key(0), (batch, length), 0, vocab)
 
 
-def names_in(function, *args):
-    """Every name in a function's program, with the scans and other sub-programs that it holds."""
-    found = collections.Counter()
-
-    def visit(jaxpr):
+def programs_in(function, *args):
+    """A function's program, then the scans and other sub-programs that it holds."""
+    waiting = [jax.make_jaxpr(function)(*args).jaxpr]
+    while waiting:
+        yield (jaxpr := waiting.pop())
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "name":
-                found[str(eqn.params["name"])] += 1
             for value in eqn.params.values():
                 for part in value if isinstance(value, tuple) else (value,):
                     if hasattr(inner := getattr(part, "jaxpr", part), "eqns"):
-                        visit(inner)
+                        waiting.append(inner)
 
-    visit(jax.make_jaxpr(function)(*args).jaxpr)
-    return found
+
+def names_in(function, *args):
+    """Every name in a function's program."""
+    eqns = (eqn for jaxpr in programs_in(function, *args) for eqn in jaxpr.eqns)
+    return collections.Counter(str(eqn.params["name"]) for eqn in eqns if eqn.primitive.name == "name")
 
 
 def program(config, policy=None):
@@ -260,3 +261,26 @@ def test_training_on_one_batch_lowers_the_loss():
 def test_tokens_that_do_not_fit_are_refused(batch, message):
     with pytest.raises(ValueError, match=message):
         loss_fn(LM(Config.preset("tiny", **SMALL)), batch)
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_no_rounding_of_a_block_is_left_to_the_compiler(moe):
+    """A value rounded and at once widened again keeps its width where XLA fuses both: bits of its own."""
+    graph, params = nnx.split(Block(Config.preset("tiny", **SMALL), moe=moe, rngs=nnx.Rngs(0)))
+
+    def total(params, x):
+        out, stats = nnx.merge(graph, params)(x)
+        return jnp.sum(out.astype(jnp.float32)) + (stats.aux + stats.z if moe else 0.0)
+
+    def rounds(eqn):
+        return eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16
+
+    x = jnp.ones((2, 16, SMALL["d_model"]), jnp.bfloat16)
+    roundings = 0
+    for jaxpr in programs_in(jax.value_and_grad(total, (0, 1)), params, x):
+        rounded = {eqn.outvars[0] for eqn in jaxpr.eqns if rounds(eqn)}
+        roundings += len(rounded)
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "convert_element_type":
+                assert eqn.invars[0] not in rounded, eqn
+    assert roundings >= 10
