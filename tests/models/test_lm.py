@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxoff
+from jaxoff import _compat
 from models import LM, Block, Config, loss_fn
 
 SMALL = dict(d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, d_expert=24, d_shared=40, d_ff=48)
@@ -29,11 +30,7 @@ def programs_in(function, *args):
     waiting = [jax.make_jaxpr(function)(*args).jaxpr]
     while waiting:
         yield (jaxpr := waiting.pop())
-        for eqn in jaxpr.eqns:
-            for value in eqn.params.values():
-                for part in value if isinstance(value, tuple) else (value,):
-                    if hasattr(inner := getattr(part, "jaxpr", part), "eqns"):
-                        waiting.append(inner)
+        waiting += [inner for eqn in jaxpr.eqns for inner in _compat.sub_jaxprs(eqn)]
 
 
 def names_in(function, *args):
