@@ -328,6 +328,8 @@ class Order:
         eqn, reads = self._eqns[i], self._reads[i]
         if is_heavy(eqn) or _compat.transfer_in(eqn) or self._is_link(eqn):
             return False
+        if all(_compat.is_host(v.aval) for v in eqn.outvars):  # a write into a stack there: a copy under way
+            return False
         return self._is_there(reads) and any(_compat.nbytes(v.aval) >= self._large_nbytes for v in reads)
 
     def _is_there(self, values: list[Var]) -> bool:

@@ -183,6 +183,15 @@ def test_a_turn_may_leave_constants():
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
 
 
+@pytest.mark.parametrize("device", [SLOW, INSTANT, EVEN], ids=["slow", "instant", "even"])
+def test_nothing_in_a_turn_waits_for_a_write_into_a_stack_on_the_host(device):
+    """That is when its copy ends: whatever has a place behind it would show the copy."""
+    bodies = loops(program_of(jax.grad(loss), *arguments(), device=device))
+    barriers = [eqn for body in bodies for eqn in body.eqns if eqn.primitive.name == "optimization_barrier"]
+    assert barriers
+    assert not any(_compat.is_host(v.aval) for eqn in barriers for v in eqn.invars)
+
+
 def test_what_is_made_early_is_sent_in_its_turn():
     forward, _ = loops(program_of(jax.grad(loss), *arguments(), device=INSTANT))
     sent = [eqn for eqn in forward.eqns if _compat.transfer_in(eqn) == "D2H"]
