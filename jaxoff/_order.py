@@ -94,6 +94,7 @@ class Order:
         self._placed: set[int] = set()
         self._out: list[JaxprEqn] = []
         self._last: Var | None = None
+        self._before_last: Var | None = None  # and before the light links that can be one kernel with it
         self._length = 0
         self._level: dict[Var, int] = {}  # the last place in the chain that a value is known to follow
         self._arrives: dict[Var, float] = {}
@@ -267,7 +268,7 @@ class Order:
     def _start_due_reloads(self) -> None:
         for j, start in self._plan.starts.items():
             if j not in self._placed and start <= self._length and self._can_return(j):
-                self._emit(j, {} if self._stack_of(j) else self._tied(self._reads[j], j))
+                self._emit(j, {} if self._stack_of(j) else self._tied(self._reads[j], j, (self._last,)))
 
     def _free_after(self, i: int) -> list[int]:
         """The units that an added one makes free; what only leaves the program is added at once."""
@@ -348,7 +349,8 @@ class Order:
         others = [v for v in reads if v is not self._program.turn]
         if not tied and (len(loose) == len(reads) or displaced is not None):
             tied = sorted(others, key=lambda v: _compat.nbytes(v.aval))[:1]
-        behind = self._tied(tied, i, () if displaced is None else (displaced,))
+        last = self._before_last if self._continues_the_last(i) else self._last
+        behind = self._tied(tied, i, (displaced, last))
         if arrived and others:
             # What the unit reads of the last link; XLA forgets to wait for that through any other value.
             latest = max(others, key=lambda v: (self._level.get(now(behind, v), 0), v not in behind))
@@ -357,6 +359,16 @@ class Order:
                 behind[latest], self._left[v] = self._barrier(held, now(self._left, v), i)
                 del self._leaving[v]
         return self._turn_behind_the_last(i) | behind
+
+    def _continues_the_last(self, i: int) -> bool:
+        """Whether a unit and the last link, both light, can be one kernel: no barrier stands between them.
+
+        What else the unit reads follows the link before. Behind the last one, that would have to be stored.
+        """
+        last = self._last
+        if last is None or is_heavy(self._eqns[i]) or is_heavy(self._eqns[self._maker[last]]):
+            return False
+        return last in self._reads[i] and self._unread[last] == 1 and last not in self._program.outs
 
     def _turn_behind_the_last(self, i: int) -> Renamed:
         """For a unit that reads large slices of arguments, all in another dtype: the turn, known late.
@@ -377,13 +389,14 @@ class Order:
         self._out += eqns
         return {self._program.turn: late}
 
-    def _tied(self, values: list[Var], i: int, waits: Iterable[Var] = ()) -> Renamed:
-        """What stands for values, for a unit, once the last link of the chain is done, and some others."""
+    def _tied(self, values: list[Var], i: int, waits: Iterable[Var | None]) -> Renamed:
+        """What stands for values, for a unit, once others are done."""
         tied: Renamed = {}
         for v in values:
             tied[v] = now(self._left, v)
-            for wait in (*waits, *(() if self._last is None else (self._last,))):
-                tied[v], _ = self._barrier(tied[v], wait, i)
+            for wait in waits:
+                if wait is not None:
+                    tied[v], _ = self._barrier(tied[v], wait, i)
         return tied
 
     def _barrier(self, v: Var, other: Var, i: int) -> list[Var]:
@@ -426,6 +439,8 @@ class Order:
         if self._is_link(eqn) if is_link is None else is_link:
             self._length += 1
             level = self._length
+            if not self._continues_the_last(i):
+                self._before_last = self._last
             self._last = max(eqn.outvars, key=lambda v: _compat.nbytes(v.aval))
         self._level |= dict.fromkeys(eqn.outvars, level)
         if self._program.holds_copies and _compat.transfer_in(eqn) == "D2H":

@@ -110,13 +110,37 @@ def _units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
         made.update(v for v in eqn.outvars if _compat.shape_of(v.aval))
         if eqn.primitive.name not in _CHEAP or not stored.isdisjoint(eqn.outvars):
             found.add(i)
+    for wide, narrow in _narrowed(eqns, found, outs):
+        found = found - {wide} | {narrow}
     return found | _better_stored(eqns, found, made)
+
+
+def _narrowed(eqns: Sequence[JaxprEqn], found: set[int], outs: frozenset[Var]) -> Iterator[tuple[int, int]]:
+    """The kernels that only move or sum up, and of which only a narrower form is read, each with that form.
+
+    The kernel then stores the narrower one.
+    """
+    readers: dict[Var, list[int]] = {}
+    for i, eqn in enumerate(eqns):
+        for v in variables(eqn):
+            readers.setdefault(v, []).append(i)
+    for i in sorted(found):
+        eqn = eqns[i]
+        if is_heavy(eqn) or _compat.transfer_in(eqn) or not outs.isdisjoint(eqn.outvars):
+            continue
+        reading = {j for v in eqn.outvars for j in readers.get(v, ())}
+        for j in reading if len(reading) == 1 else ():
+            if eqns[j].primitive.name == "convert_element_type" and _nbytes(eqns[j].outvars) < _nbytes(
+                eqn.outvars
+            ):
+                yield i, j
 
 
 def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) -> set[int]:
     """The cheap equations that several units need, and that would keep more memory alive than they take.
 
-    Such as the sum of several gradients, which otherwise all live until the last unit has read them.
+    Such as the sum of several gradients, which otherwise all live until the last unit has read them. Where it
+    is rounded and widened again, the narrow value is stored.
     """
     of: dict[Var, frozenset[Var]] = {}  # the stored values that a cheap one is computed from
     for i, eqn in enumerate(eqns):
@@ -127,7 +151,8 @@ def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) ->
     needed_by: dict[Var, set[int]] = {}
     for i, eqn in reversed(list(enumerate(eqns))):
         needs = set().union(*(needed_by.get(v, ()) for v in eqn.outvars))
-        if i not in found and len(needs) > 1 and not made.isdisjoint(eqn.outvars):
+        widens = _nbytes(variables(eqn)) < _nbytes(eqn.outvars)
+        if i not in found and len(needs) > 1 and not widens and not made.isdisjoint(eqn.outvars):
             kept = set().union(*(of[v] for v in eqn.outvars))
             if _nbytes(kept) > _nbytes(eqn.outvars):
                 more.add(i)

@@ -61,6 +61,56 @@ def test_a_sum_that_several_units_read_is_stored_if_that_frees_memory(terms):
     assert len(readers) == (0 if terms > 1 else 2)
 
 
+def stored(fun, *args):
+    """The equations whose results are stored."""
+    _, straight = straight_of(fun, *args)
+    return [straight.eqns[i] for i in Units(straight.eqns, straight.outs).all]
+
+
+def test_a_sum_that_is_rounded_for_its_readers_is_stored_narrow():
+    def fun(x, w):
+        total = -sum(x @ (w * i) for i in range(1, 4))
+        rounded = total.astype(jnp.bfloat16).astype(jnp.float32)
+        return (rounded * 2) @ w, rounded * 3
+
+    units = stored(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    converted = [eqn for eqn in units if eqn.primitive.name == "convert_element_type"]
+    assert [eqn.outvars[0].aval.dtype for eqn in converted] == ["bfloat16"]
+    assert "neg" not in [eqn.primitive.name for eqn in units]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_kernel_of_which_only_a_narrow_form_is_read_stores_that(alone):
+    def fun(x, w, order):
+        rows = (x @ w)[order].reshape(ROWS // 2, 2, WIDTH)
+        wide = jnp.sum(rows, axis=1)
+        return wide.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), (None if alone else wide)
+
+    order = jnp.arange(ROWS)[::-1]
+    names = [e.primitive.name for e in stored(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH), order)]
+    assert ("reduce_sum" in names) == (not alone)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_light_kernels_one_after_the_other_can_be_one(again):
+    """A barrier on what one hands to the next would have it stored; so would another reader."""
+
+    def fun(x, y, w, order):
+        beside = y @ w
+        rows = (x @ w)[order]
+        total = jnp.sum(rows.reshape(ROWS, 2, WIDTH), axis=1) + beside
+        return total @ w, (rows @ w if again else None)
+
+    order = jnp.arange(2 * ROWS)[::-1]
+    args = inputs(2 * ROWS, WIDTH), inputs(ROWS, WIDTH) / 3, inputs(WIDTH, WIDTH), order
+    eqns = in_order(fun, *args)
+    light = [v for eqn in eqns if eqn.primitive.name in ("gather", "reduce_sum") for v in eqn.outvars]
+    held = [
+        v for eqn in eqns if eqn.primitive.name == "optimization_barrier" for v in eqn.invars if v in light
+    ]
+    assert bool(held) == again
+
+
 def test_what_makes_little_of_much_comes_at_once():
     """Late, it would keep that memory. What comes next waits for it."""
 
