@@ -105,6 +105,7 @@ class Order:
         self._read_by: dict[Var, float] = {}  # when its latest reader is done
         self._made: dict[int, float] = {}  # by copy to the host, when it can start
         self._leaving: dict[Var, float] = {}  # copies to the host under way, and when to wait for them
+        self._made_small: list[Var] = []  # little of something large, for the next heavy unit to wait for
         self._sent_by = 0.0  # when the last of them is
         self._coming: dict[Var, float] = {}  # copies from the host under way, and when they began
         self._left: Renamed = {}  # by copy, what stands for it once it is waited for
@@ -279,7 +280,7 @@ class Order:
                 free.append(j)
             elif j not in self._placed and self._is_small(j):
                 self._emit(j, {})
-                self._leaving |= dict.fromkeys(self._eqns[j].outvars, self._time)
+                self._made_small += self._eqns[j].outvars
             elif j not in self._placed and self._only_leaves(j):
                 self._emit(j, {}, is_link=False)
         return free
@@ -324,7 +325,8 @@ class Order:
     def _is_small(self, i: int) -> bool:
         """Whether a light unit that could be computed now makes little of something large.
 
-        What comes next waits for it, since then it holds nothing back: a copy may need that memory.
+        The next heavy unit waits for it, since then it holds nothing back: a copy may need that memory. Light
+        ones before that may be one kernel with it.
         """
         eqn, reads = self._eqns[i], self._reads[i]
         if is_heavy(eqn) or _compat.transfer_in(eqn) or self._is_link(eqn):
@@ -346,6 +348,8 @@ class Order:
         loose = [v for v in reads if self._level.get(v, 0) < self._length]
         tied = [v for v in loose if v in self._maker and _compat.nbytes(v.aval) >= self._large_nbytes]
         arrived = [v for v, done in self._leaving.items() if done <= self._time]
+        if is_heavy(self._eqns[i]):
+            arrived += [v for v in self._made_small if v not in self._left]
         others = [v for v in reads if v is not self._program.turn]
         if not tied and (len(loose) == len(reads) or displaced is not None):
             tied = sorted(others, key=lambda v: _compat.nbytes(v.aval))[:1]
@@ -357,7 +361,7 @@ class Order:
             for v in arrived:
                 held = now(behind, now(self._left, latest))
                 behind[latest], self._left[v] = self._barrier(held, now(self._left, v), i)
-                del self._leaving[v]
+                self._leaving.pop(v, None)
         return self._turn_behind_the_last(i) | behind
 
     def _continues_the_last(self, i: int) -> bool:

@@ -125,6 +125,21 @@ def test_what_makes_little_of_much_comes_at_once():
     assert depends(eqns, second, little)
 
 
+def test_a_light_kernel_does_not_wait_for_what_makes_little_of_much():
+    """Reading the same, both can be one."""
+
+    def fun(x, w, order):
+        a = x @ w
+        rows = (a + jnp.max(a, axis=1, keepdims=True))[order]
+        return rows @ w, jnp.sum(a, axis=0)
+
+    eqns = in_order(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH), jnp.arange(ROWS)[::-1])
+    little, light, second = place(eqns, "reduce_sum"), place(eqns, "gather"), place(eqns, "dot_general", 1)
+    assert little < light < second
+    assert not depends(eqns, light, little)
+    assert depends(eqns, second, little)
+
+
 def test_outside_of_loops_a_copy_to_the_host_is_waited_for_behind_what_hides_it():
     """XLA starts it just before that: behind a short product it would be seen."""
 
