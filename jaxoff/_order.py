@@ -12,13 +12,12 @@ into a row of the stack that nothing reads any more, and the copy reads the stac
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
+from jaxoff._copy_times import CopyTimes, Reloads
 from jaxoff._cost import Device
 from jaxoff._edges import known_late, write_an_element
 from jaxoff._inline import Renamed, now, traced
@@ -29,10 +28,6 @@ from jaxoff._units import Units, is_heavy, new_nbytes
 LARGE_NBYTES = 1 << 20
 # How many equations ahead may be taken first while a copy is on its way.
 _LOOKAHEAD = 8
-# So many places earlier than planned may a copy start.
-_LEAD = 2
-# Copies from and to the host are planned for so many times their estimated length.
-_SLACK, _SEND_SLACK = 1.5, 1.1
 # Outside of loops, a unit hides a copy of at most so many times its length; what finds none to hide behind is
 # waited for so many times the copy's length after it should have ended.
 _HIDDEN, _PATIENCE = 1.25, 2.0
@@ -53,38 +48,30 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
       Equations that compute the same results, with barriers between them.
     """
     # First as if every copy were there, to see when each is needed; then with the copies in that order.
-    units, reloads = Units(program.eqns, program.outs | program.copies), _Reloads()
+    units, reloads = Units(program.eqns, program.outs | program.copies), Reloads()
     for _ in range(2):
         draft = Order(program, units, device, large_nbytes, reloads)
         draft.run()
-        reloads = draft.reloads()
+        reloads = draft.times.reloads()
     return Order(program, units, device, large_nbytes, reloads).run()
 
 
-def estimated(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> Order:
-    """The body of a loop in order, as if copies took no time: says which of them are too late for that."""
-    order = Order(program, Units(program.eqns, program.outs), device, large_nbytes, _Reloads())
+def estimated(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> CopyTimes:
+    """The times of the copies of a loop's body in order, as if they took none."""
+    order = Order(program, Units(program.eqns, program.outs), device, large_nbytes, Reloads())
     order.run()
-    return order
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reloads:
-    """A plan for the copies from the host, by equation.
-
-    Attributes:
-      order: those of values that are on the host from the beginning, as they are needed.
-      starts: the place in the chain behind which each starts.
-    """
-
-    order: tuple[int, ...] = ()
-    starts: dict[int, int] = dataclasses.field(default_factory=dict)
+    return order.times
 
 
 class Order:
-    """The state of an ordering."""
+    """The state of an ordering.
 
-    def __init__(self, program: Straight, units: Units, device: Device, large_nbytes: int, reloads: _Reloads):
+    Attributes:
+      times: of the copies.
+    """
+
+    def __init__(self, program: Straight, units: Units, device: Device, large_nbytes: int, reloads: Reloads):
+        self.times = CopyTimes(program.eqns, units, device)
         self._eqns, self._program, self._device, self._plan = program.eqns, program, device, reloads
         self._large_nbytes = large_nbytes
         self._units, self._maker = units, units.maker
@@ -99,11 +86,6 @@ class Order:
         self._level: dict[Var, int] = {}  # the last place in the chain that a value is known to follow
         self._arrives: dict[Var, float] = {}
         self._time = 0.0
-        self._ends: list[float] = []  # of each place in the chain
-        self._needed: dict[int, int] = {}  # by copy from the host, the place in the chain that first reads it
-        self._at: dict[Var, float] = {}  # when a value is made
-        self._read_by: dict[Var, float] = {}  # when its latest reader is done
-        self._made: dict[int, float] = {}  # by copy to the host, when it can start
         self._leaving: dict[Var, float] = {}  # copies to the host under way, and when to wait for them
         self._made_small: list[Var] = []  # little of something large, for the next heavy unit to wait for
         self._sent_by = 0.0  # when the last of them is
@@ -123,13 +105,13 @@ class Order:
             waiting = [i for i in waiting if i not in self._placed]
         for i in self._units.all:
             self._place(i)
-        return Ordered(self._out, self._renamed, frozenset(self._late()))
+        return Ordered(self._out, self._renamed, frozenset(self.times.late(self._program.follows)))
 
     def _start_reloads(self) -> None:
         """Says when copies from the host arrive; puts first what is not to start later."""
         time, arrives = 0.0, {}
         for i in self._plan.order:
-            time += self._reload_ms(i)
+            time += self.times.reload_ms(i)
             arrives[i] = time
         order = dict.fromkeys((*self._plan.order, *self._units.all))
         for i in order:
@@ -137,74 +119,6 @@ class Order:
                 self._arrives[self._eqns[i].outvars[0]] = arrives.get(i, 0.0)
                 if self._can_return(i) and not self._plan.starts.get(i):
                     self._emit(i, {})
-
-    def _is_there_from_the_beginning(self, i: int) -> bool:
-        return not any(v in self._maker for v in self._reads[i])
-
-    def reloads(self) -> _Reloads:
-        """A plan from when copies were needed: each as late as it can start and be in time.
-
-        The copies of one direction follow each other, so the last one is planned first.
-        """
-        needed = self._by_need()
-        starts, busy_from = {}, float("inf")
-        for i, time in reversed(needed):
-            busy_from = min(time, busy_from) - _SLACK * self._reload_ms(i)
-            # What writes the element are small kernels, which large ones may keep waiting.
-            starts[i] = max(0, bisect.bisect_right(self._ends, busy_from) - _LEAD)
-        order = tuple(i for i, _ in needed if self._is_there_from_the_beginning(i))
-        return _Reloads(order, starts)
-
-    def _late(self) -> Iterator[Var]:
-        """The copies from the host that cannot end with the program: what they follow is read too long."""
-        for copy, v in self._program.follows.items():
-            if self._read_by.get(v, 0.0) + self._reload_ms(self._maker[copy]) > self._time:
-                yield copy
-
-    def too_late(self) -> list[Var]:
-        """The copies from the host that cannot be in time if they start with the program."""
-        needed = [(i, time) for i, time in self._by_need() if self._is_there_from_the_beginning(i)]
-        for first in range(len(needed)):
-            busy, in_time = 0.0, True
-            for i, time in needed[first:]:
-                busy += _SLACK * self._reload_ms(i)
-                in_time = in_time and busy <= time
-            if in_time:
-                return [self._eqns[i].outvars[0] for i, _ in needed[:first]]
-        return [self._eqns[i].outvars[0] for i, _ in needed]
-
-    def unfinished(self) -> dict[Var, bool]:
-        """The copies to the host that are still under way when the program ends, by their results.
-
-        And whether all of them, if the next turn began with them, would be done before it makes the value
-        that this one copies.
-        """
-        made = sorted(self._made.items(), key=lambda item: item[1])
-
-        def done_by(count: int) -> float:
-            busy = 0.0
-            for i, time in made[:count]:
-                busy = max(busy, time) + self._send_ms(i)
-            return busy
-
-        in_time = max((n for n in range(len(made) + 1) if done_by(n) <= self._time), default=0)
-        late = made[in_time:]
-        busy = sum(self._send_ms(i) for i, _ in late)
-        return {self._eqns[i].outvars[0]: busy <= time for i, time in late}
-
-    def _send_ms(self, i: int) -> float:
-        return _SEND_SLACK * self._device.d2h_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
-
-    def _by_need(self) -> list[tuple[int, float]]:
-        """The copies from the host and when each is needed, the first one first; results at the end."""
-        times = {i: self._ends[place - 2] if place > 1 else 0.0 for i, place in self._needed.items()}
-        for i in self._units.all:
-            if _compat.transfer_in(self._eqns[i]) == "H2D":
-                times.setdefault(i, self._time)
-        return sorted(times.items(), key=lambda item: item[1])
-
-    def _reload_ms(self, i: int) -> float:
-        return self._device.h2d_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
 
     def _ready_at(self, i: int) -> float:
         """When the copies from the host have arrived that a unit, or one that it still needs, waits for."""
@@ -245,9 +159,7 @@ class Order:
         self._time += self._units.ms(i, self._device)
         if self._program.holds_copies and is_heavy(eqn):
             self._hide_copies(eqn, began)
-        self._ends.append(self._time)
-        self._at |= dict.fromkeys(eqn.outvars, self._time)
-        self._read_by |= dict.fromkeys(self._reads[i], self._time)
+        self.times.add(i, self._time)
 
     def _hide_copies(self, eqn: JaxprEqn, began: float) -> None:
         """Waits for a copy of each direction at the end of a unit that is long enough to hide it.
@@ -257,7 +169,7 @@ class Order:
         """
         hidden_ms = (self._time - began) * _HIDDEN
         waiting = (v for v, until in self._leaving.items() if until > self._time)
-        sent = [v for v in waiting if self._made[self._maker[v]] <= began]
+        sent = [v for v in waiting if self.times.sent[self._maker[v]] <= began]
         if sent and hidden_ms >= self._device.d2h_ms(_compat.nbytes(sent[0].aval)):
             self._leaving[sent[0]] = self._time
         made = new_nbytes(eqn)
@@ -430,7 +342,7 @@ class Order:
         if _compat.transfer_in(self._eqns[i]) == "H2D":
             self._hold_back(i)
         elif _compat.transfer_in(self._eqns[i]) == "D2H":
-            self._made[i] = max((self._at.get(v, 0.0) for v in self._reads[i]), default=0.0)
+            self.times.send(i)
         renamed = self._left | self._renamed | behind
         for j in self._between[i]:
             eqn = self._eqns[j]
@@ -457,4 +369,4 @@ class Order:
             self._unread[v] -= 1
             self._coming.pop(v, None)
             if v in self._arrives:
-                self._needed.setdefault(self._maker[v], self._length)
+                self.times.needed.setdefault(self._maker[v], self._length)

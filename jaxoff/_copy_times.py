@@ -1,0 +1,129 @@
+"""When the copies of a program in order can start, and when they must be done, estimated."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from jaxoff import _compat
+from jaxoff._compat import JaxprEqn, Var
+from jaxoff._cost import Device
+from jaxoff._units import Units
+
+# So many places earlier than planned may a copy start.
+_LEAD = 2
+# Copies from and to the host are planned for so many times their estimated length.
+_SLACK, _SEND_SLACK = 1.5, 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Reloads:
+    """A plan for the copies from the host, by equation.
+
+    Attributes:
+      order: those of values that are on the host from the beginning, as they are needed.
+      starts: the place in the chain behind which each starts.
+    """
+
+    order: tuple[int, ...] = ()
+    starts: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class CopyTimes:
+    """The times of an order, in ms since it began.
+
+    Attributes:
+      sent: by copy to the host, when it can start.
+      needed: by copy from the host, the place in the chain that first reads it.
+    """
+
+    def __init__(self, eqns: Sequence[JaxprEqn], units: Units, device: Device):
+        self._eqns, self._units, self._device = eqns, units, device
+        self.sent: dict[int, float] = {}
+        self.needed: dict[int, int] = {}
+        self._ends: list[float] = []  # of each place in the chain
+        self._made: dict[Var, float] = {}  # when a value is made
+        self._read_by: dict[Var, float] = {}  # when its latest reader is done
+
+    @property
+    def _end(self) -> float:
+        return self._ends[-1] if self._ends else 0.0
+
+    def add(self, i: int, end: float) -> None:
+        """Adds a unit of the chain that is done at a time."""
+        self._ends.append(end)
+        self._made |= dict.fromkeys(self._eqns[i].outvars, end)
+        self._read_by |= dict.fromkeys(self._units.reads[i], end)
+
+    def send(self, i: int) -> None:
+        """Adds a copy to the host."""
+        self.sent[i] = max((self._made.get(v, 0.0) for v in self._units.reads[i]), default=0.0)
+
+    def reloads(self) -> Reloads:
+        """A plan from when copies were needed: each as late as it can start and be in time.
+
+        The copies of one direction follow each other, so the last one is planned first.
+        """
+        needed = self._by_need()
+        starts, busy_from = {}, float("inf")
+        for i, time in reversed(needed):
+            busy_from = min(time, busy_from) - _SLACK * self.reload_ms(i)
+            # What writes the element are small kernels, which large ones may keep waiting.
+            starts[i] = max(0, bisect.bisect_right(self._ends, busy_from) - _LEAD)
+        order = tuple(i for i, _ in needed if self._is_there_from_the_beginning(i))
+        return Reloads(order, starts)
+
+    def late(self, follows: Mapping[Var, Var]) -> Iterator[Var]:
+        """The copies from the host that cannot end with the program: what they follow is read too long."""
+        for copy, v in follows.items():
+            if self._read_by.get(v, 0.0) + self.reload_ms(self._units.maker[copy]) > self._end:
+                yield copy
+
+    def too_late(self) -> list[Var]:
+        """The copies from the host that cannot be in time if they start with the program."""
+        needed = [(i, time) for i, time in self._by_need() if self._is_there_from_the_beginning(i)]
+        for first in range(len(needed)):
+            busy, in_time = 0.0, True
+            for i, time in needed[first:]:
+                busy += _SLACK * self.reload_ms(i)
+                in_time = in_time and busy <= time
+            if in_time:
+                return [self._eqns[i].outvars[0] for i, _ in needed[:first]]
+        return [self._eqns[i].outvars[0] for i, _ in needed]
+
+    def unfinished(self) -> dict[Var, bool]:
+        """The copies to the host that are still under way when the program ends, by their results.
+
+        And whether all of them, if the next turn began with them, would be done before it makes the value
+        that this one copies.
+        """
+        sent = sorted(self.sent.items(), key=lambda item: item[1])
+
+        def done_by(count: int) -> float:
+            busy = 0.0
+            for i, time in sent[:count]:
+                busy = max(busy, time) + self._send_ms(i)
+            return busy
+
+        in_time = max((n for n in range(len(sent) + 1) if done_by(n) <= self._end), default=0)
+        late = sent[in_time:]
+        busy = sum(self._send_ms(i) for i, _ in late)
+        return {self._eqns[i].outvars[0]: busy <= time for i, time in late}
+
+    def reload_ms(self, i: int) -> float:
+        return self._device.h2d_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
+
+    def _send_ms(self, i: int) -> float:
+        return _SEND_SLACK * self._device.d2h_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
+
+    def _is_there_from_the_beginning(self, i: int) -> bool:
+        return not any(v in self._units.maker for v in self._units.reads[i])
+
+    def _by_need(self) -> list[tuple[int, float]]:
+        """The copies from the host and when each is needed, the first one first; results at the end."""
+        times = {i: self._ends[place - 2] if place > 1 else 0.0 for i, place in self.needed.items()}
+        for i in self._units.all:
+            if _compat.transfer_in(self._eqns[i]) == "H2D":
+                times.setdefault(i, self._end)
+        return sorted(times.items(), key=lambda item: item[1])
