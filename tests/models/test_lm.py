@@ -124,7 +124,9 @@ def test_placement_changes_no_bit_of_loss_and_gradients(overrides):
         assert bits(loss_and_gradients(config, policy)) == bits(saved), name
 
 
-@pytest.mark.parametrize("preset", ["save_all", "dots", "te_v2"])
+@pytest.mark.parametrize(
+    "preset", ["save_all", *(pytest.param(p, marks=pytest.mark.long) for p in ("dots", "te_v2"))]
+)
 def test_presets_change_no_bit_either(preset):
     config = Config.preset("tiny")
     saved = loss_and_gradients(config, jaxoff.policy(save=["*"]))
