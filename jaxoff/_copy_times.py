@@ -112,6 +112,7 @@ class CopyTimes:
         return {self._eqns[i].outvars[0]: busy <= time for i, time in late}
 
     def reload_ms(self, i: int) -> float:
+        """How long a copy from the host takes."""
         return self._device.h2d_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
 
     def _send_ms(self, i: int) -> float:

@@ -87,8 +87,8 @@ class Order:
         self._arrives: dict[Var, float] = {}
         self._time = 0.0
         self._leaving: dict[Var, float] = {}  # copies to the host under way, and when to wait for them
-        self._made_small: list[Var] = []  # little of something large, for the next heavy unit to wait for
         self._sent_by = 0.0  # when the last of them is
+        self._made_small: list[Var] = []  # little of something large, for the next heavy unit to wait for
         self._coming: dict[Var, float] = {}  # copies from the host under way, and when they began
         self._left: Renamed = {}  # by copy, what stands for it once it is waited for
         self._renamed: Renamed = {}  # by result, or by stack that was written to, what it has become

@@ -126,14 +126,13 @@ def _narrowed(eqns: Sequence[JaxprEqn], found: set[int], outs: frozenset[Var]) -
             readers.setdefault(v, []).append(i)
     for i in sorted(found):
         eqn = eqns[i]
-        if is_heavy(eqn) or _compat.transfer_in(eqn) or not outs.isdisjoint(eqn.outvars):
-            continue
         reading = {j for v in eqn.outvars for j in readers.get(v, ())}
-        for j in reading if len(reading) == 1 else ():
-            if eqns[j].primitive.name == "convert_element_type" and _nbytes(eqns[j].outvars) < _nbytes(
-                eqn.outvars
-            ):
-                yield i, j
+        if is_heavy(eqn) or _compat.transfer_in(eqn) or not outs.isdisjoint(eqn.outvars) or len(reading) != 1:
+            continue
+        (j,) = reading
+        narrows = _nbytes(eqns[j].outvars) < _nbytes(eqn.outvars)
+        if narrows and eqns[j].primitive.name == "convert_element_type":
+            yield i, j
 
 
 def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) -> set[int]:
