@@ -13,13 +13,14 @@ into a row of the stack that nothing reads any more, and the copy reads the stac
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._copy_times import CopyTimes, Reloads
 from jaxoff._cost import Device
 from jaxoff._edges import known_late, write_an_element
+from jaxoff._held import beside
 from jaxoff._inline import Renamed, now, traced
 from jaxoff._straight import Ordered, Straight
 from jaxoff._units import Units, is_heavy, new_nbytes
@@ -49,16 +50,20 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
     """
     # First as if every copy were there, to see when each is needed; then with the copies in that order.
     units, reloads = Units(program.eqns, program.outs | program.copies), Reloads()
-    for _ in range(2):
-        draft = Order(program, units, device, large_nbytes, reloads)
+    pairs: dict[int, int] = {}
+    for _ in range(3):
+        draft = Order(program, units, device, large_nbytes, reloads, pairs)
         draft.run()
-        reloads = draft.times.reloads()
-    return Order(program, units, device, large_nbytes, reloads).run()
+        reloads, pairs = (
+            draft.times.reloads(),
+            pairs or beside(list(draft.placed), program, units, large_nbytes),
+        )
+    return Order(program, units, device, large_nbytes, reloads, pairs).run()
 
 
 def estimated(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> CopyTimes:
     """The times of the copies of a loop's body in order, as if they took none."""
-    order = Order(program, Units(program.eqns, program.outs), device, large_nbytes, Reloads())
+    order = Order(program, Units(program.eqns, program.outs), device, large_nbytes, Reloads(), {})
     order.run()
     return order.times
 
@@ -68,19 +73,29 @@ class Order:
 
     Attributes:
       times: of the copies.
+      placed: the units, in order.
     """
 
-    def __init__(self, program: Straight, units: Units, device: Device, large_nbytes: int, reloads: Reloads):
+    def __init__(
+        self,
+        program: Straight,
+        units: Units,
+        device: Device,
+        large_nbytes: int,
+        reloads: Reloads,
+        pairs: Mapping[int, int],
+    ):
         self.times = CopyTimes(program.eqns, units, device)
         self._eqns, self._program, self._device, self._plan = program.eqns, program, device, reloads
-        self._large_nbytes = large_nbytes
+        self._large_nbytes, self._pairs = large_nbytes, pairs
         self._units, self._maker = units, units.maker
         self._reads, self._between, self._readers = units.reads, units.between, units.readers
         self._displaced = {i: v for made, v in program.displaces.items() for i in units.making(made)}
         self._unread = {v: len(readers) for v, readers in self._readers.items()}
-        self._placed: set[int] = set()
+        self.placed: dict[int, None] = {}
         self._out: list[JaxprEqn] = []
         self._last: Var | None = None
+        self._behind: Renamed = {}  # what stands for values that the last link reads
         self._before_last: Var | None = None  # and before the light links that can be one kernel with it
         self._length = 0
         self._level: dict[Var, int] = {}  # the last place in the chain that a value is known to follow
@@ -102,7 +117,7 @@ class Order:
             first = next((i for i in ahead if ready[i] <= self._time), min(ahead, key=lambda i: ready[i]))
             self._time = max(self._time, ready[first])
             self._place(first)
-            waiting = [i for i in waiting if i not in self._placed]
+            waiting = [i for i in waiting if i not in self.placed]
         for i in self._units.all:
             self._place(i)
         return Ordered(self._out, self._renamed, frozenset(self.times.late(self._program.follows)))
@@ -127,7 +142,7 @@ class Order:
             for v in self._reads[todo.pop()]:
                 time = max(time, self._arrives.get(v, 0.0))
                 j = self._maker.get(v)
-                if j is not None and j not in self._placed and j not in seen:
+                if j is not None and j not in self.placed and j not in seen:
                     seen.add(j)
                     todo.append(j)
         return time
@@ -138,14 +153,15 @@ class Order:
         while todo:
             j = todo[-1]
             needs = [*self._reads[j], *([self._displaced[j]] if j in self._displaced else ())]
-            missing = {self._maker[v] for v in needs if v in self._maker} - self._placed
-            if missing and j not in self._placed:
+            missing = {self._maker[v] for v in needs if v in self._maker} - self.placed.keys()
+            if missing and j not in self.placed:
                 todo += sorted(missing, reverse=True)
                 continue
             todo.pop()
-            if j not in self._placed:
+            if j not in self.placed:
                 self._add(j)
                 todo += reversed(self._free_after(j))
+                todo += [self._pairs[j]] if j in self._pairs else []
 
     def _add(self, i: int) -> None:
         eqn = self._eqns[i]
@@ -180,7 +196,7 @@ class Order:
 
     def _start_due_reloads(self) -> None:
         for j, start in self._plan.starts.items():
-            if j not in self._placed and start <= self._length and self._can_return(j):
+            if j not in self.placed and start <= self._length and self._can_return(j):
                 self._emit(j, {} if self._stack_of(j) else self._tied(self._reads[j], j, (self._last,)))
 
     def _free_after(self, i: int) -> list[int]:
@@ -188,12 +204,12 @@ class Order:
         readers = {j: None for v in self._eqns[i].outvars for j in self._readers.get(v, ())}
         free = []
         for j in readers:
-            if j not in self._placed and self._is_free(j):
+            if j not in self.placed and self._is_free(j):
                 free.append(j)
-            elif j not in self._placed and self._is_small(j):
+            elif j not in self.placed and self._is_small(j):
                 self._emit(j, {})
                 self._made_small += self._eqns[j].outvars
-            elif j not in self._placed and self._only_leaves(j):
+            elif j not in self.placed and self._only_leaves(j):
                 self._emit(j, {}, is_link=False)
         return free
 
@@ -210,13 +226,13 @@ class Order:
         follows = self._program.follows.get(self._eqns[i].outvars[0])
         waits = () if follows is None else self._readers.get(follows, ())
         is_there = all(v not in self._maker or v in self._left for v in self._reads[i])
-        return is_there and self._placed.issuperset(waits)
+        return is_there and self.placed.keys() >= set(waits)
 
     def _is_free(self, i: int) -> bool:
         """Whether a light unit could be computed now, in the memory of what only it still reads."""
         eqn, reads = self._eqns[i], self._reads[i]
         if _compat.transfer_in(eqn) == "D2H":
-            return all(self._maker.get(v, -1) in self._placed for v in reads)
+            return all(self._maker.get(v, -1) in self.placed for v in reads)
         if is_heavy(eqn) or not self._is_link(eqn) or not self._is_there(reads):
             return False
         freed = sum(_compat.nbytes(v.aval) for v in reads if v in self._maker and self._unread[v] == 1)
@@ -232,7 +248,7 @@ class Order:
             return False
         if any(v in self._readers for v in made):
             return False
-        return all(self._maker.get(v, -1) in self._placed or v not in self._maker for v in self._reads[i])
+        return all(self._maker.get(v, -1) in self.placed or v not in self._maker for v in self._reads[i])
 
     def _is_small(self, i: int) -> bool:
         """Whether a light unit that could be computed now makes little of something large.
@@ -249,7 +265,7 @@ class Order:
 
     def _is_there(self, values: list[Var]) -> bool:
         """Whether values are made by now, or have arrived."""
-        made = all(self._maker[v] in self._placed for v in values if v in self._maker)
+        made = all(self._maker[v] in self.placed for v in values if v in self._maker)
         return made and all(self._arrives.get(v, 0.0) <= self._time for v in values)
 
     def _behind_the_last(self, i: int) -> Renamed:
@@ -257,6 +273,11 @@ class Order:
         reads, displaced = self._reads[i], self._displaced.get(i)
         if not reads or (self._last is None and displaced is None):
             return {}
+        if self._last is not None and self._is_beside_the_last(i):
+            if not self._behind.keys().isdisjoint(reads):
+                return self._behind
+            both = self._reads[self._maker[self._last]]
+            reads = [v for v in reads if v not in both] or reads
         loose = [v for v in reads if self._level.get(v, 0) < self._length]
         tied = [v for v in loose if v in self._maker and _compat.nbytes(v.aval) >= self._large_nbytes]
         arrived = [v for v, done in self._leaving.items() if done <= self._time]
@@ -280,11 +301,20 @@ class Order:
         """Whether a unit and the last link, both light, can be one kernel: no barrier stands between them.
 
         What else the unit reads follows the link before. Behind the last one, that would have to be stored.
+        What others read as well is a second result of that kernel, if both have one shape.
         """
         last = self._last
+        if self._is_beside_the_last(i):
+            return True
         if last is None or is_heavy(self._eqns[i]) or is_heavy(self._eqns[self._maker[last]]):
             return False
-        return last in self._reads[i] and self._unread[last] == 1 and last not in self._program.outs
+        if last not in self._reads[i] or last in self._program.outs:
+            return False
+        return self._unread[last] == 1 or last.aval == self._eqns[i].outvars[0].aval
+
+    def _is_beside_the_last(self, i: int) -> bool:
+        """Whether a unit was put behind the last link to be one kernel with it; see `jaxoff._held.beside`."""
+        return self._last is not None and self._pairs.get(self._maker[self._last]) == i
 
     def _turn_behind_the_last(self, i: int) -> Renamed:
         """For a unit that reads large slices of arguments, all in another dtype: the turn, known late.
@@ -338,7 +368,7 @@ class Order:
         self._out += eqns
 
     def _emit(self, i: int, behind: Renamed, *, is_link: bool | None = None) -> None:
-        self._placed.add(i)
+        self.placed[i] = None
         if _compat.transfer_in(self._eqns[i]) == "H2D":
             self._hold_back(i)
         elif _compat.transfer_in(self._eqns[i]) == "D2H":
@@ -357,6 +387,7 @@ class Order:
             level = self._length
             if not self._continues_the_last(i):
                 self._before_last = self._last
+            self._behind = behind
             self._last = max(eqn.outvars, key=lambda v: _compat.nbytes(v.aval))
         self._level |= dict.fromkeys(eqn.outvars, level)
         if self._program.holds_copies and _compat.transfer_in(eqn) == "D2H":

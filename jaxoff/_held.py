@@ -1,0 +1,74 @@
+"""The memory that an order holds, and the light kernels that could be one kernel with an earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxoff import _compat
+from jaxoff._compat import JaxprEqn, Var
+from jaxoff._straight import Straight
+from jaxoff._units import Units, is_heavy, new_nbytes
+
+
+def held_nbytes(
+    order: Sequence[int], eqns: Sequence[JaxprEqn], units: Units, outs: frozenset[Var]
+) -> list[int]:
+    """Device bytes of the values of a program that are alive while each unit of an order is computed."""
+    place = {i: n for n, i in enumerate(order)}
+    change = [0] * (len(order) + 1)
+    for i, first in place.items():
+        for v in eqns[i].outvars:
+            if _compat.is_host(v.aval) or not new_nbytes(eqns[i]):
+                continue
+            last = max((place[j] for j in units.readers.get(v, ())), default=first)
+            change[first] += _compat.nbytes(v.aval)
+            change[len(order) if v in outs else last + 1] -= _compat.nbytes(v.aval)
+    held, total = [], 0
+    for difference in change[:-1]:
+        total += difference
+        held.append(total)
+    return held
+
+
+def beside(order: Sequence[int], program: Straight, units: Units, large_nbytes: int) -> dict[int, int]:
+    """By light unit, a later one that XLA can make one kernel with it, for which there is memory by then.
+
+    Both read the same array and make results of one shape, such as rows and gradients that are gathered by
+    the same indices. What is made earlier takes its memory longer: at no place more than the order holds at
+    its fullest.
+    """
+    eqns = program.eqns
+    held, place = held_nbytes(order, eqns, units, program.outs), {i: n for n, i in enumerate(order)}
+    fullest = max(held, default=0)
+    displacing = {i for made in program.displaces for i in units.making(made)}
+
+    def is_candidate(i: int) -> bool:
+        eqn = eqns[i]
+        if is_heavy(eqn) or _compat.transfer_in(eqn) or i in displacing:
+            return False
+        if not program.outs.isdisjoint(eqn.outvars):
+            return False
+        return len(eqn.outvars) == 1 and new_nbytes(eqn) >= large_nbytes
+
+    def comes_from_the_host(v: Var) -> bool:
+        return v in units.maker and _compat.transfer_in(eqns[units.maker[v]]) == "H2D"
+
+    pairs: dict[int, int] = {}
+    for later in filter(is_candidate, order):
+        reads = units.reads[later]
+        if any(map(comes_from_the_host, reads)):
+            continue
+        made = max((place[units.maker[v]] for v in reads if v in units.maker), default=-1)
+        shared = (j for v in reads if _compat.shape_of(v.aval) for j in units.readers[v])
+        earlier = [j for j in shared if made < place[j] < place[later] and is_candidate(j) and j not in pairs]
+        (out,) = eqns[later].outvars
+        earlier = [j for j in earlier if eqns[j].outvars[0].aval.shape == out.aval.shape]  # pyright: ignore
+        first = max(earlier, key=lambda j: place[j], default=None)
+        if first is None or first in pairs.values():
+            continue
+        between = range(place[first], place[later])
+        if all(held[n] + _compat.nbytes(out.aval) <= fullest for n in between):
+            pairs[first] = later
+            for n in between:
+                held[n] += _compat.nbytes(out.aval)
+    return pairs
