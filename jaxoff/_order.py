@@ -23,7 +23,7 @@ from jaxoff._edges import known_late, write_an_element
 from jaxoff._held import beside
 from jaxoff._inline import Renamed, now, traced
 from jaxoff._straight import Ordered, Straight
-from jaxoff._units import Units, is_heavy, new_nbytes
+from jaxoff._units import Units, is_heavy, is_narrow_form, new_nbytes, variables
 
 # Values of fewer bytes are not worth a place in the chain.
 LARGE_NBYTES = 1 << 20
@@ -306,10 +306,15 @@ class Order:
         last = self._last
         if self._is_beside_the_last(i):
             return True
-        if last is None or is_heavy(self._eqns[i]) or is_heavy(self._eqns[self._maker[last]]):
+        if (
+            last is None
+            or is_heavy(self._eqns[i])
+            or last not in self._reads[i]
+            or last in self._program.outs
+        ):
             return False
-        if last not in self._reads[i] or last in self._program.outs:
-            return False
+        if is_heavy(self._eqns[self._maker[last]]):  # a kernel that rounds what it computes
+            return is_narrow_form(self._eqns[i]) and self._unread[last] == 1
         return self._unread[last] == 1 or last.aval == self._eqns[i].outvars[0].aval
 
     def _is_beside_the_last(self, i: int) -> bool:
@@ -324,12 +329,16 @@ class Order:
         """
         if self._program.turn not in self._reads[i] or self._last is None:
             return {}
-        names = [
-            self._eqns[j].primitive.name
-            for j in self._between[i]
-            if _compat.nbytes(self._eqns[j].outvars[0].aval) >= self._large_nbytes
-        ]
-        if not 0 < names.count("dynamic_slice") <= names.count("convert_element_type"):
+        slices, converted = 0, 0
+        sliced: set[Var] = set()
+        for eqn in (self._eqns[j] for j in self._between[i]):
+            is_slice = eqn.primitive.name == "dynamic_slice"
+            if is_slice or not sliced.isdisjoint(variables(eqn)):
+                sliced.update(eqn.outvars)
+                if _compat.nbytes(eqn.outvars[0].aval) >= self._large_nbytes:
+                    slices += is_slice
+                    converted += eqn.primitive.name == "convert_element_type"
+        if not 0 < slices <= converted:
             return {}
         eqns, (late,) = traced(known_late, [self._program.turn, self._last], like=self._eqns[i])
         self._out += eqns

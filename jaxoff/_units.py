@@ -20,6 +20,8 @@ _VIEW_NAMES = """
 convert_element_type dynamic_slice expand_dims name optimization_barrier pvary reduce_precision reshape slice
 split squeeze transpose
 """
+# What may stand between a kernel and the narrow form of what it computes, and that form.
+_ROUNDING = ("convert_element_type", "reduce_precision")
 # Kernels that only move or sum up what they read: no reason to hold anything else back.
 _MOVING_NAMES = """
 argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather
@@ -34,6 +36,12 @@ _LIGHT = _CHEAP | frozenset(_MOVING_NAMES.split())
 def is_heavy(eqn: JaxprEqn) -> bool:
     """Whether an equation is one kernel or several that take their time."""
     return eqn.primitive.name not in _LIGHT
+
+
+def is_narrow_form(eqn: JaxprEqn) -> bool:
+    """Whether an equation rounds a value to fewer bytes."""
+    is_rounding = eqn.primitive.name == "convert_element_type"
+    return is_rounding and _nbytes(eqn.outvars) < _nbytes(variables(eqn))
 
 
 class Units:
@@ -96,11 +104,16 @@ def back_to_the_kernel(
 
 
 def _units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
-    """The equations whose results are stored: those that are not cheap, and what they and the caller read."""
-    stored = set(outs)
+    """The equations whose results are stored: those that are not cheap, and what they and the caller read.
+
+    Of a value that a heavy one reads widened, it is the narrow one: the kernel widens it.
+    """
+    stored, maker = set(outs), {v: eqn for eqn in eqns for v in eqn.outvars}
     for eqn in eqns:
-        if is_heavy(eqn) or _compat.transfer_in(eqn):
+        if _compat.transfer_in(eqn):
             stored.update(variables(eqn))
+        elif is_heavy(eqn):
+            stored.update(_before_widening(v, maker) for v in variables(eqn))
     found, made = set(), set()
     for i, eqn in enumerate(eqns):
         is_view = eqn.primitive.name in _VIEWS and made.isdisjoint(variables(eqn))
@@ -111,12 +124,22 @@ def _units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
         if eqn.primitive.name not in _CHEAP or not stored.isdisjoint(eqn.outvars):
             found.add(i)
     for wide, narrow in _narrowed(eqns, found, outs):
-        found = found - {wide} | {narrow}
+        found = (found if is_heavy(eqns[wide]) else found - {wide}) | {narrow}
     return found | _better_stored(eqns, found, made)
 
 
+def _before_widening(v: Var, maker: Mapping[Var, JaxprEqn]) -> Var:
+    """What a value is the wider form of, or itself."""
+    found = v
+    while (eqn := maker.get(found)) is not None and eqn.primitive.name in _VIEWS:
+        (found, *_) = variables(eqn)
+        if eqn.primitive.name == "convert_element_type" and _nbytes([found]) < _nbytes(eqn.outvars):
+            return found
+    return v
+
+
 def _narrowed(eqns: Sequence[JaxprEqn], found: set[int], outs: frozenset[Var]) -> Iterator[tuple[int, int]]:
-    """The kernels that only move or sum up, and of which only a narrower form is read, each with that form.
+    """The kernels of which only a narrower form is read, each with that form.
 
     The kernel then stores the narrower one.
     """
@@ -126,13 +149,16 @@ def _narrowed(eqns: Sequence[JaxprEqn], found: set[int], outs: frozenset[Var]) -
             readers.setdefault(v, []).append(i)
     for i in sorted(found):
         eqn = eqns[i]
-        reading = {j for v in eqn.outvars for j in readers.get(v, ())}
-        if is_heavy(eqn) or _compat.transfer_in(eqn) or not outs.isdisjoint(eqn.outvars) or len(reading) != 1:
+        if _compat.transfer_in(eqn) or not outs.isdisjoint(eqn.outvars):
             continue
-        (j,) = reading
-        narrows = _nbytes(eqns[j].outvars) < _nbytes(eqn.outvars)
-        if narrows and eqns[j].primitive.name == "convert_element_type":
-            yield i, j
+        reading, made = {j for v in eqn.outvars for j in readers.get(v, ())}, eqn.outvars
+        while len(reading) == 1 and eqns[max(reading)].primitive.name in _ROUNDING:
+            (j,) = reading
+            made = eqns[j].outvars
+            if is_narrow_form(eqns[j]):
+                yield i, j
+                break
+            reading = set() if not outs.isdisjoint(made) else {k for v in made for k in readers.get(v, ())}
 
 
 def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) -> set[int]:
@@ -141,9 +167,9 @@ def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) ->
     Such as the sum of several gradients, which otherwise all live until the last unit has read them. Where it
     is rounded and widened again, the narrow value is stored.
     """
-    of: dict[Var, frozenset[Var]] = {}  # the stored values that a cheap one is computed from
+    of: dict[Var, frozenset[Var]] = {}  # the stored values, or arguments, that a cheap one is computed from
     for i, eqn in enumerate(eqns):
-        reads = frozenset().union(*(of.get(v, {v} & made) for v in variables(eqn)))
+        reads = frozenset().union(*(of.get(v, {v}) for v in variables(eqn)))
         if i not in found:
             of |= dict.fromkeys(eqn.outvars, reads)
     more: set[int] = set()
@@ -152,8 +178,9 @@ def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) ->
         needs = set().union(*(needed_by.get(v, ()) for v in eqn.outvars))
         widens = _nbytes(variables(eqn)) < _nbytes(eqn.outvars)
         if i not in found and len(needs) > 1 and not widens and not made.isdisjoint(eqn.outvars):
-            kept = set().union(*(of[v] for v in eqn.outvars))
-            if _nbytes(kept) > _nbytes(eqn.outvars):
+            terms = set().union(*(of[v] for v in eqn.outvars))
+            kept, nbytes = _nbytes(terms & made), _nbytes(eqn.outvars)
+            if kept > nbytes or (kept == nbytes and _nbytes(terms) >= 2 * nbytes):
                 more.add(i)
         for v in variables(eqn):
             needed_by.setdefault(v, set()).update({i} if i in found or i in more else needs)

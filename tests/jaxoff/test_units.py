@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from jaxoff import _compat
 from jaxoff._cost import Device
@@ -77,6 +78,46 @@ def test_a_sum_that_is_rounded_for_its_readers_is_stored_narrow():
     converted = [eqn for eqn in units if eqn.primitive.name == "convert_element_type"]
     assert [eqn.outvars[0].aval.dtype for eqn in converted] == ["bfloat16"]
     assert "neg" not in [eqn.primitive.name for eqn in units]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_sum_of_two_that_several_units_read_is_stored_if_it_takes_no_more(beside):
+    """Each of them reads one value then. Of one term and a scalar it is computed again."""
+
+    def fun(x, y, w):
+        product = x @ w
+        total = jnp.cos(product + y if beside else product + 1)
+        return lax.cumsum(total * 2), lax.cumsum(total * 3)
+
+    units = stored(fun, inputs(ROWS, WIDTH), inputs(ROWS, WIDTH) / 3, inputs(WIDTH, WIDTH))
+    assert ("cos" in [eqn.primitive.name for eqn in units]) == beside
+
+
+def test_what_a_product_reads_widened_is_stored_narrow():
+    def fun(x, w):
+        narrow = lax.cumsum(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+        wide = narrow.astype(jnp.float32).reshape(2 * ROWS, WIDTH // 2)
+        return wide @ w[: WIDTH // 2], wide @ w[WIDTH // 2 :]
+
+    units = stored(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    assert {"convert_element_type", "reshape"}.isdisjoint(eqn.primitive.name for eqn in units)
+    assert sum(eqn.primitive.name == "dot_general" for eqn in units) == 3
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_product_that_is_rounded_for_its_one_reader_stores_that(again):
+    """No barrier stands between them, and none holds the wide value."""
+
+    def fun(x, y, w):
+        before = lax.cumsum(y @ w)
+        wide = lax.reduce_precision(x @ w, 8, 7)
+        narrow = wide.astype(jnp.bfloat16)
+        return lax.cumsum(narrow.astype(jnp.float32) + before) @ w, (wide @ w if again else None)
+
+    eqns = in_order(fun, inputs(2 * ROWS, WIDTH), inputs(2 * ROWS, WIDTH) / 3, inputs(WIDTH, WIDTH))
+    (wide,) = eqns[place(eqns, "dot_general", 1)].outvars
+    readers = [eqn.primitive.name for eqn in eqns if wide in eqn.invars]
+    assert ("optimization_barrier" in readers) == again
 
 
 @pytest.mark.parametrize("alone", [True, False])
