@@ -131,8 +131,8 @@ def _units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
 def _before_widening(v: Var, maker: Mapping[Var, JaxprEqn]) -> Var:
     """What a value is the wider form of, or itself."""
     found = v
-    while (eqn := maker.get(found)) is not None and eqn.primitive.name in _VIEWS:
-        (found, *_) = variables(eqn)
+    while (eqn := maker.get(found)) is not None and eqn.primitive.name in _VIEWS and variables(eqn):
+        found = variables(eqn)[0]
         if eqn.primitive.name == "convert_element_type" and _nbytes([found]) < _nbytes(eqn.outvars):
             return found
     return v
