@@ -110,6 +110,7 @@ class Order:
 
     def run(self) -> Ordered:
         self._start_reloads()
+        self._store_arguments()
         waiting = [i for i in self._units.all if self._program.in_order[i] and is_heavy(self._eqns[i])]
         while waiting:
             ahead = waiting[:_LOOKAHEAD]
@@ -134,6 +135,16 @@ class Order:
                 self._arrives[self._eqns[i].outvars[0]] = arrives.get(i, 0.0)
                 if self._can_return(i) and not self._plan.starts.get(i):
                     self._emit(i, {})
+
+    def _store_arguments(self) -> None:
+        """Writes arguments into the stacks that keep them: later, their memory would be taken."""
+        for i in self._units.all:
+            eqn = self._eqns[i]
+            is_write = eqn.primitive.name == "dynamic_update_slice" and not _compat.is_host(
+                eqn.outvars[0].aval
+            )
+            if is_write and self._maker.keys().isdisjoint(self._reads[i]):
+                self._emit(i, {}, is_link=False)
 
     def _ready_at(self, i: int) -> float:
         """When the copies from the host have arrived that a unit, or one that it still needs, waits for."""

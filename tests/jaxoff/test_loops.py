@@ -67,6 +67,27 @@ def test_results_keep_their_bits(device, reverse):
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
 
 
+def test_what_a_turn_takes_in_and_keeps_goes_into_its_stack_first():
+    """At the end of the turn the next one's takes its memory, and it would be copied before."""
+
+    def loss(w, x):
+        policy = jaxoff.policy(offload=["act"], save=["x_in"])
+        return jnp.sum(jaxoff.scan(layer, x, w, policy=policy)[0])
+
+    forward, _ = loops(program_of(jax.grad(loss), *arguments()))
+    carried = next(v for v in forward.invars if v.aval.shape == (ROWS, WIDTH) and not _compat.is_host(v.aval))
+    made = {v: eqn for eqn in forward.eqns for v in eqn.outvars}
+    first = next(i for i, eqn in enumerate(forward.eqns) if is_heavy(eqn))
+    writes = [eqn for eqn in forward.eqns[:first] if eqn.primitive.name == "dynamic_update_slice"]
+    kept = [eqn for eqn in writes if eqn.outvars[0].aval.shape == (LAYERS, ROWS, WIDTH)]
+    assert len(kept) == 1
+    names, value = [], kept[0].invars[1]
+    while value is not carried:
+        names.append(made[value].primitive.name)
+        value = made[value].invars[0]
+    assert "optimization_barrier" not in names
+
+
 def test_what_would_be_late_is_fetched_a_turn_ahead():
     """The forward loop hands over what the backward loop's first turn needs: nothing is fetched twice."""
     program = program_of(jax.grad(loss), *arguments())
