@@ -8,7 +8,7 @@ from typing import Any
 from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
-from jaxoff._inline import Renamed, called, inlined, now
+from jaxoff._inline import Renamed, called, inlined, now, scalars_apart
 from jaxoff._loops import Loop, handed, row_nbytes, written_out
 from jaxoff._order import LARGE_NBYTES, ordered
 from jaxoff._scan import PLAIN_SCOPE
@@ -51,7 +51,7 @@ def rewrite(
     jaxpr = _compat.with_jaxprs(closed.jaxpr, _with_loops_together)
     jaxpr = _compat.with_jaxprs(jaxpr, rewriter.loops)
     flat = "H2D" in _transfers(jaxpr)
-    if flat and not jaxpr.effects:
+    if flat and not _compat.has_side_effects(jaxpr):
         jaxpr = rewriter.flat(jaxpr)
     return Rewritten(closed.replace(jaxpr=jaxpr), rewriter.scanned, flat, rewriter.spare_nbytes)
 
@@ -93,7 +93,21 @@ class _Rewriter:
             eqns += new
             renamed.update(zip(eqn.outvars, results, strict=True))
             lasts |= {(i, k): value for k, value in last.items()}
-        return jaxpr.replace(eqns=eqns, outvars=[now(renamed, v) for v in jaxpr.outvars])
+        jaxpr = jaxpr.replace(eqns=eqns, outvars=[now(renamed, v) for v in jaxpr.outvars])
+        is_divided = any(_compat.is_manual(loop.eqn) for loop in loops.values())
+        return self._around_loops(jaxpr) if is_divided else jaxpr
+
+    def _around_loops(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Orders what stands around the loops of a program on several devices, each loop one equation.
+
+        Otherwise sums start from zeros that XLA makes at the very beginning, and collectives keep memory of
+        their own.
+        """
+        renamed: Renamed = {}
+        eqns = list(inlined(jaxpr.eqns, renamed))
+        eqns, scalars = scalars_apart(eqns)
+        ordered = self._ordered(jaxpr, eqns, renamed, [True] * len(eqns), holds_copies=False)
+        return ordered.replace(eqns=[*scalars, *ordered.eqns])
 
     def flat(self, jaxpr: Jaxpr) -> Jaxpr:
         """Orders a program whose layers are not in a loop.

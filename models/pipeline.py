@@ -117,8 +117,8 @@ def pipelined_loss(
     check_sequences(config, tokens_ABL[0])
     rank = lax.axis_index(_AXIS)
     own_ABL = lax.dynamic_slice_in_dim(tokens_ABL, rank * share, share)
-    embedded = jnp.stack([model.embed(own_ABL[i, :, :-1]) for i in range(share)])
-    embedded = lax.all_gather(embedded, _AXIS, tiled=True)
+    embedded = model.embed(own_ABL[:, :, :-1].reshape(-1, own_ABL.shape[2] - 1))
+    embedded = lax.all_gather(embedded.reshape(*own_ABL.shape[:2], *embedded.shape[1:]), _AXIS, tiled=True)
     made, sums = _ticks(model, embedded, schedule, whole)
     finished = schedule.finished(made)
     # From the last rank to all, a part to each: the others add zeros.
