@@ -1,4 +1,4 @@
-"""On several GPUs: the same bits with residuals on the host as on the device, step after step, on every axis."""
+"""On several GPUs: the bits of residuals on the host are those on the device, on every axis of the mesh."""
 
 import json
 

@@ -83,7 +83,10 @@ def meshes():
                         yield f"data={data},fsdp={fsdp},expert={expert},pipe={pipe}", virtual
 
 
-@pytest.mark.parametrize(("mesh", "virtual"), [("data=2,expert=2,pipe=2", 2), ("fsdp=2,pipe=4", 1)])
+@pytest.mark.parametrize(
+    ("mesh", "virtual"),
+    [("fsdp=2,expert=2,pipe=2", 2), pytest.param("data=2,pipe=4", 1, marks=pytest.mark.long)],
+)
 def test_loss_and_gradients_with_offload(mesh, virtual):
     check(on(mesh, virtual))
 
