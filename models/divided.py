@@ -27,7 +27,7 @@ from models.lm import LM, loss_fn
 from models.mesh import AXES, BATCH, MeshShape
 from models.moe import Division
 from models.pipeline import Schedule, pipelined_loss
-from models.sharding import as_layers, as_stages, gathered, of_layer, specs_of, summed
+from models.sharding import as_stages, gathered, of_layer, specs_of, summed
 
 # Room for rows on the way to their experts: twice what an even router sends.
 CAPACITY = 2.0
@@ -171,20 +171,21 @@ class Divided:
 
     def _local_loss(self, params: Any, tokens_ABL: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """This device's share of the loss and the metrics: they add up to the whole."""
-        of_stack = {key: of_layer(x) for key, x in self.specs.items() if key in ("dense", "experts")}
-        rest = {key: x for key, x in params.items() if key not in of_stack}
-        rest = gathered(rest, {key: self.specs[key] for key in rest})
-        stacks = {key: params[key] for key in of_stack}
         kind = "experts" if self.config.num_moe_layers else "dense"
+        of_layers = {key: of_layer(x) for key, x in self.specs.items() if key in ("dense", "experts")}
+        rest = {key: x for key, x in params.items() if key not in of_layers}
+        rest = gathered(rest, {key: self.specs[key] for key in rest})
 
         def whole(layer):
-            return _like(layer, gathered(nnx.to_pure_dict(layer), of_stack[kind]))
+            return _like(layer, gathered(nnx.to_pure_dict(layer), of_layers[kind]))
 
         if self.layout.is_pipelined:
             schedule = Schedule(self.layout.mesh.pipe, self.layout.virtual, tokens_ABL.shape[0])
-            value, metrics = pipelined_loss(nnx.merge(self.graph, rest | stacks), tokens_ABL, schedule, whole)
+            stages = params[kind]
+            model = nnx.merge(self.graph, rest | {kind: stages[0]})
+            value, metrics = pipelined_loss(model, stages, tokens_ABL, schedule, whole)
         else:
-            model = nnx.merge(self.graph, rest | as_layers(stacks))
+            model = nnx.merge(self.graph, rest | {key: params[key] for key in of_layers})
             value, metrics = loss_fn(model, tokens_ABL[0], whole)
             metrics = {key: x for key, x in metrics.items() if not x.ndim}
         metrics["overflow"] *= self.layout.mesh.batch  # a sum over devices, where all else is a mean

@@ -24,7 +24,7 @@ from flax import nnx
 from jax import lax
 
 from models.errors import InputError
-from models.lm import LM, check_sequences, head_losses, scan_under, total_loss
+from models.lm import LM, Whole, check_sequences, head_losses, scan_under, total_loss
 
 _AXIS = "pipe"
 
@@ -100,12 +100,13 @@ class _Sums(NamedTuple):
 
 
 def pipelined_loss(
-    model: LM, tokens_ABL: jax.Array, schedule: Schedule, whole: Any
+    model: LM, stages: list[Any], tokens_ABL: jax.Array, schedule: Schedule, whole: Whole
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A rank's share of the mean loss of some microbatches, in the body of a `jax.shard_map`.
 
     Args:
-      model: its stack of layers has the leading axes (V, 1, K); all else is whole.
+      model: its parameters are whole, but for the layers, of which only the kind counts.
+      stages: the parameters of the K layers of this rank's stages, with the leading axes (V, 1).
       tokens_ABL: (m, B, S + 1) integers: this device's sequences of each microbatch.
       schedule: of the m microbatches.
       whole: makes a layer's parameters from those in its stack.
@@ -119,7 +120,7 @@ def pipelined_loss(
     own_ABL = lax.dynamic_slice_in_dim(tokens_ABL, rank * share, share)
     embedded = model.embed(own_ABL[:, :, :-1].reshape(-1, own_ABL.shape[2] - 1))
     embedded = lax.all_gather(embedded.reshape(*own_ABL.shape[:2], *embedded.shape[1:]), _AXIS, tiled=True)
-    made, sums = _ticks(model, embedded, schedule, whole)
+    made, sums = _ticks(model, stages, embedded, schedule, whole)
     finished = schedule.finished(made)
     # From the last rank to all, a part to each: the others add zeros.
     finished = jnp.where(rank == schedule.pipe - 1, finished, jnp.zeros_like(finished))
@@ -142,18 +143,19 @@ def pipelined_loss(
     return total_loss(config, metrics), metrics
 
 
-def _ticks(model: LM, embedded_ABSD: jax.Array, schedule: Schedule, whole) -> tuple[jax.Array, _Sums]:
+def _ticks(
+    model: LM, stages: list[Any], embedded_ABSD: jax.Array, schedule: Schedule, whole: Whole
+) -> tuple[jax.Array, _Sums]:
     """Runs the layers: what this rank made in each tick, (ticks, B, S, D), and its routers' sums."""
     stack = model.dense if model.experts is None else model.experts
     assert stack is not None  # a model has layers
     graph, params = nnx.split(stack)
-    layers = jax.tree.leaves(params)[0].shape[2]
     rank = lax.axis_index(_AXIS)
     ring = [(r, (r + 1) % schedule.pipe) for r in range(schedule.pipe)]
 
-    def layer_of(at: Place, k: int):
-        taken = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w[:, 0, k], at.stage, keepdims=False), params)
-        return nnx.merge(graph, whole(taken))
+    def layer_of(layer, stage):
+        taken = [lax.dynamic_index_in_dim(w[:, 0], stage, keepdims=False) for w in jax.tree.leaves(layer)]
+        return nnx.merge(graph, whole(jax.tree.unflatten(jax.tree.structure(params), taken)))
 
     def tick(x_BSD, t):
         at = schedule.at(t, rank)
@@ -161,8 +163,8 @@ def _ticks(model: LM, embedded_ABSD: jax.Array, schedule: Schedule, whole) -> tu
         first = lax.dynamic_index_in_dim(embedded_ABSD, at.microbatch, keepdims=False)
         x_BSD = jnp.where(enters, first, x_BSD)
         sums = jnp.zeros(3, jnp.float32)
-        for k in range(layers):
-            x_BSD, stats = layer_of(at, k)(x_BSD)
+        for layer in stages:
+            x_BSD, stats = layer_of(layer, at.stage)(x_BSD)
             if stats is not None:
                 said = jnp.stack([stats.aux, stats.z, stats.overflow.astype(jnp.float32)])
                 sums += jnp.where(at.busy, said, 0.0)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 from models.errors import InputError
 
 # A process that was killed is missed after so long; the others then end with an error.
 HEARTBEAT_TIMEOUT_S = 30
+_TIMEOUTS: dict[str, Any] = {
+    "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_S,
+    "shutdown_timeout_seconds": HEARTBEAT_TIMEOUT_S,
+}
 # What the launchers that `jax.distributed` knows set in a process with peers, and how many those are.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
@@ -56,11 +62,9 @@ class Processes:
           environment: of this process, which says whether a launcher started several.
         """
         if self.coordinator is not None:
-            jax.distributed.initialize(
-                self.coordinator, self.count, self.index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S
-            )
+            jax.distributed.initialize(self.coordinator, self.count, self.index, **_TIMEOUTS)
         elif _has_peers(environment):
-            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+            jax.distributed.initialize(**_TIMEOUTS)
 
 
 def _has_peers(environment: Mapping[str, str]) -> bool:
@@ -68,3 +72,14 @@ def _has_peers(environment: Mapping[str, str]) -> bool:
     counts = [environment[name] for name in _COUNTS if name in environment]
     indexed_job = "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment
     return indexed_job or any(count.isdecimal() and int(count) > 1 for count in counts)
+
+
+def is_first() -> bool:
+    """Whether this process writes and prints what is there once a run."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(where: str) -> None:
+    """Returns once all processes are at the same place."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(where)

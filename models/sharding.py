@@ -1,16 +1,17 @@
 """Where each parameter of a divided model lives: its partition over the mesh, by name and shape.
 
-A divided model's parameters are those of `models.LM`, but for the layers, whose leading axis is three:
-virtual stages, pipe ranks, and layers of a stage. Layer `(v P + p) K + k` of the model, with P ranks and K
-layers a stage, is at [v, p, k].
+A divided model's parameters are those of `models.LM`. In a pipeline the layers are a list, of the K layers of
+a stage, each with two leading axes: virtual stages V and ranks P. Layer `(v P + p) K + k` of the model is the
+k-th of the list at [v, p]. Layers apart, none is a slice of a larger array, which would have to be copied.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,12 +19,13 @@ from jax.sharding import PartitionSpec as P
 from models.mesh import AXES, MeshShape
 
 _STACKS = ("dense", "experts")
-_STACK_AXES = 3
+_STAGE_AXES, _STACK_AXES = 2, 1
 
 
 def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
     """The keys on the way to a leaf."""
-    return tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+    kinds = ("key", "name", "idx")
+    return tuple(str(next(getattr(key, kind) for kind in kinds if hasattr(key, kind))) for key in path)
 
 
 def spec_of(names: tuple[str, ...], shape: tuple[int, ...], mesh: MeshShape) -> P:
@@ -38,8 +40,10 @@ def spec_of(names: tuple[str, ...], shape: tuple[int, ...], mesh: MeshShape) -> 
     """
     spec: list[str | None] = [None] * len(shape)
     free = list(range(len(shape)))
-    if names[0] in _STACKS:
-        spec[1], free = "pipe", free[_STACK_AXES:]
+    if names[0] in _STACKS and names[1].isdigit():
+        spec[1], free = "pipe", free[_STAGE_AXES:]
+    elif names[0] in _STACKS:
+        free = free[_STACK_AXES:]
     if names[-1] in ("w1", "w2") and len(free) == 3:
         spec[free[0]], free = "expert", free[1:]
     fits = [axis for axis in free if shape[axis] % mesh.fsdp == 0]
@@ -90,7 +94,9 @@ def gathered(params: Any, specs: Any) -> Any:
 
 
 def of_layer(specs: Any) -> Any:
-    """The partitions of one layer, from those of its stack."""
+    """The partitions of one layer, from those of all."""
+    if isinstance(specs, list):
+        return jax.tree.map(lambda spec: P(*tuple(spec)[_STAGE_AXES:]), specs[0])
     return jax.tree.map(lambda spec: P(*tuple(spec)[_STACK_AXES:]), specs)
 
 
@@ -101,20 +107,54 @@ def summed(grads: Any, specs: Any) -> Any:
     )
 
 
-def as_stages(params: dict[str, Any], pipe: int, virtual: int) -> dict[str, Any]:
-    """A model's parameters, its layers divided into stages."""
-    stages = pipe * virtual
+def as_stages(tree: Any, pipe: int, virtual: int) -> Any:
+    """A model's parameters, or a training state, with layers divided into stages, if there are several."""
+    if pipe * virtual == 1:
+        return tree
 
-    def divide(x):
-        return x.reshape(virtual, pipe, x.shape[0] // stages, *x.shape[1:])
+    def divide(stack):
+        layers = jax.tree.leaves(stack)[0].shape[0] // (pipe * virtual)
+        by_stage = jax.tree.map(lambda x: x.reshape(virtual, pipe, layers, *x.shape[1:]), stack)
+        return [jax.tree.map(lambda x, k=k: x[:, :, k], by_stage) for k in range(layers)]
 
-    return {key: jax.tree.map(divide, x) if key in _STACKS else x for key, x in params.items()}
+    return _map_stacks(divide, tree)
 
 
-def as_layers(params: dict[str, Any]) -> dict[str, Any]:
-    """The same parameters, with their layers in one axis."""
+def as_layers(tree: Any) -> Any:
+    """The same with layers in one axis, as `models.LM` has them."""
 
-    def merge(x):
-        return x.reshape(math.prod(x.shape[:_STACK_AXES]), *x.shape[_STACK_AXES:])
+    def merge(stack):
+        if not isinstance(stack, list):
+            return stack
+        return jax.tree.map(lambda *layers: _merged(jnp.stack(layers, axis=_STAGE_AXES)), *stack)
 
-    return {key: jax.tree.map(merge, x) if key in _STACKS else x for key, x in params.items()}
+    return _map_stacks(merge, tree)
+
+
+def _merged(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[_STAGE_AXES + 1 :])
+
+
+def layer_shardings_of(shardings: Any) -> Any:
+    """The shardings of a state with layers in one axis: `pipe` divides that, the rest is as in the stages."""
+
+    def of(sharding):
+        return NamedSharding(sharding.mesh, P("pipe", *tuple(sharding.spec)[_STAGE_AXES:]))
+
+    return _map_stacks(
+        lambda stack: jax.tree.map(of, stack[0]) if isinstance(stack, list) else stack, shardings
+    )
+
+
+def _map_stacks(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies a function to the layers in a tree, wherever they are in it."""
+
+    def holds_stacks(node):
+        return isinstance(node, dict) and not set(_STACKS).isdisjoint(node)
+
+    def of(node):
+        if not holds_stacks(node):
+            return node
+        return {key: function(x) if key in _STACKS else x for key, x in node.items()}
+
+    return jax.tree.map(of, tree, is_leaf=holds_stacks)

@@ -145,7 +145,7 @@ def test_parameters_and_optimizer_state_are_divided():
         return np.prod(sharding.shard_shape(x.shape)) / np.prod(x.shape)
 
     parts = jax.tree.map(part, state, shardings)
-    experts = parts["params"]["experts"]
+    (experts,) = parts["params"]["experts"]
     assert experts["mlp"]["w1"] == experts["mlp"]["w2"] == 1 / 8
     assert experts["attention"]["qkv"] == experts["mlp"]["shared"]["w1"] == 1 / 4
     assert parts["params"]["embedding"] == parts["params"]["head"] == 1 / 2

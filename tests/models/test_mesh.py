@@ -77,5 +77,6 @@ def test_a_run_joins_the_processes_that_it_has(monkeypatch, given, environment, 
     joined = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: joined.append((args, kwargs)))
     Processes(*given).start(environment)
-    timeout = {"heartbeat_timeout_seconds": processes.HEARTBEAT_TIMEOUT_S}
+    seconds = processes.HEARTBEAT_TIMEOUT_S
+    timeout = {"heartbeat_timeout_seconds": seconds, "shutdown_timeout_seconds": seconds}
     assert joined == ([] if joins is None else [(joins, timeout)])
