@@ -101,17 +101,10 @@ def of_layer(specs: Any) -> Any:
 
 
 def summed(grads: Any, specs: Any) -> Any:
-    """Gradients added up over the devices that share a parameter.
-
-    Those over the same axes in one operation, so that none waits for another and each can be added in place.
-    """
-    leaves, structure = jax.tree.flatten(grads)
-    axes = [tuple(axis for axis in AXES if axis not in tuple(spec)) for spec in jax.tree.leaves(specs)]
-    for group in dict.fromkeys(axes):
-        at = [i for i, other in enumerate(axes) if other == group]
-        for i, total in zip(at, lax.psum([leaves[i] for i in at], group), strict=True):
-            leaves[i] = total
-    return jax.tree.unflatten(structure, leaves)
+    """Gradients added up over the devices that share a parameter."""
+    return jax.tree.map(
+        lambda spec, g: lax.psum(g, tuple(axis for axis in AXES if axis not in tuple(spec))), specs, grads
+    )
 
 
 def as_stages(tree: Any, pipe: int, virtual: int) -> Any:
