@@ -58,9 +58,9 @@ def scalars_apart(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprE
     for eqn in eqns:
         operands = [v for v in eqn.invars if isinstance(v, Literal)]
         if eqn.primitive.name == "broadcast_in_dim" and len(operands) == len(eqn.invars) == 1:
-            constant, barrier = _compat.barrier(operands, like=eqn)
+            constant, barrier = _compat.barrier(list(eqn.invars), like=eqn)
             scalars.append(barrier)
-            rest.append(eqn.replace(invars=constant))
+            rest.append(eqn.replace(invars=[*constant]))
         elif not eqn.invars and not any(_compat.shape_of(v.aval) for v in eqn.outvars):
             scalars.append(eqn)
         else:
