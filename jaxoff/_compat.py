@@ -1,8 +1,9 @@
 """Everything that depends on how one JAX release differs from the next.
 
 The rest of the library uses documented JAX only. What stands here is exported by `jax.extend` and
-`jax.interpreters` without a promise of stability, or looks inside a tracer; and one switch is not exported at
-all: whether types say over which axes of a mesh a value differs.
+`jax.interpreters` without a promise of stability, or looks inside a tracer; and two things are not exported
+at all: the switch whether types say over which axes of a mesh a value differs, and the effect of naming an
+axis.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 from jax._src import config as _config
+from jax._src.core import NamedAxisEffect as _NamedAxisEffect
 from jax.ad_checkpoint import Offloadable as Offloadable
 from jax.ad_checkpoint import Recompute as Recompute
 from jax.ad_checkpoint import Saveable as Saveable
@@ -79,6 +81,11 @@ def shape_of(aval: Any) -> tuple[int, ...]:
 def nbytes(aval: Any) -> int:
     """Bytes of an abstract array."""
     return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def has_side_effects(jaxpr: Jaxpr) -> bool:
+    """Whether a program does more than compute and communicate, which names the axes of a mesh."""
+    return any(not isinstance(effect, _NamedAxisEffect) for effect in jaxpr.effects)
 
 
 def is_host(aval) -> bool:

@@ -46,6 +46,28 @@ def inlined(eqns: Iterable[JaxprEqn], renamed: Renamed, *, checkpoints: bool = T
             renamed[out] = now(results, value)
 
 
+def scalars_apart(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Takes scalars that depend on nothing out of a program, and makes arrays of one constant from such.
+
+    As arguments of the rest, they can be made to wait, and arrays made from them with them.
+
+    Returns:
+      The rest, and the equations that make the scalars.
+    """
+    scalars, rest = [], []
+    for eqn in eqns:
+        operands = [v for v in eqn.invars if isinstance(v, Literal)]
+        if eqn.primitive.name == "broadcast_in_dim" and len(operands) == len(eqn.invars) == 1:
+            constant, barrier = _compat.barrier(list(eqn.invars), like=eqn)
+            scalars.append(barrier)
+            rest.append(eqn.replace(invars=[*constant]))
+        elif not eqn.invars and not any(_compat.shape_of(v.aval) for v in eqn.outvars):
+            scalars.append(eqn)
+        else:
+            rest.append(eqn)
+    return rest, scalars
+
+
 def called(jaxpr: Jaxpr, operands: Sequence[Any], like: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations of a program for given operands, in the scope of another equation, and the results.
 

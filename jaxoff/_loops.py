@@ -61,7 +61,7 @@ class Loop:
         body = eqn.params["jaxpr"].jaxpr
         renamed: Renamed = {}
         eqns = list(inlined(body.eqns, renamed))
-        if body.effects:
+        if _compat.has_side_effects(body):
             return None
         return Loop(eqn, layout, body.replace(eqns=eqns, outvars=[now(renamed, v) for v in body.outvars]))
 

@@ -281,7 +281,9 @@ class Order:
 
     def _behind_the_last(self, i: int) -> Renamed:
         """Ties what a unit reads to the last link of the chain; says what stands for it."""
-        reads, displaced = self._reads[i], self._displaced.get(i)
+        # A barrier over a stack on the host would be a copy of it.
+        reads = [v for v in self._reads[i] if not _compat.is_host(v.aval)]
+        displaced = self._displaced.get(i)
         if not reads or (self._last is None and displaced is None):
             return {}
         if self._last is not None and self._is_beside_the_last(i):

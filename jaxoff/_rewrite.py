@@ -8,7 +8,7 @@ from typing import Any
 from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
-from jaxoff._inline import Renamed, called, inlined, now
+from jaxoff._inline import Renamed, called, inlined, now, scalars_apart
 from jaxoff._loops import Loop, handed, row_nbytes, written_out
 from jaxoff._order import LARGE_NBYTES, ordered
 from jaxoff._scan import PLAIN_SCOPE
@@ -51,7 +51,7 @@ def rewrite(
     jaxpr = _compat.with_jaxprs(closed.jaxpr, _with_loops_together)
     jaxpr = _compat.with_jaxprs(jaxpr, rewriter.loops)
     flat = "H2D" in _transfers(jaxpr)
-    if flat and not jaxpr.effects:
+    if flat and not _compat.has_side_effects(jaxpr):
         jaxpr = rewriter.flat(jaxpr)
     return Rewritten(closed.replace(jaxpr=jaxpr), rewriter.scanned, flat, rewriter.spare_nbytes)
 
@@ -78,7 +78,7 @@ class _Rewriter:
         self.spare_nbytes += sum(row_nbytes(loops[stack.reader], stack.xs) for stack in stacks)
         renamed: Renamed = {}
         lasts: dict[tuple[int, int], Any] = {}
-        eqns = []
+        eqns, end = [], 0
         for i, eqn in enumerate(jaxpr.eqns):
             operands = [now(renamed, v) for v in eqn.invars]
             if i not in loops:
@@ -91,9 +91,32 @@ class _Rewriter:
                 loops[i], operands, sends, takes, firsts, self._device, self._large_nbytes
             )
             eqns += new
+            end = len(eqns)
             renamed.update(zip(eqn.outvars, results, strict=True))
             lasts |= {(i, k): value for k, value in last.items()}
-        return jaxpr.replace(eqns=eqns, outvars=[now(renamed, v) for v in jaxpr.outvars])
+        jaxpr = jaxpr.replace(eqns=eqns, outvars=[now(renamed, v) for v in jaxpr.outvars])
+        is_divided = any(_compat.is_manual(loop.eqn) for loop in loops.values())
+        return self._up_to_loops(jaxpr, end) if is_divided else jaxpr
+
+    def _up_to_loops(self, jaxpr: Jaxpr, end: int) -> Jaxpr:
+        """Orders what stands before and between the loops of a program on several devices, a loop one unit.
+
+        Otherwise sums start from zeros that XLA makes at the very beginning, and collectives keep memory of
+        their own. After the last loop gradients are added up over devices: in place, as long as none has to
+        wait for another.
+
+        Args:
+          jaxpr: the program.
+          end: the number of its equations up to the last loop.
+        """
+        renamed: Renamed = {}
+        rest = jaxpr.eqns[end:]
+        eqns, scalars = scalars_apart(inlined(jaxpr.eqns[:end], renamed))
+        rest = [eqn.replace(invars=[now(renamed, v) for v in eqn.invars]) for eqn in rest]
+        outs: Any = [now(renamed, v) for v in jaxpr.outvars]
+        read: Any = [*outs, *(v for eqn in rest for v in eqn.invars)]
+        ordered = self._ordered(jaxpr.replace(outvars=read), eqns, {}, [True] * len(eqns), holds_copies=False)
+        return jaxpr.replace(eqns=[*scalars, *ordered.eqns, *rest], outvars=outs)
 
     def flat(self, jaxpr: Jaxpr) -> Jaxpr:
         """Orders a program whose layers are not in a loop.

@@ -82,9 +82,14 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
 
     def restore(self, step: int, shapes: Any) -> Any:
-        """A step's state, bit for bit, in the structure of `shapes`, on the default device."""
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+        """A step's state, bit for bit, in the structure of `shapes`.
+
+        It is on the devices of their shardings, whatever those were that saved it, or on the default device.
+        """
+        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or default), shapes
+        )
         return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))[
             "state"
         ]

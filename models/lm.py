@@ -19,7 +19,9 @@ from jax import lax
 import jaxoff
 from models.config import Config
 from models.layers import MLP, Attention, RMSNorm, logsumexp, matmul, normal, pin
-from models.moe import MoE, RouterStats
+from models.moe import Division, MoE, RouterStats
+
+type Whole = Callable[[nnx.State], nnx.State]
 
 
 class Block(nnx.Module):
@@ -38,10 +40,13 @@ class Block(nnx.Module):
       (2, 16, 128)
     """
 
-    def __init__(self, config: Config, *, moe: bool, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, moe: bool, rngs: nnx.Rngs, division: Division | None = None):
         self.attn_norm, self.mlp_norm = RMSNorm(config), RMSNorm(config)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp = MoE(config, rngs=rngs) if moe else MLP(config, config.d_ff, "mlp.act", rngs=rngs)
+        if moe:
+            self.mlp = MoE(config, rngs=rngs, division=division)
+        else:
+            self.mlp = MLP(config, config.d_ff, "mlp.act", rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, RouterStats | None]:
         """Maps (B, S, D) in the compute dtype to (B, S, D); with experts it also says what the router did."""
@@ -65,10 +70,10 @@ class MTP(nnx.Module):
       DeepSeek-V3 technical report, 2024, section 2.2.
     """
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, division: Division | None = None):
         self.hidden_norm, self.embed_norm = RMSNorm(config), RMSNorm(config)
         self.proj = normal(rngs, (2 * config.d_model, config.d_model), (2 * config.d_model) ** -0.5, config)
-        self.block = Block(config, moe=True, rngs=rngs)
+        self.block = Block(config, moe=True, rngs=rngs, division=division)
         self.norm = RMSNorm(config)
 
     def __call__(
@@ -88,6 +93,7 @@ class LM(nnx.Module):
       policy: what `jax.checkpoint` may keep of each layer, hashable, such as a `jaxoff.policy`; None
         checkpoints nothing.
       rngs: where initial parameters come from; `nnx.Rngs(0)` by default.
+      division: of the layers with experts between devices; None on one device.
 
     Raises:
       TypeError: the policy cannot be called or hashed.
@@ -101,18 +107,23 @@ class LM(nnx.Module):
     """
 
     def __init__(
-        self, config: Config, *, policy: Callable[..., Any] | None = None, rngs: nnx.Rngs | None = None
+        self,
+        config: Config,
+        *,
+        policy: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs | None = None,
+        division: Division | None = None,
     ):
         _check_policy(policy)
         rngs = nnx.Rngs(0) if rngs is None else rngs
-        self.config, self.policy = config, policy
+        self.config, self.policy, self.division = config, policy, division
         self.embedding = normal(rngs, (config.vocab_size, config.d_model), 1.0, config)
         self.dense = _stack(config, config.first_k_dense, moe=False, rngs=rngs)
-        self.experts = _stack(config, config.num_moe_layers, moe=True, rngs=rngs)
+        self.experts = _stack(config, config.num_moe_layers, moe=True, rngs=rngs, division=division)
         self.norm = RMSNorm(config)
         # Logits start small: the first loss is close to that of a uniform guess, log V.
         self.head = normal(rngs, (config.d_model, config.vocab_size), 1 / config.d_model, config)
-        self.mtp = MTP(config, rngs=rngs) if config.mtp_layers else None
+        self.mtp = MTP(config, rngs=rngs, division=division) if config.mtp_layers else None
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         """Returns the logits (B, S, V) float32 of each position's next token, for (B, S) integer tokens."""
@@ -122,14 +133,19 @@ class LM(nnx.Module):
         # The gradient of this look-up adds in the parameters' dtype, since the cast comes after it.
         return self.embedding[...][tokens_BS].astype(self.config.dtype)
 
-    def hidden(self, tokens_BS: jax.Array) -> tuple[jax.Array, RouterStats | None]:
-        """Runs the layers: (B, S, D) before the final norm, and the routers' stats, stacked over layers."""
+    def hidden(
+        self, tokens_BS: jax.Array, whole: Whole | None = None
+    ) -> tuple[jax.Array, RouterStats | None]:
+        """Runs the layers: (B, S, D) before the final norm, and the routers' stats, stacked over layers.
+
+        `whole`, if given, makes a layer's parameters from those in its stack, where it runs.
+        """
         _check_tokens(tokens_BS, self.config.max_seq_len)
         x, stats = self.embed(tokens_BS), None
         if self.dense is not None:
-            x, _ = _scan_layers(self.dense, x, self.policy)
+            x, _ = _scan_layers(self.dense, x, self.policy, whole)
         if self.experts is not None:
-            x, stats = _scan_layers(self.experts, x, self.policy)
+            x, stats = _scan_layers(self.experts, x, self.policy, whole)
         return x, stats
 
 
@@ -138,22 +154,27 @@ def _logits(norm: RMSNorm, head: nnx.Param, x_BSD: jax.Array) -> jax.Array:
     return jaxoff.name(matmul(normed, head[...], jnp.float32), "head.logits")
 
 
-def _stack(config: Config, layers: int, *, moe: bool, rngs: nnx.Rngs) -> Block | None:
+def _stack(
+    config: Config, layers: int, *, moe: bool, rngs: nnx.Rngs, division: Division | None = None
+) -> Block | None:
     if not layers:
         return None
-    make = nnx.vmap(lambda keys: Block(config, moe=moe, rngs=keys), in_axes=0, out_axes=0)
+    make = nnx.vmap(lambda keys: Block(config, moe=moe, rngs=keys, division=division), in_axes=0, out_axes=0)
     return make(rngs.split(layers))
 
 
-def _scan_layers(stack: Block, x_BSD: jax.Array, policy) -> tuple[jax.Array, Any]:
+def _scan_layers(stack: Block, x_BSD: jax.Array, policy, whole: Whole | None = None) -> tuple[jax.Array, Any]:
     graph, params = nnx.split(stack)
 
     def layer(x, params):
-        return nnx.merge(graph, params)(x)
+        return nnx.merge(graph, params if whole is None else whole(params))(x)
 
-    if policy is None:
-        return lax.scan(layer, x_BSD, params)
-    return jaxoff.scan(layer, x_BSD, params, policy=policy)
+    return scan_under(policy, layer, x_BSD, params)
+
+
+def scan_under(policy, body: Callable[..., Any], init: Any, xs: Any) -> tuple[Any, Any]:
+    """A loop whose turns are checkpointed by a policy, or by none."""
+    return lax.scan(body, init, xs) if policy is None else jaxoff.scan(body, init, xs, policy=policy)
 
 
 def _checkpointed(function: Callable[..., Any], policy) -> Callable[..., Any]:
@@ -189,7 +210,9 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
     return logsumexp(logits) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
 
 
-def loss_fn(model: LM, tokens_BL: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loss_fn(
+    model: LM, tokens_BL: jax.Array, whole: Whole | None = None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Computes the training loss of next-token prediction.
 
     `loss = ce + aux_loss_coef aux + z_loss_coef z + mtp_weight mtp`, terms as in the metrics.
@@ -197,6 +220,7 @@ def loss_fn(model: LM, tokens_BL: jax.Array) -> tuple[jax.Array, dict[str, jax.A
     Args:
       model: the model; its config holds the coefficients.
       tokens_BL: (B, S + 1) integers. The first S are read, the last S are predicted.
+      whole: as for `LM.hidden`.
 
     Returns:
       The loss, a float32 scalar, and metrics: `ce` mean cross entropy in nats, `aux` and `z` the routers'
@@ -215,26 +239,49 @@ def loss_fn(model: LM, tokens_BL: jax.Array) -> tuple[jax.Array, dict[str, jax.A
       >>> sorted(metrics)
       ['aux', 'ce', 'expert_load', 'mtp', 'z']
     """
-    config = model.config
+    check_sequences(model.config, tokens_BL)
+    hidden, stats = model.hidden(tokens_BL[:, :-1], whole)
+    if stats is None:
+        stats = no_stats(model.config)
+    ce, mtp, last = head_losses(model, hidden, tokens_BL)
+    if last is not None:
+        stats = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), stats, last)
+    layers = max(stats.aux.shape[0], 1)
+    metrics = {"ce": ce, "aux": jnp.sum(stats.aux) / layers, "z": jnp.sum(stats.z) / layers, "mtp": mtp}
+    if model.division is not None:
+        metrics["overflow"] = jnp.sum(stats.overflow).astype(jnp.float32)
+    return total_loss(model.config, metrics), metrics | {"expert_load": stats.load}
+
+
+def check_sequences(config: Config, tokens_BL: jax.Array) -> None:
+    """Raises for tokens that a model cannot be trained on."""
     _check_tokens(tokens_BL, config.max_seq_len + 1)
     if tokens_BL.shape[1] < 2 + config.mtp_layers:
         raise ValueError(
             f"loss_fn needs at least {2 + config.mtp_layers} tokens in a sequence, got {tokens_BL.shape[1]}."
         )
-    hidden, stats = model.hidden(tokens_BL[:, :-1])
-    ce = jnp.mean(_head_loss(model, model.norm, hidden, tokens_BL[:, 1:]))
-    mtp = jnp.zeros((), jnp.float32)
-    if model.mtp is not None:
-        mtp, mtp_stats = _mtp_loss(model, model.mtp, hidden, tokens_BL)
-        last = jax.tree.map(lambda s: s[None], mtp_stats)
-        stats = last if stats is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), stats, last)
-    if stats is None:
-        zero = jnp.zeros((0,), jnp.float32)
-        stats = RouterStats(zero, zero, jnp.zeros((0, config.num_experts), jnp.int32))
-    layers = max(stats.aux.shape[0], 1)
-    aux, z = jnp.sum(stats.aux) / layers, jnp.sum(stats.z) / layers
-    loss = ce + config.aux_loss_coef * aux + config.z_loss_coef * z + config.mtp_weight * mtp
-    return loss, {"ce": ce, "aux": aux, "z": z, "mtp": mtp, "expert_load": stats.load}
+
+
+def no_stats(config: Config) -> RouterStats:
+    """The stats of no layers."""
+    none, load = jnp.zeros((0,), jnp.float32), jnp.zeros((0, config.num_experts), jnp.int32)
+    return RouterStats(none, none, load, jnp.zeros((0,), jnp.int32))
+
+
+def head_losses(
+    model: LM, hidden_BSD: jax.Array, tokens_BL: jax.Array
+) -> tuple[jax.Array, jax.Array, RouterStats | None]:
+    """The mean cross entropies of the head and of the multi-token-prediction head, and the latter's stats."""
+    ce = jnp.mean(_head_loss(model, model.norm, hidden_BSD, tokens_BL[:, 1:]))
+    if model.mtp is None:
+        return ce, jnp.zeros((), jnp.float32), None
+    return ce, *_mtp_loss(model, model.mtp, hidden_BSD, tokens_BL)
+
+
+def total_loss(config: Config, metrics: dict[str, jax.Array]) -> jax.Array:
+    """The loss of its terms."""
+    c, m = config, metrics
+    return m["ce"] + c.aux_loss_coef * m["aux"] + c.z_loss_coef * m["z"] + c.mtp_weight * m["mtp"]
 
 
 def _head_loss(model: LM, norm: RMSNorm, x_BSD: jax.Array, targets_BS: jax.Array) -> jax.Array:

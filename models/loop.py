@@ -51,7 +51,8 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        if jax.process_count() == 1:  # others would wait for a process that stops before them
+            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -110,6 +111,7 @@ class Trainer:
       checkpoints: where to save.
       history: where the losses go.
       run: JSON-ready; saved beside each state.
+      saved_form: what is saved of a state.
       watcher: who is told.
       stop: asked before every step.
     """
@@ -124,6 +126,7 @@ class Trainer:
     run: dict[str, Any]
     watcher: Watcher
     stop: Stop
+    saved_form: Callable[[State], State] = lambda state: state
 
     def train(self, state: State, first: int) -> Outcome:
         """Trains from a state after `first` steps to the last step, or to a signal.
@@ -168,7 +171,7 @@ class Trainer:
 
     def _save(self, state: State, step: int) -> None:
         if self.options.keep and step != self.checkpoints.latest:
-            self.checkpoints.save(step, state, self.run)
+            self.checkpoints.save(step, self.saved_form(state), self.run)
             self.watcher.saved(step)
 
 

@@ -3,10 +3,14 @@
 Shapes: T tokens, D model width, E experts, k experts a token goes to, R = T k rows (one a routed token), I
 expert width.
 
-All shapes are static and nothing waits for the device: no token is dropped, however uneven the experts' loads
-are. Each sum has a fixed order; in particular no gradient here is a scatter-add.
+All shapes are static and nothing waits for the device: on one device no token is dropped, however uneven the
+experts' loads are. Where experts are divided between devices, rows go there and back in an all-to-all
+exchange padded to a stated capacity; what does not fit is left out and counted. Each sum has a fixed order;
+in particular no gradient here is a scatter-add.
 """
 
+import dataclasses
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -28,11 +32,14 @@ class RouterStats(NamedTuple):
       aux: scalar float32, load-balancing loss; 1 where experts are used evenly.
       z: scalar float32, mean squared log-partition of the router's logits.
       load: (E,) int32, tokens sent to each expert; sums to T k.
+      overflow: scalar int32, how many of them found no room on the way to their expert's device and were left
+        out; always 0 on one device. Where tokens are divided, of this device's tokens, as `load` and `z` are.
     """
 
     aux: jax.Array
     z: jax.Array
     load: jax.Array
+    overflow: jax.Array
 
 
 class Routing(NamedTuple):
@@ -79,11 +86,16 @@ def choose_experts(logits_TE: jax.Array, config: Config) -> Routing:
     return Routing(probs, experts, scores)
 
 
-def router_stats(logits_TE: jax.Array, routing: Routing) -> RouterStats:
+def router_stats(logits_TE: jax.Array, routing: Routing, axes: tuple[str, ...] = ()) -> RouterStats:
     """Computes the router's losses.
 
     `aux = E sum_e f_e P_e`, where f_e is the share of the routed tokens that expert e gets (a count, no
     gradient) and P_e the mean of its scores. `z = mean_t logsumexp_e(logits)^2`.
+
+    Args:
+      logits_TE: (T, E) float32.
+      routing: made from them.
+      axes: of the mesh, over which tokens are divided: f_e and P_e are those of all tokens.
 
     References:
       Fedus et al., Switch Transformers, 2021 (aux). Zoph et al., ST-MoE, 2022 (z).
@@ -91,8 +103,11 @@ def router_stats(logits_TE: jax.Array, routing: Routing) -> RouterStats:
     experts = logits_TE.shape[1]
     load = expert_load(routing.experts, experts)
     share = load.astype(jnp.float32) / routing.experts.size
-    aux = experts * jnp.sum(share * jnp.mean(routing.scores, axis=0))
-    return RouterStats(aux, jnp.mean(jnp.square(logsumexp(logits_TE))), load)
+    score = jnp.mean(routing.scores, axis=0)
+    if axes:
+        share, score = lax.pmean((share, score), axes)
+    aux = experts * jnp.sum(share * score)
+    return RouterStats(aux, jnp.mean(jnp.square(logsumexp(logits_TE))), load, jnp.int32(0))
 
 
 def expert_load(experts: jax.Array, num_experts: int) -> jax.Array:
@@ -120,67 +135,148 @@ def sort_by_expert(experts_Tk: jax.Array) -> Permutation:
     return Permutation(order, jnp.argsort(order).astype(jnp.int32))
 
 
-def _spread(x, permutation, k):
-    return x[permutation.order // k]
+class Slots(NamedTuple):
+    """As a `Permutation`, with rows that hold no copy, and copies that no row holds.
+
+    Attributes:
+      order: (S,) int32, for each row its copy, or R.
+      inverse: (R,) int32, for each copy its row, or S.
+    """
+
+    order: jax.Array
+    inverse: jax.Array
 
 
-def _gather_sum(rows, permutation, k):
-    copies = rows[permutation.inverse].reshape(-1, k, *rows.shape[1:])
+def _taken(x, index, order):
+    """Rows of x; zeros for an index past its end, which only `Slots` have."""
+    return x.at[index].get(mode="fill", fill_value=0) if isinstance(order, Slots) else x[index]
+
+
+def _spread(x, order, k):
+    return _taken(x, order.order // k, order)
+
+
+def _gather_sum(rows, order, k):
+    copies = _taken(rows, order.inverse, order).reshape(-1, k, *rows.shape[1:])
     return pin(jnp.sum(copies.astype(jnp.float32), axis=1).astype(rows.dtype))
 
 
 @jax.custom_vjp
-def dispatch(x_TD: jax.Array, permutation: Permutation) -> jax.Array:
-    """Copies each token to its rows: (R, D), sorted by expert.
+def dispatch(x_TD: jax.Array, order: Permutation | Slots) -> jax.Array:
+    """Copies each token to its rows: (R, D), sorted by expert, or (S, D).
 
     The gradient gathers a token's rows and adds them in float32.
     """
-    return _spread(x_TD, permutation, permutation.order.size // x_TD.shape[0])
+    return _spread(x_TD, order, order.inverse.size // x_TD.shape[0])
 
 
-def _dispatch_forward(x_TD, permutation):
-    return _spread(x_TD, permutation, permutation.order.size // x_TD.shape[0]), (permutation, x_TD.shape[0])
+def _dispatch_forward(x_TD, order):
+    return _spread(x_TD, order, order.inverse.size // x_TD.shape[0]), (order, x_TD.shape[0])
 
 
 def _dispatch_backward(residuals, grad_RD):
-    permutation, tokens = residuals
-    return _gather_sum(grad_RD, permutation, permutation.order.size // tokens), None
+    order, tokens = residuals
+    return _gather_sum(grad_RD, order, order.inverse.size // tokens), None
 
 
 dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def combine(rows_RD: jax.Array, permutation: Permutation, k: int) -> jax.Array:
+def combine(rows_RD: jax.Array, order: Permutation | Slots, k: int) -> jax.Array:
     """Adds each token's k rows in float32: (T, D). The gradient copies a token's gradient to its rows."""
-    return _gather_sum(rows_RD, permutation, k)
+    return _gather_sum(rows_RD, order, k)
 
 
 combine.defvjp(
-    lambda rows_RD, permutation, k: (_gather_sum(rows_RD, permutation, k), permutation),
-    lambda k, permutation, grad_TD: (_spread(grad_TD, permutation, k), None),
+    lambda rows_RD, order, k: (_gather_sum(rows_RD, order, k), order),
+    lambda k, order, grad_TD: (_spread(grad_TD, order, k), None),
 )
 
 
-def _spread_copies(copies, permutation):
-    return copies.reshape(-1)[permutation.order]
+def _spread_copies(copies, order):
+    return _taken(copies.reshape(-1), order.order, order)
 
 
 @jax.custom_vjp
-def dispatch_probs(probs_Tk: jax.Array, permutation: Permutation) -> jax.Array:
-    """Brings the experts' weights into the order of the rows: (R,) float32. The gradient gathers, too."""
-    return _spread_copies(probs_Tk, permutation)
+def dispatch_probs(probs_Tk: jax.Array, order: Permutation | Slots) -> jax.Array:
+    """Brings the experts' weights into the order of the rows: (R,) or (S,) float32. Its gradient gathers."""
+    return _spread_copies(probs_Tk, order)
 
 
 def _dispatch_probs_backward(residuals, grad_R):
-    permutation, shape = residuals
-    return grad_R[permutation.inverse].reshape(shape), None
+    order, shape = residuals
+    return _taken(grad_R, order.inverse, order).reshape(shape), None
 
 
 dispatch_probs.defvjp(
-    lambda probs_Tk, permutation: (_spread_copies(probs_Tk, permutation), (permutation, probs_Tk.shape)),
+    lambda probs_Tk, order: (_spread_copies(probs_Tk, order), (order, probs_Tk.shape)),
     _dispatch_probs_backward,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How a layer is divided between devices, in the body of a `jax.shard_map`.
+
+    Each device has tokens of its own, and E / n experts, where n is the size of the experts' axis.
+
+    Attributes:
+      tokens: the axes of the mesh over which tokens are divided.
+      experts: the axis over which experts are.
+      capacity: room for the rows that go from one device to another, in multiples of R / n, which is what an
+        even router sends. n or more is room for all.
+    """
+
+    tokens: tuple[str, ...]
+    experts: str
+    capacity: float
+
+    @property
+    def parts(self) -> int:
+        return lax.axis_size(self.experts)
+
+    def rows(self, total: int) -> int:
+        """How many of a device's R rows may go to one device."""
+        return min(total, math.ceil(self.capacity * total / self.parts))
+
+
+class Sent(NamedTuple):
+    """What a device sends to each of n.
+
+    Attributes:
+      slots: the rows, those for one device after those for the one before, C each.
+      load: (n, E / n) int32, how many rows are for each of their experts.
+    """
+
+    slots: Slots
+    load: jax.Array
+
+
+def sent(experts_Tk: jax.Array, load_E: jax.Array, parts: int, rows: int) -> Sent:
+    """Finds a place for token copies on the way to their experts.
+
+    Args:
+      experts_Tk: (T, k) int32, the chosen experts.
+      load_E: (E,) int32, how often each is chosen.
+      parts: over how many devices n the experts are divided.
+      rows: how many copies C may go to one device. The last ones beyond that, in the order of experts and
+        tokens, have no place.
+    """
+    copies = experts_Tk.size
+    sorted_ = sort_by_expert(experts_Tk)
+    load = load_E.reshape(parts, -1)
+    # Counts before each expert, among those for the same device, and before each device.
+    before = jnp.cumsum(load, axis=1) - load
+    total = jnp.sum(load, axis=1)
+    start = jnp.cumsum(total) - total
+    place = lax.iota(jnp.int32, rows)[None, :]
+    row = jnp.where(place < total[:, None], start[:, None] + place, copies)  # (n, C), of the sorted ones
+    order = sorted_.order.at[row.reshape(-1)].get(mode="fill", fill_value=copies)
+    part = experts_Tk.reshape(-1) // load.shape[1]
+    place = sorted_.inverse - start[part]
+    inverse = jnp.where(place < rows, part * rows + place, parts * rows)
+    return Sent(Slots(order, inverse), jnp.clip(rows - before, 0, load))
 
 
 def experts_implementation(config: Config, tokens: int) -> Implementation | None:
@@ -220,8 +316,9 @@ class MoE(nnx.Module):
       ((6, 128), 12)
     """
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, division: Division | None = None):
         c = self.config = config
+        self.division = division
         self.router = normal(rngs, (c.d_model, c.num_experts), c.d_model**-0.5, c)
         self.w1 = normal(rngs, (c.num_experts, c.d_model, c.d_expert), c.d_model**-0.5, c)
         out_scale = c.d_expert**-0.5 / (2 * c.num_layers) ** 0.5
@@ -240,14 +337,42 @@ class MoE(nnx.Module):
         logits_TE = jnp.dot(for_router.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
         logits_TE = jaxoff.name(logits_TE, "moe.router_logits")
         routing = choose_experts(logits_TE, c)
-        stats = router_stats(logits_TE, routing)
-
-        permutation = sort_by_expert(routing.experts)
-        w1, w2 = (pin(w[...].astype(c.dtype)) for w in (self.w1, self.w2))
-        probs_R = dispatch_probs(routing.probs, permutation)
-        rows_RD = grouped_mlp(dispatch(for_experts, permutation), w1, w2, stats.load, probs=probs_R)
-        out_TD: jax.Array = jaxoff.name(combine(rows_RD, permutation, c.top_k), "moe.combined")
+        stats = router_stats(logits_TE, routing, self.division.tokens if self.division else ())
+        if self.division is None or self.division.parts == 1:
+            permutation = sort_by_expert(routing.experts)
+            probs_R = dispatch_probs(routing.probs, permutation)
+            rows_RD = self._experts(dispatch(for_experts, permutation), stats.load, probs_R)
+            out_TD: jax.Array = combine(rows_RD, permutation, c.top_k)
+        else:
+            out_TD, overflow = self._divided(for_experts, routing, stats.load, self.division)
+            stats = stats._replace(overflow=overflow)
+        out_TD: jax.Array = jaxoff.name(out_TD, "moe.combined")
         if self.shared is not None:
             both = out_TD.astype(jnp.float32) + self.shared(for_shared).astype(jnp.float32)
             out_TD = pin(both.astype(c.dtype))
         return out_TD.reshape(shape), stats
+
+    def _experts(self, rows_RD: jax.Array, load: jax.Array, probs_R: jax.Array) -> jax.Array:
+        w1, w2 = (pin(w[...].astype(self.config.dtype)) for w in (self.w1, self.w2))
+        return grouped_mlp(rows_RD, w1, w2, load, probs=probs_R)
+
+    def _divided(
+        self, x_TD: jax.Array, routing: Routing, load_E: jax.Array, division: Division
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sends rows to their experts' devices and back: the tokens' sums, and how many rows had no room."""
+        n, copies = division.parts, routing.experts.size
+        slots, load = sent(routing.experts, load_E, n, rows := division.rows(copies))
+
+        def exchange(x):  # the first axis: parts for, then from, each device
+            return lax.all_to_all(x, division.experts, 0, 0, tiled=True)
+
+        rows_SD, probs_S = exchange(dispatch(x_TD, slots)), exchange(dispatch_probs(routing.probs, slots))
+        came = exchange(load)
+        # Those from one device are sorted by expert; what holds no row is sorted behind the last expert.
+        place = lax.iota(jnp.int32, rows)[None, :, None]
+        expert_S = jnp.sum(place >= jnp.cumsum(came, axis=1)[:, None, :], axis=2, dtype=jnp.int32)
+        local = sort_by_expert(expert_S)
+        probs = dispatch_probs(probs_S, local)
+        out = self._experts(dispatch(rows_SD, local), jnp.sum(came, axis=0, dtype=jnp.int32), probs)
+        back = exchange(combine(out, local, 1))
+        return combine(back, slots, self.config.top_k), copies - jnp.sum(load, dtype=jnp.int32)

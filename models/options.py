@@ -8,7 +8,9 @@ from typing import Any
 from models import policy_text
 from models.config import Config
 from models.data import Corpus
+from models.divided import CAPACITY, Layout
 from models.errors import InputError, near_miss
+from models.mesh import MeshShape
 
 # A preset's own defaults. tiny: a run of a good minute on two cores.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -31,6 +33,7 @@ class Options:
       seed: of weights and of the input's order.
       eval_every, eval_batches: steps between held-out losses, 0 for the last step alone; microbatches in
         each.
+      mesh, virtual, capacity: sizes of the mesh's axes, "" for one device; see `models.divided.Layout`.
       checkpoint_every, keep: steps between checkpoints, 0 for the last step alone; how many to keep, 0 for
         a run that writes none.
 
@@ -55,6 +58,9 @@ class Options:
     eval_batches: int = 8
     checkpoint_every: int = 100
     keep: int = 2
+    mesh: str = ""
+    virtual: int = 1
+    capacity: float = CAPACITY
 
     def __post_init__(self):
         for field in ("steps", "batch", "seq", "accum", "eval_batches"):
@@ -71,6 +77,10 @@ class Options:
         if self.batch % self.accum:
             raise InputError(f"--batch is a multiple of --accum, got {self.batch} and {self.accum}.")
         policy_text.parse(self.policy)
+        if self.layout is not None:
+            self.layout.check(self.config(), self.batch // self.accum, self.accum)
+        elif self.virtual != 1:
+            raise InputError(f"--virtual divides what --mesh divides, got {self.virtual} and no --mesh.")
         if self.seq > (longest := self.config().max_seq_len):
             raise InputError(
                 f"--seq is at most the model's max_seq_len, {longest}, got {self.seq}. "
@@ -93,13 +103,19 @@ class Options:
             raise InputError(" ".join(str(error).split())) from None
 
     @property
+    def layout(self) -> Layout | None:
+        """How a step is divided between devices; None on one."""
+        return Layout(MeshShape.parse(self.mesh), self.virtual, self.capacity) if self.mesh else None
+
+    @property
     def tokens_per_step(self) -> int:
         return self.batch * self.seq
 
     def identity(self, corpus: Corpus) -> dict[str, Any]:
         """Everything that decides the weights, JSON-ready: a checkpoint is only resumed under the same.
 
-        The policy is not in it: where activations wait does not change a bit of a weight.
+        The policy is not in it: where activations wait does not change a bit of a weight. Nor is the mesh, on
+        which sums are rounded otherwise, but what is computed is the same.
         """
         same = ("steps", "batch", "seq", "accum", "lr", "warmup", "weight_decay", "clip", "seed")
         return {

@@ -17,6 +17,7 @@ from flax import nnx
 import jaxoff
 from models import optim
 from models.config import Config
+from models.data import held_out_windows
 from models.lm import LM, loss_fn
 from models.moe import experts_implementation
 from models.options import Options
@@ -117,20 +118,46 @@ class Program:
             .compile()
         )
 
+    def held_out_windows(self, tokens: np.ndarray) -> np.ndarray:
+        """Windows (K, B, S + 1) of held-out text, each as large as a microbatch."""
+        o = self.options
+        return held_out_windows(tokens, batch=o.batch // o.accum, seq=o.seq, num_batches=o.eval_batches)
+
     def microbatches(self, tokens_BL: np.ndarray) -> np.ndarray:
         """Divides a batch into microbatches: (A, B / A, S + 1)."""
         return tokens_BL.reshape(self.options.accum, -1, tokens_BL.shape[-1])
+
+    @property
+    def saved_shapes(self) -> State:
+        """The shapes of what is saved of a state."""
+        return self.state_shapes
+
+    def saved_form(self, state: State) -> State:
+        """A state as it is saved."""
+        return state
+
+    def from_saved(self, saved: State) -> State:
+        """A state from what was saved."""
+        return saved
+
+    def gradients(self, params: Any, tokens_ABL: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        """The mean gradients over microbatches, in float32, and the metrics, the loss among them."""
+        return optim.mean_grads(self.loss, params, tokens_ABL)
+
+    def new_params(self) -> Any:
+        """The parameters before the first step."""
+        return nnx.to_pure_dict(nnx.state(self._model(), nnx.Param))
 
     def _model(self) -> LM:
         return LM(self.config, policy=self.policy, rngs=nnx.Rngs(self.options.seed))
 
     def _init(self) -> State:
-        params = nnx.to_pure_dict(nnx.state(self._model(), nnx.Param))
+        params = self.new_params()
         return {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": self.optimizer.init(params)}
 
     def _step(self, state: State, tokens_ABL: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         params = state["params"]
-        grads, metrics = optim.mean_grads(self.loss, params, tokens_ABL)
+        grads, metrics = self.gradients(params, tokens_ABL)
         updates, optimizer = self.optimizer.update(grads, state["optimizer"], params)
         params = optax.apply_updates(params, updates)
         # The norm of the new weights is finite only where all of them are: what is saved after this step is

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import os
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +30,11 @@ from models.folder import RunFolder, check_same_run, write_json
 from models.history import History
 from models.loop import DivergedError, Outcome, Stop, Trainer
 from models.options import POLICY, Options, parse_overrides
+from models.parallel import ParallelProgram
+from models.processes import Processes, is_first, wait_for_all
 from models.program import Program
 
-BAD_INPUT, DIVERGED = 2, 3
+BAD_INPUT, DIVERGED, LOST = 2, 3, 4
 
 # Typer brings its own click and exports of its errors only the special ones; this is what all of them are.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -82,11 +88,9 @@ def prepare(options: Options, out: Path, *, resume: bool, again: str) -> Job:
         )
     corpus = data.load(options.data)
     batches = data.Batches(corpus.train, options.batch, options.seq, options.seed)
-    size = options.batch // options.accum
-    windows = data.held_out_windows(
-        corpus.held_out, batch=size, seq=options.seq, num_batches=options.eval_batches
-    )
-    program = Program(options, policy_text.parse(options.policy))
+    kind = Program if options.layout is None else ParallelProgram
+    program = kind(options, policy_text.parse(options.policy))
+    windows = program.held_out_windows(corpus.held_out)
     job = Job(options, folder, resume, corpus, batches, windows, program, again)
     if resume:
         job.check_same(folder.run_file, folder.saved_run())
@@ -111,7 +115,8 @@ def train(job: Job, console: Console, *, comparison: bool | None) -> int:
     report = introduce(job, console)
     present = sum(p.name.isdigit() for p in job.folder.checkpoints.glob("*"))
     check_disk(job.folder.path, job.program.state_bytes, keep=job.options.keep, present=present)
-    if not job.resume:
+    wait_for_all("the folder was found free")
+    if not job.resume and is_first():
         job.folder.write_run(job.run)
     with Checkpoints(job.folder.checkpoints, keep=max(1, job.options.keep)) as checkpoints:
         try:
@@ -122,12 +127,16 @@ def train(job: Job, console: Console, *, comparison: bool | None) -> int:
             return DIVERGED
     if outcome.signum is not None:
         return interrupted(job, console, outcome)
+    if not is_first():
+        return 0
     finish(job, console, report, outcome, history, compile_s, compared)
     return 0
 
 
 def measure_twins(options: Options, console: Console, *, wanted: bool | None) -> Comparison | None:
-    if wanted is False or (wanted is None and not accelerator_installed()):
+    if wanted and options.mesh:
+        raise InputError("--compare measures one device, got --mesh. Use python -m bench.parallel.")
+    if wanted is False or options.mesh or (wanted is None and not accelerator_installed()):
         return None
     console.print(
         "measuring a few steps with the policy and with all on the device, a process each; "
@@ -164,9 +173,13 @@ def run(job: Job, console: Console, checkpoints: Checkpoints) -> tuple[Outcome, 
         state = program.init()
     else:
         job.check_same(checkpoints.path(first), checkpoints.run(first))
-        state = checkpoints.restore(first, program.state_shapes)
+        state = program.from_saved(checkpoints.restore(first, program.saved_shapes))
         console.print(f"resumed  after step {first}")
-    with History(job.folder.losses_file, upto=first) as history:
+    with contextlib.ExitStack() as stack:
+        losses_file = job.folder.losses_file
+        if not is_first():
+            losses_file = Path(stack.enter_context(tempfile.TemporaryDirectory()), losses_file.name)
+        history = stack.enter_context(History(losses_file, upto=first))
         if first == job.options.steps:
             return Outcome(state, first, None, []), history, None
         start = time.perf_counter()
@@ -184,6 +197,7 @@ def run(job: Job, console: Console, checkpoints: Checkpoints) -> tuple[Outcome, 
                 run=job.run,
                 watcher=display,
                 stop=stop,
+                saved_form=program.saved_form,
             )
             return trainer.train(state, first), history, compile_s
 
@@ -281,6 +295,20 @@ def cli(
     keep: Annotated[
         int | None, typer.Option(help="How many checkpoints to keep, 0: none is written.")
     ] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Devices an axis, of data, fsdp, expert, pipe: data=2,pipe=2.")
+    ] = None,
+    virtual: Annotated[int | None, typer.Option(help="Stages of each pipe rank.")] = None,
+    capacity: Annotated[
+        float | None, typer.Option(help="Room for rows to experts' devices, 1: what an even router sends.")
+    ] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Of the first of several processes.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="How many; SLURM and Open MPI tell by themselves.")
+    ] = None,
+    process: Annotated[int | None, typer.Option(help="Which one this is, from 0.")] = None,
     comparison: Annotated[
         bool | None,
         typer.Option(
@@ -307,9 +335,14 @@ def cli(
         eval_batches=eval_batches,
         checkpoint_every=checkpoint_every,
         keep=keep,
+        mesh=mesh,
+        virtual=virtual,
+        capacity=capacity,
     )
+    Processes(coordinator, processes, process).start(os.environ)
     job = prepare(options, out or Path("runs", preset), resume=resume, again=context.obj)
-    return train(job, make_console(), comparison=comparison)
+    console = make_console() if is_first() else Console(file=io.StringIO())
+    return train(job, console, comparison=comparison)
 
 
 def say_error(message: object) -> None:
@@ -324,7 +357,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: without the program's name; the process's own by default.
 
     Returns:
-      The exit status: 0, 2 for bad input, 3 for a loss that is not finite, 128 + n after signal n.
+      The exit status: 0, 2 for bad input, 3 for a loss that is not finite, 4 where another process was lost,
+      128 + n after signal n.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     again = shlex.join(
@@ -338,6 +372,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         say_error(f"{error.format_message()} --help shows all options.")
         return BAD_INPUT
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        say_error(f"a step failed, as it does when another process ends; --resume goes on: {error}")
+        sys.stderr.flush()
+        os._exit(LOST)  # at an orderly end this process would wait for the others
     except typer.Abort:
         say_error("interrupted; checkpoints written before are whole")
         return 128 + signal.SIGINT

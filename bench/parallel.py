@@ -1,0 +1,286 @@
+"""A step on several GPUs with moved residuals against its saved twins and stock offload.
+
+    python -m bench.parallel --out p2.json --mesh pipe=2 --virtual 2 --layers 4 --microbatches 8
+    python -m bench.parallel --out bits.json --mesh pipe=2 --layers 2 --microbatches 4 --bits 300
+
+All variants are compiled in one process, take their first step in the order of the memory that they need, so
+that each one's peak on every GPU can be read, and are then timed in turns. The result file is rewritten after
+every step of that. `--bits N`: loss and gradients of N steps against the saved twin's, bit for bit, under
+deterministic kernels. `--limit-s` ends it in time. `--tiny` runs on a CPU; figures that only GPUs have are
+null there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoff
+from bench.grouped_mlp import describe, say
+from bench.options import one_of
+from bench.parallel_programs import OFFLOAD, SAVE, VARIANTS, WIDTHS, Workload, compile_all
+from bench.provenance import provenance
+from bench.step import compiled_facts, time_in_turns
+from bench.step_checks import compare_bits
+from bench.step_variants import DETERMINISTIC, Program
+from models.divided import CAPACITY, Layout
+from models.errors import InputError
+from models.mesh import AXES, MeshShape
+
+type Row = dict[str, Any]
+
+TRACED_CALLS = 2
+LINK_NBYTES = 512 << 20
+
+
+def peaks() -> list[int | None]:
+    """The most bytes that each device has held so far; None where it does not say."""
+    return [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+
+
+def measure_peaks(programs: dict[str, Program], arguments: Any, rows: dict[str, Row], save) -> None:
+    """Takes a step of each program, the smallest first: the counters of the devices only rise."""
+    before = peaks()
+    for name in sorted(programs, key=lambda name: rows[name]["temp_bytes"]):
+        try:
+            jax.block_until_ready(programs[name].call(*arguments))
+            after = peaks()
+            rows[name]["peak_bytes"] = [
+                now if now is not None and (was is None or now > was) else None
+                for was, now in zip(before, after, strict=True)
+            ]
+            before = after
+        except Exception as error:  # out of memory
+            rows[name]["error"] = describe(error)
+        save()
+
+
+def traced(program: Program, arguments: Any) -> list[Row] | None:
+    """By GPU, milliseconds a call that copies were busy and that no kernel hid them; None off GPUs."""
+    if jax.default_backend() != "gpu":
+        return None
+    from jaxoff._trace import read
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(TRACED_CALLS):
+                jax.block_until_ready(program.call(*arguments))
+        gpus = [times.per_call(TRACED_CALLS) for times in read(folder).times()]
+    return [
+        {
+            "kernel_ms": gpu.kernel_ms,
+            "exposed_ms": gpu.exposed_ms,
+            "d2h_busy_ms": gpu.d2h.busy_ms,
+            "d2h_exposed_ms": gpu.d2h.exposed_ms,
+            "h2d_busy_ms": gpu.h2d.busy_ms,
+            "h2d_exposed_ms": gpu.h2d.exposed_ms,
+        }
+        for gpu in gpus
+    ]
+
+
+def link_gbps(mesh: jax.sharding.Mesh, nbytes: int = LINK_NBYTES, repeats: int = 5) -> Row | None:
+    """GB/s of each GPU while all copy at once, to the host, from it, and both ways; None off GPUs."""
+    if jax.default_backend() != "gpu":
+        return None
+    there = NamedSharding(mesh, P(AXES))
+    on_host = there.with_memory_kind("pinned_host")
+    device = jax.jit(lambda: jnp.zeros((mesh.size, nbytes), jnp.uint8), out_shardings=there)()
+    host = jax.device_put(device, on_host)
+
+    def d2h():
+        return jax.device_put(device, on_host)
+
+    def h2d():
+        return jax.device_put(host, there)
+
+    ways = {"d2h": d2h, "h2d": h2d, "both": lambda: (d2h(), h2d())}
+    found = {}
+    for way, copy in ways.items():
+        jax.block_until_ready(copy())
+        start = time.perf_counter()
+        for _ in range(repeats):
+            jax.block_until_ready(copy())
+        found[way] = (1 + (way == "both")) * repeats * nbytes / 1e9 / (time.perf_counter() - start)
+    return found
+
+
+def derive(rows: list[Row], tokens: int) -> None:
+    """Overhead against the fastest saved twin, R of each GPU against the smallest one, and stock's time."""
+    twins = [row for row in rows if row["role"] == "twin"]
+    fastest = min((row["ms"] for row in twins if row.get("ms")), default=None)
+    stock = next((row["ms"] for row in rows if row["role"] == "stock" and row.get("ms")), None)
+    temp = min((row["temp_bytes"] for row in twins if row.get("temp_bytes")), default=None)
+    known = [row["peak_bytes"] for row in twins if row.get("peak_bytes") and None not in row["peak_bytes"]]
+    peak = [min(each) for each in zip(*known, strict=True)]
+    for row in rows:
+        ms, moved = row.get("ms"), row.get("moved_bytes")
+        if ms:
+            row["tokens_per_s"] = tokens / ms * 1e3
+            row["overhead"] = ms / fastest - 1 if fastest else None
+            row["speedup"] = stock / ms if stock else None
+        if moved and row["role"] != "twin":
+            row["r_compiled"] = (temp - row["temp_bytes"]) / moved if temp else None
+            own = row.get("peak_bytes") or []
+            row["r"] = [
+                (twin - mine) / moved if mine else None for twin, mine in zip(peak, own, strict=False)
+            ]
+
+
+def run(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[], bool], save) -> None:
+    """Compiles, times and traces the variants, adding to the result."""
+    rows = {name: {"variant": name, "role": VARIANTS[name].role} for name in o.variants}
+    result["rows"] = list(rows.values())
+
+    def compiled(name: str, found: Program | Row) -> None:
+        if isinstance(found, Program):
+            rows[name] |= {"lower_s": found.lower_s, "compile_s": found.compile_s}
+            rows[name] |= compiled_facts(found.call)
+        else:
+            rows[name] |= found
+        say(f"  {rows[name]}")
+        save()
+
+    programs = compile_all(workload, {name: VARIANTS[name] for name in o.variants}, o.jobs, compiled)
+    arguments = workload.weights(seed=o.seed), workload.inputs(o.seed)
+    jax.block_until_ready(arguments)
+    measure_peaks(programs, arguments, rows, save)
+    programs = {name: program for name, program in programs.items() if "error" not in rows[name]}
+    by_form = {"scanned": arguments}
+    time_in_turns(programs, by_form, rows, o.repeats, o.sample_ms, over, save)  # pyright: ignore[reportArgumentType]
+    for name, program in programs.items():
+        if "error" not in rows[name] and not (o.no_trace or over()):
+            try:
+                rows[name]["gpus"] = traced(program, arguments)
+            except Exception as error:
+                rows[name]["trace_error"] = describe(error)
+            save()
+    if not over():
+        result["link_gbps"] = link_gbps(workload.mesh)
+    save()
+    for row in rows.values():
+        say(line_of(row))
+
+
+def run_bits(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[], bool], save) -> None:
+    """Compares the bits of moved and saved residuals over many steps."""
+    row: Row = {"steps": 0}
+    result["bits"] = row
+
+    def compiled(name: str, found: Program | Row) -> None:
+        if not isinstance(found, Program):
+            raise RuntimeError(f"{name}: {found['error']}")
+
+    def keep(found: Row) -> None:
+        row.update(found)
+        if row["steps"] % 10 == 0:
+            save()
+        if over():
+            raise TimeoutError(f"time was up after {row['steps']} steps")
+
+    try:
+        pair = {name: VARIANTS[name] for name in ("jaxoff", "saved")}
+        programs = compile_all(workload, pair, o.jobs, compiled, DETERMINISTIC)
+        first, second = programs["jaxoff"], programs["saved"]
+        row |= compare_bits(workload, first, second, o.bits, o.seed, keep)  # pyright: ignore[reportArgumentType]
+    except Exception as error:  # out of memory, out of time, or a program that did not compile
+        row |= {"error": describe(error), "ok": False}
+    save()
+    say(f"  bits: {row}")
+
+
+def line_of(row: Row) -> str:
+    """One measured row, for the terminal."""
+    at = f"  {row['variant']:18}"
+    if "ms" not in row:
+        return f"{at} {row.get('error', 'not timed')}"
+    parts = [
+        f"{row['ms']:9.2f} ms ({row['q1_ms']:.2f} to {row['q3_ms']:.2f})",
+        f"{row['tokens_per_s']:,.0f} tokens/s",
+    ]
+    parts += [f"{row['overhead']:+.2%}"] if row["overhead"] is not None else []
+    peak = [nbytes for nbytes in row.get("peak_bytes") or () if nbytes]
+    parts += [f"peak {max(peak) / 1e9:.2f} GB"] if peak else []
+    r = [value for value in row.get("r") or () if value is not None]
+    parts += [f"R {min(r):.1%}"] if r else []
+    gpus = row.get("gpus") or ()
+    parts += [f"exposed {max(gpu['exposed_ms'] for gpu in gpus):.2f} ms"] if gpus else []
+    return f"{at} {', '.join(parts)}"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="A step on several GPUs with moved residuals against its peers."
+    )
+    parser.add_argument("--out", type=Path, required=True, help="the result file, JSON")
+    parser.add_argument("--mesh", required=True, help="such as data=2,expert=2,pipe=2")
+    parser.add_argument("--virtual", type=int, default=1, help="stages of each pipe rank")
+    parser.add_argument("--capacity", type=float, default=CAPACITY, help="room for rows to experts' devices")
+    parser.add_argument("--widths", choices=WIDTHS, default="nano", help="the model")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8, help="of a step")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a microbatch, each device's own")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence")
+    parser.add_argument("--offload", default=OFFLOAD, help="names that go to the host")
+    parser.add_argument("--save", default=SAVE, help="names that stay; the rest is recomputed")
+    parser.add_argument(
+        "--variants", type=one_of(VARIANTS), default=tuple(VARIANTS), help=", ".join(VARIANTS)
+    )
+    parser.add_argument("--repeats", type=int, default=10, help="samples of each variant")
+    parser.add_argument("--sample-ms", type=float, default=600.0, help="shorter steps are queued")
+    parser.add_argument("--jobs", type=int, default=5, help="how many programs compile at a time")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
+    parser.add_argument("--limit-s", type=float, help="start nothing after so many seconds")
+    parser.add_argument("--no-trace", action="store_true", help="no profile of each variant")
+    parser.add_argument(
+        "--bits", type=int, default=0, metavar="STEPS", help="compare bits with the saved twin's"
+    )
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    o = parser.parse_args(arguments)
+    try:
+        o.mesh = MeshShape.parse(o.mesh)
+        if o.tiny:
+            o.widths, o.seq = "tiny", 16
+        policy = jaxoff.policy(offload=o.offload.split(","), save=o.save.split(","))
+        layout = Layout(o.mesh, o.virtual, o.capacity)
+        o.workload = Workload(o.widths, o.layers, layout, o.microbatches, o.batch, o.seq, policy)
+    except InputError as error:
+        parser.error(str(error))
+    return o
+
+
+def main(arguments: list[str] | None = None) -> None:
+    start = time.perf_counter()
+    o = parse(arguments)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    # One pool of pinned memory for all GPUs of a process.
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(48 * o.mesh.size))
+    result: Row = {"workload": o.workload.name, "rows": []}
+
+    def over() -> bool:
+        return o.limit_s is not None and time.perf_counter() - start > o.limit_s
+
+    def save() -> None:
+        derive(result["rows"], o.workload.tokens)
+        o.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    result |= provenance({key: value for key, value in vars(o).items() if key != "workload"})
+    save()
+    say(o.workload.name)
+    (run_bits if o.bits else run)(o.workload, o, result, over, save)
+
+
+if __name__ == "__main__":
+    main()

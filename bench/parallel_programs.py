@@ -1,0 +1,188 @@
+"""What `bench.parallel` trains: `models` on a mesh, residuals saved, or moved by JAX alone or by jaxoff."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoff
+from bench.grouped_mlp import describe
+from bench.step_variants import CONCURRENT, NO_SLICE_FUSION, Form, Program, Role
+from models import Config
+from models.divided import Divided, Layout
+from models.mesh import BATCH, MeshShape
+from models.sharding import shardings_of
+
+# The model's own layers; no others, since a pipeline takes layers of one kind.
+WIDTHS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nano": ("nano", {}),
+    "dsv3": ("dsv3", dict(first_k_dense=0, mtp_layers=0)),
+    "tiny": ("tiny", dict(first_k_dense=0)),
+}
+OFFLOAD = "attn.norm_in,attn.proj_in,mlp.norm_in"
+SAVE = "moe.probs,moe.act,head.norm_in"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to place residuals, and who compiles it.
+
+    Attributes:
+      role: what it is compared as.
+      moves: whether the policy's residuals go to the host.
+      jit: `jax.jit` or `jaxoff.jit`.
+      options: compiler options beside the defaults.
+    """
+
+    role: Role
+    moves: bool
+    jit: Callable[..., Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+VARIANTS = {
+    "jaxoff": Variant("ours", True, jaxoff.jit),
+    "stock_offload": Variant("stock", True, jax.jit),
+    "saved": Variant("twin", False, jax.jit),
+    "saved_concurrent": Variant("twin", False, jax.jit, CONCURRENT),
+    "saved_no_fusion": Variant("twin", False, jax.jit, NO_SLICE_FUSION),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A step on a mesh: loss and gradients of some microbatches.
+
+    Attributes:
+      widths: a key of `WIDTHS`.
+      layers: of the model.
+      layout: how it is divided.
+      microbatches: of a step.
+      batch: sequences of a microbatch on each device that has sequences of its own.
+      seq: tokens a sequence.
+      policy: where residuals live.
+    """
+
+    widths: str
+    layers: int
+    layout: Layout
+    microbatches: int
+    batch: int
+    seq: int
+    policy: jaxoff.Policy
+
+    def __post_init__(self):
+        self.layout.check(self.config, self.batch * self.shape.batch, self.microbatches)
+
+    @property
+    def config(self) -> Config:
+        preset, overrides = WIDTHS[self.widths]
+        return Config.preset(preset, num_layers=self.layers, **overrides)
+
+    @property
+    def shape(self) -> MeshShape:
+        return self.layout.mesh
+
+    @property
+    def name(self) -> str:
+        step = f"v{self.layout.virtual}-m{self.microbatches}-b{self.batch}"
+        return f"{self.widths}-l{self.layers}-{self.shape}-{step}"
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.microbatches * self.batch * self.shape.batch * self.seq
+
+    @functools.cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self.shape.build(jax.devices()[: self.shape.size])
+
+    def divided(self, *, moves: bool) -> Divided:
+        policy = self.policy if moves else self.policy.on_device()
+        return Divided(self.config, policy, self.layout, self.mesh)
+
+    @functools.cached_property
+    def shardings(self) -> Any:
+        params = jax.eval_shape(self.divided(moves=False).params)
+        return shardings_of({"params": params}, self.mesh, self.shape)["params"]
+
+    def weights(self, form: Form = "scanned", seed: int = 0) -> Any:
+        """The parameters, on their devices."""
+        del form  # layers are always in a loop
+        make = functools.partial(self.divided(moves=False).params, seed)
+        return jax.jit(make, out_shardings=self.shardings)()
+
+    def inputs(self, seed: int = 0) -> jax.Array:
+        """Tokens (microbatches, sequences, seq + 1), on their devices; others for each seed."""
+        shape = (self.microbatches, self.batch * self.shape.batch, self.seq + 1)
+        tokens = np.random.default_rng(seed).integers(0, self.config.vocab_size, shape, np.int32)
+        return jax.device_put(tokens, NamedSharding(self.mesh, P(None, BATCH)))
+
+    def jitted(self, variant: Variant, options: Mapping[str, Any] | None = None) -> Any:
+        """(weights, tokens) -> (loss, (gradients, metrics)), not compiled."""
+        divided = self.divided(moves=variant.moves)
+
+        def step(params, tokens):
+            gradients, metrics = divided.gradients(params, tokens)
+            return metrics["loss"], (gradients, metrics)
+
+        merged = {**variant.options, **(options or {})}
+        return variant.jit(
+            step, compiler_options=merged or None, out_shardings=(None, (self.shardings, None))
+        )
+
+
+def compile_all(
+    workload: Workload,
+    variants: Mapping[str, Variant],
+    jobs: int,
+    on_done: Callable[[str, Program | dict[str, Any]], None],
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Program]:
+    """Compiles variants side by side.
+
+    Args:
+      workload: what they compute.
+      variants: by name.
+      jobs: how many compile at a time.
+      on_done: told of each by its name: the program, or an error.
+      options: compiler options that win over the variants' own.
+    """
+    arguments = jax.eval_shape(lambda: (workload.weights(), workload.inputs()))
+    arguments = jax.tree.map(
+        lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like),
+        arguments,
+        (workload.shardings, NamedSharding(workload.mesh, P(None, BATCH))),
+    )
+    done: dict[str, Program] = {}
+
+    def compiled(lowered) -> tuple[Any, float]:
+        start = time.perf_counter()
+        return lowered.compile(), time.perf_counter() - start
+
+    with ThreadPoolExecutor(jobs) as pool:
+        pending = {}
+        for name, variant in variants.items():
+            try:
+                start = time.perf_counter()
+                lowered = workload.jitted(variant, options).lower(*arguments)
+                pending[name] = time.perf_counter() - start, pool.submit(compiled, lowered)
+            except Exception as error:  # whatever tracing or lowering raises
+                on_done(name, {"error": describe(error)})
+        for name, (lower_s, future) in pending.items():
+            try:
+                call, compile_s = future.result()
+                done[name] = Program(call, "scanned", lower_s, compile_s)
+                on_done(name, done[name])
+            except Exception as error:  # the compiler, or its autotuning out of memory
+                on_done(name, {"error": describe(error), "lower_s": lower_s})
+    return done

@@ -1,0 +1,198 @@
+"""A model's loss and gradients on a mesh of devices, as one `jax.shard_map`.
+
+Each device differentiates its own share of the loss; the shares add up to the mean over all sequences. What
+devices share, they add the gradients of afterwards, once a step and in float32. So nothing in the layers is
+about gradients of other devices, and the loops that move residuals stand beside their backward passes in the
+program of one device, where `jaxoff.jit` orders both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from models import optim
+from models.config import Config
+from models.errors import InputError
+from models.lm import LM, loss_fn
+from models.mesh import AXES, BATCH, MeshShape
+from models.moe import Division
+from models.pipeline import Schedule, pipelined_loss
+from models.sharding import as_stages, gathered, of_layer, specs_of, summed
+
+# Room for rows on the way to their experts: twice what an even router sends.
+CAPACITY = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a step is divided.
+
+    Attributes:
+      mesh: sizes of its axes.
+      virtual: stages of each pipe rank.
+      capacity: room for the rows that go from one device to another's experts, in multiples of what an even
+        router sends.
+
+    Raises:
+      InputError: for a capacity that is not above 0.
+    """
+
+    mesh: MeshShape
+    virtual: int = 1
+    capacity: float = CAPACITY
+
+    def __post_init__(self):
+        if not self.capacity > 0:
+            raise InputError(f"--capacity is greater than 0, got {self.capacity}.")
+
+    @property
+    def is_pipelined(self) -> bool:
+        return self.mesh.pipe * self.virtual > 1
+
+    @property
+    def division(self) -> Division:
+        return Division(BATCH, "expert", self.capacity)
+
+    def check(self, config: Config, batch: int, microbatches: int) -> None:
+        """Refuses what cannot be divided.
+
+        Args:
+          config: of the model.
+          batch: sequences of a microbatch.
+          microbatches: of a step.
+
+        Raises:
+          InputError: with what does not fit.
+        """
+        stages = self.mesh.pipe * self.virtual
+        Schedule(self.mesh.pipe, self.virtual, microbatches)
+        if batch % self.mesh.batch:
+            raise InputError(
+                f"a microbatch is divided by data x fsdp x expert = {self.mesh.batch}, got {batch} "
+                f"sequences. "
+                "Change --batch, --accum or --mesh."
+            )
+        if config.num_layers % stages:
+            raise InputError(
+                f"layers are divided into pipe x virtual = {stages} equal stages, got {config.num_layers}: "
+                f"a stage "
+                "with fewer would wait for the others. Take "
+                f"--set num_layers={-(-config.num_layers // stages) * stages}."
+            )
+        if self.is_pipelined and 0 < config.first_k_dense < config.num_layers:
+            raise InputError(
+                "a pipeline takes layers of one kind, since all ranks run one program; got "
+                f"first_k_dense={config.first_k_dense} of {config.num_layers} layers. Take --set "
+                f"first_k_dense=0."
+            )
+        if (config.num_moe_layers or config.mtp_layers) and config.num_experts % self.mesh.expert:
+            raise InputError(
+                f"experts are divided by expert = {self.mesh.expert}, got {config.num_experts}. Change "
+                f"--mesh."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided:
+    """A model on a mesh.
+
+    Attributes:
+      config: of the model.
+      policy: where residuals live, or None.
+      layout: how it is divided.
+      mesh: its devices.
+    """
+
+    config: Config
+    policy: Callable[..., Any] | None
+    layout: Layout
+    mesh: Mesh
+
+    def model(self, rngs: nnx.Rngs | None = None) -> LM:
+        return LM(self.config, policy=self.policy, rngs=rngs, division=self.layout.division)
+
+    @functools.cached_property
+    def graph(self) -> nnx.GraphDef:
+        return nnx.graphdef(nnx.eval_shape(self.model))
+
+    @functools.cached_property
+    def specs(self) -> Any:
+        """The partitions of the parameters, in the form of `params`."""
+        return specs_of(jax.eval_shape(self.params), self.layout.mesh)
+
+    def params(self, seed: int = 0) -> dict[str, Any]:
+        """The parameters of a new model, its layers in stages; the same numbers under every layout."""
+        params = nnx.to_pure_dict(nnx.state(self.model(nnx.Rngs(seed)), nnx.Param))
+        return as_stages(params, self.layout.mesh.pipe, self.layout.virtual)
+
+    def loss(self, params: Any, tokens_ABL: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The mean loss of microbatches and its scalar metrics."""
+
+        def local(params, tokens):
+            value, metrics = self._local_loss(params, tokens)
+            return lax.psum((value, metrics), AXES)
+
+        return self._mapped(local, (P(), P()))(params, tokens_ABL)
+
+    def gradients(self, params: Any, tokens_ABL: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        """The mean gradients over microbatches, in float32, and the metrics, with the loss among them.
+
+        Args:
+          params: in the form of `params`, divided by `specs`.
+          tokens_ABL: (A, B, S + 1) integers, A microbatches.
+        """
+
+        def local(params, tokens):
+            if self.layout.is_pipelined:
+                (value, metrics), grads = jax.value_and_grad(self._local_loss, has_aux=True)(params, tokens)
+                metrics |= {"loss": value}
+            else:
+                grads, metrics = optim.mean_grads(
+                    lambda params, tokens: self._local_loss(params, tokens[None]), params, tokens
+                )
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            return summed(grads, self.specs), lax.psum(metrics, AXES)
+
+        return self._mapped(local, (self.specs, P()))(params, tokens_ABL)
+
+    def _mapped(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        in_specs = self.specs, P(None, BATCH)
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _local_loss(self, params: Any, tokens_ABL: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """This device's share of the loss and the metrics: they add up to the whole."""
+        kind = "experts" if self.config.num_moe_layers else "dense"
+        of_layers = {key: of_layer(x) for key, x in self.specs.items() if key in ("dense", "experts")}
+        rest = {key: x for key, x in params.items() if key not in of_layers}
+        rest = gathered(rest, {key: self.specs[key] for key in rest})
+
+        def whole(layer):
+            return _like(layer, gathered(nnx.to_pure_dict(layer), of_layers[kind]))
+
+        if self.layout.is_pipelined:
+            schedule = Schedule(self.layout.mesh.pipe, self.layout.virtual, tokens_ABL.shape[0])
+            stages = params[kind]
+            model = nnx.merge(self.graph, rest | {kind: stages[0]})
+            value, metrics = pipelined_loss(model, stages, tokens_ABL, schedule, whole)
+        else:
+            model = nnx.merge(self.graph, rest | {key: params[key] for key in of_layers})
+            value, metrics = loss_fn(model, tokens_ABL[0], whole)
+            metrics = {key: x for key, x in metrics.items() if not x.ndim}
+        metrics["overflow"] *= self.layout.mesh.batch  # a sum over devices, where all else is a mean
+        return jax.tree.map(lambda x: x / self.layout.mesh.batch, (value, metrics))
+
+
+def _like(state: nnx.State, values: dict[str, Any]) -> nnx.State:
+    """A state of other values."""
+    leaves = jax.tree.leaves(values)
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)

@@ -1,0 +1,131 @@
+"""A training run's computations on a mesh of devices: `models.program.Program`, divided."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoff
+from models.data import held_out_windows
+from models.divided import Divided, Layout
+from models.errors import InputError
+from models.mesh import BATCH
+from models.program import Program, State
+from models.sharding import as_layers, as_stages, layer_shardings_of, shardings_of
+from models.work import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelProgram(Program):
+    """What `options` compute on all devices of all processes. A state has its layers in stages.
+
+    What is saved has them in one axis, as on one device: a checkpoint fits every mesh.
+    """
+
+    @property
+    def layout(self) -> Layout:
+        assert self.options.layout is not None  # or it is a `Program`
+        return self.options.layout
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh.build()
+
+    @functools.cached_property
+    def divided(self) -> Divided:
+        return Divided(self.config, self.policy, self.layout, self.mesh)
+
+    @functools.cached_property
+    def state_shapes(self) -> State:
+        shapes = super().state_shapes
+        return _with(shapes, shardings_of(shapes, self.mesh, self.layout.mesh))
+
+    @functools.cached_property
+    def saved_shapes(self) -> State:
+        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
+        return _with(jax.eval_shape(as_layers, self.state_shapes), layer_shardings_of(shardings))
+
+    @property
+    def tokens_shape(self) -> jax.ShapeDtypeStruct:
+        """Of a step: (A, B, S + 1)."""
+        o = self.options
+        sharding = NamedSharding(self.mesh, P(None, BATCH))
+        return jax.ShapeDtypeStruct((o.accum, o.batch // o.accum, o.seq + 1), jnp.int32, sharding=sharding)
+
+    @property
+    def work(self) -> Work:
+        """The work of a step on one of the devices."""
+        o, devices = self.options, self.layout.mesh.size
+        kind = jax.devices()[0].device_kind
+        return Work.of(self.config, tokens=o.tokens_per_step // devices, seq=o.seq, device_kind=kind)
+
+    def explain(self) -> jaxoff.Report:
+        """Where the residuals of a step live, of all devices: each has an equal part."""
+        params = self.state_shapes["params"]
+        return jaxoff.explain(self.divided.loss, params, self.tokens_shape, argnums=0, has_aux=True)
+
+    def init(self) -> State:
+        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
+        return jax.jit(self._init, out_shardings=shardings)()
+
+    @functools.cached_property
+    def step(self) -> Any:
+        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
+        return jaxoff.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
+
+    def compile_step(self) -> jax.stages.Compiled:
+        return self.step.lower(self.state_shapes, self.tokens_shape).compile()
+
+    def compile_held_out(self, windows: np.ndarray) -> Any:
+        """(params, tokens (B, S + 1)) to the cross-entropy, for windows (K, B, S + 1) as large as a batch."""
+        params = self.state_shapes["params"]
+        loss = jax.jit(lambda params, tokens: self.divided.loss(params, tokens)[1]["ce"])
+        compiled = loss.lower(params, self.tokens_shape).compile()
+        return lambda params, tokens: compiled(params, self.microbatches(tokens))
+
+    def held_out_windows(self, tokens: np.ndarray) -> np.ndarray:
+        """Held-out text, each window as large as a batch, since it is divided as one."""
+        o = self.options
+        windows = held_out_windows(tokens, batch=o.batch, seq=o.seq, num_batches=o.eval_batches)
+        if windows.shape[1] < o.batch:
+            raise InputError(
+                f"--mesh divides held-out text in batches of {o.batch} x {o.seq} bytes, got {len(tokens)} "
+                f"held-out "
+                "bytes. Give more data, or a smaller --batch or --seq."
+            )
+        return windows
+
+    def microbatches(self, tokens_BL: np.ndarray) -> Any:
+        """Divides a batch, the same in all processes, between their devices: (A, B / A, S + 1)."""
+        tokens = super().microbatches(tokens_BL)
+        return jax.make_array_from_callback(tokens.shape, self.tokens_shape.sharding, lambda at: tokens[at])
+
+    def saved_form(self, state: State) -> State:
+        """A state as it is saved."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.saved_shapes)
+        return jax.jit(as_layers, out_shardings=shardings)(state)
+
+    def from_saved(self, saved: State) -> State:
+        """A state from what was saved."""
+        shape, shardings = self.layout.mesh, jax.tree.map(lambda x: x.sharding, self.state_shapes)
+        divide = functools.partial(as_stages, pipe=shape.pipe, virtual=self.layout.virtual)
+        return jax.jit(divide, out_shardings=shardings)(saved)
+
+    def gradients(self, params: Any, tokens_ABL: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        return self.divided.gradients(params, tokens_ABL)
+
+    def new_params(self) -> Any:
+        return self.divided.params(self.options.seed)
+
+
+def _with(shapes: State, shardings: State) -> State:
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+    )

@@ -1,0 +1,85 @@
+"""The start of a run in one process or many, by `jax.distributed`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from models.errors import InputError
+
+# A process that was killed is missed after so long; the others then end with an error.
+HEARTBEAT_TIMEOUT_S = 30
+_TIMEOUTS: dict[str, Any] = {
+    "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_S,
+    "shutdown_timeout_seconds": HEARTBEAT_TIMEOUT_S,
+}
+# What the launchers that `jax.distributed` knows set in a process with peers, and how many those are.
+_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes of a run.
+
+    Attributes:
+      coordinator: `HOST:PORT` of the first one; None leaves it to what `jax.distributed` detects.
+      count: how many there are; None likewise.
+      index: which one this is, counted from 0; None likewise.
+
+    Raises:
+      InputError: for an address without a port, or an index that is not one of so many.
+    """
+
+    coordinator: str | None = None
+    count: int | None = None
+    index: int | None = None
+
+    def __post_init__(self):
+        given = (self.coordinator, self.count, self.index)
+        if all(value is None for value in given):
+            return
+        if self.coordinator is None or self.count is None or self.index is None:
+            raise InputError(
+                "--coordinator, --processes and --process go together; got "
+                f"{self.coordinator!r}, {self.count} and {self.index}. Leave all three out under SLURM, "
+                f"Open MPI "
+                "or Kubernetes."
+            )
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal():
+            raise InputError(f"--coordinator takes HOST:PORT, got {self.coordinator!r}.")
+        if not 0 <= self.index < self.count:
+            raise InputError(f"--process is from 0 to --processes - 1 = {self.count - 1}, got {self.index}.")
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Joins the other processes, if there are any; to be called before JAX looks for devices.
+
+        Args:
+          environment: of this process, which says whether a launcher started several.
+        """
+        if self.coordinator is not None:
+            jax.distributed.initialize(self.coordinator, self.count, self.index, **_TIMEOUTS)
+        elif _has_peers(environment):
+            jax.distributed.initialize(**_TIMEOUTS)
+
+
+def _has_peers(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher says that there are other processes."""
+    counts = [environment[name] for name in _COUNTS if name in environment]
+    indexed_job = "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment
+    return indexed_job or any(count.isdecimal() and int(count) > 1 for count in counts)
+
+
+def is_first() -> bool:
+    """Whether this process writes and prints what is there once a run."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(where: str) -> None:
+    """Returns once all processes are at the same place."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(where)

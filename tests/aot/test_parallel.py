@@ -1,0 +1,81 @@
+"""A divided step, read from what is compiled for four H200s: experts and a pipeline with virtual stages."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoff
+from models import Config
+from models.divided import Divided, Layout
+from models.mesh import AXES, BATCH, MeshShape
+from models.sharding import shardings_of
+
+pytestmark = pytest.mark.aot
+
+SHAPE, VIRTUAL, MICROBATCHES = MeshShape(expert=2, pipe=2), 2, 16
+BATCH_SIZE, LENGTH, WIDTH = 4, 512, 1024
+TICKS = MICROBATCHES * VIRTUAL + SHAPE.pipe - 1
+CONFIG = Config.preset(
+    "tiny", num_layers=4, first_k_dense=0, d_model=WIDTH, num_heads=8, num_kv_heads=8, head_dim=128,
+    num_experts=4, d_expert=1024, d_shared=0, vocab_size=1024, max_seq_len=LENGTH, attention="xla",
+)  # fmt: skip
+# Of a tick, on one device: q, k and v are as wide as each of the others.
+POLICY = jaxoff.policy(
+    offload=["attn.norm_in", "attn.qkv", "attn.proj_in", "mlp.norm_in"], save=["moe.probs"]
+)
+NBYTES = 6 * 2 * BATCH_SIZE * LENGTH * WIDTH
+# These layers are too small for a real link to hide their copies.
+FAST_LINK = jaxoff.Device(flops=650e12, memory_gbps=4000, d2h_gbps=1000, h2d_gbps=1000)
+
+
+@functools.cache
+def facts():
+    target = jaxoff.target("h200", devices=SHAPE.size)
+    sizes = [getattr(SHAPE, axis) for axis in AXES]
+    mesh = target.mesh(sizes, AXES, (AxisType.Auto,) * len(AXES))
+    divided = Divided(CONFIG, POLICY, Layout(SHAPE, VIRTUAL), mesh)
+    params = jax.eval_shape(divided.params)
+    shardings = shardings_of({"params": params}, mesh, SHAPE)["params"]
+    params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
+    tokens = jax.ShapeDtypeStruct(
+        (MICROBATCHES, BATCH_SIZE * SHAPE.batch, LENGTH + 1),
+        jnp.int32,
+        sharding=NamedSharding(mesh, P(None, BATCH)),
+    )
+    jitted = jaxoff.jit(divided.gradients, device=FAST_LINK, out_shardings=(shardings, None))
+    program = target.compile(jitted, params, tokens)
+    return jaxoff.verify(program, compiler_options=jitted.options)
+
+
+def test_copies_of_every_tick_run_beside_kernels():
+    assert facts().findings == ()
+    assert facts().d2h_bytes == facts().h2d_bytes == TICKS * NBYTES
+    assert facts().host_bytes == (TICKS + 1) * NBYTES  # each stack has a spare row
+    assert all(copy.via == "dma" and copy.is_async and copy.overlaps for copy in facts().copies)
+
+
+def test_copies_to_the_host_end_with_the_tick():
+    """Not where they start: beside each run the exchanges with the experts' devices, which come after it."""
+    sent = [copy for copy in facts().copies if copy.direction == "D2H"]
+    assert {copy.count for copy in sent} == {TICKS}
+    for copy in sent:
+        assert sum("all" in beside.name and beside.kind == "collective" for beside in copy.overlaps) >= 4, (
+            copy
+        )
+
+
+def test_collectives_are_captured():
+    """With the kernels of a tick in one graph: the all-to-all exchanges do not cut it in pieces."""
+    assert facts().scheduling_mode == "CONCURRENT"
+    assert "COLLECTIVES" in facts().captured_commands
+    assert all(copy.captured for copy in facts().copies)
+    assert any(compute.kind == "collective" for copy in facts().copies for compute in copy.overlaps)
+
+
+def test_what_moves_is_off_the_device():
+    """A program that kept it there would need at least as much."""
+    assert facts().device_temp_bytes < 0.6 * facts().d2h_bytes

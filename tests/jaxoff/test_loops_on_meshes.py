@@ -1,0 +1,105 @@
+"""Loops with collectives in a `jax.shard_map`: written out and ordered as others, and what is around them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxoff
+from jaxoff import _compat
+from tests.jaxoff.matrix import assert_close
+from tests.jaxoff.test_loops import INSTANT, SLOW, behind, program_of, variable_in
+from tests.jaxoff.test_order import BOTH, arguments, deep, layer
+
+RING = [(0, 1), (1, 0)]
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((2,), ("pipe",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+
+def stage(x, w):
+    """A layer on another device each time, whose parameters are whole there only."""
+    w = jax.tree.map(lambda part: lax.all_gather(part, "pipe", axis=0, tiled=True), w)
+    out, extra = layer(lax.ppermute(x, "pipe", RING), w)
+    return out + lax.pmean(jnp.mean(x), "pipe"), extra
+
+
+def step(policy=BOTH, body=stage):
+    """The gradients of each device's share, taken inside."""
+
+    def local(w, x):
+        def share(w, x):
+            # A constant of the loop: its gradient is a sum over the turns.
+            bias = jnp.sum(jax.tree.leaves(w)[0][0, :, :1])
+            return jnp.sum(jaxoff.scan(lambda x, w: body(x + bias, w), x, w, policy=policy)[0])
+
+        return jax.grad(share, (0, 1))(w, x)
+
+    specs = P(None, "pipe"), P("pipe")
+    return jax.shard_map(local, mesh=mesh(), in_specs=specs, out_specs=specs, check_vma=False)
+
+
+def rewritten(device=SLOW, **kwargs):
+    """The program, and the one in its shard_map."""
+    program = program_of(step(**kwargs), *arguments(), device=device, one_device=False)
+    (mapped,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    return program, mapped.params["jaxpr"]
+
+
+@pytest.mark.parametrize("device", [SLOW, INSTANT], ids=["slow", "instant"])
+def test_gradients_are_the_same(device):
+    args = arguments()
+    program, _ = rewritten(device)
+    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    assert_close(got, jax.tree.leaves(jax.jit(step())(*args)))
+
+
+def test_loops_with_collectives_are_written_out():
+    _, body = rewritten()
+    names = [eqn.primitive.name for eqn in body.eqns]
+    assert names.count("while") == 2
+    assert "scan" not in names
+    stacks = [v.aval for eqn in body.eqns if eqn.primitive.name == "while" for v in eqn.outvars]
+    length = jax.tree.leaves(arguments()[0])[0].shape[0]
+    assert {aval.shape[0] for aval in stacks if _compat.is_host(aval)} == {length + 1}  # a spare row
+    collectives = {"all_gather", "ppermute", "reduce_scatter"}
+    inside = [eqn.primitive.name for eqn in deep(body) if eqn.primitive.name in collectives]
+    assert inside.count("all_gather") == 2 * inside.count("reduce_scatter") > 0  # once more going back
+
+
+def test_a_loop_with_another_effect_stays():
+    def noisy(x, w):
+        jax.debug.callback(lambda x: None, x[0, 0])
+        return stage(x, w)
+
+    _, body = rewritten(body=noisy)
+    scans = [eqn for eqn in body.eqns if eqn.primitive.name == "scan"]
+    assert any(
+        eqn.primitive.name == "debug_callback" for scan in scans for eqn in deep(scan.params["jaxpr"].jaxpr)
+    )
+
+
+def test_sums_of_the_backward_loop_start_from_zeros_made_after_the_forward_loop():
+    _, body = rewritten()
+    forward, back = [eqn for eqn in body.eqns if eqn.primitive.name == "while"]
+    before, zeros = (
+        list(behind(body, filter(None, map(variable_in, loop.invars)))) for loop in (forward, back)
+    )
+    zeros = [eqn for eqn in zeros if eqn.primitive.name == "broadcast_in_dim" and eqn not in before]
+    zeros = [eqn for eqn in zeros if eqn.outvars[0].aval.shape and not _compat.is_host(eqn.outvars[0].aval)]
+    assert zeros
+    for eqn in zeros:
+        assert any(made is forward for made in behind(body, eqn.invars)), eqn
+
+
+def test_no_barrier_is_over_a_stack_on_the_host():
+    _, body = rewritten()
+    barriers = [eqn for eqn in deep(body) if eqn.primitive.name == "optimization_barrier"]
+    assert barriers
+    assert not any(_compat.is_host(v.aval) for eqn in barriers for v in eqn.invars)
