@@ -1,6 +1,7 @@
 """Activation offload in JAX: named residuals, placed at trace time, moved to pinned host memory, proven."""
 
 from jaxoff._cost import Device as Device
+from jaxoff._cost import SharedLink as SharedLink
 from jaxoff._explain import Report as Report
 from jaxoff._explain import explain as explain
 from jaxoff._facts import CompiledFacts as CompiledFacts
