@@ -53,7 +53,7 @@ class Device:
       >>> import jaxoff
       >>> h200 = jaxoff.Device.of("h200")
       >>> h200.d2h_gbps, h200.sharing(4).d2h_gbps
-      (50, 35)
+      (50, 35.0)
     """
 
     flops: float

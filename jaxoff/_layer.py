@@ -20,6 +20,8 @@ from jaxoff._units import Units, dependents, is_heavy
 
 # Stands for the outputs of dots and convolutions that have no name.
 UNNAMED_DOTS = "(dots)"
+# All that stands for values without a name.
+UNNAMED = (UNNAMED_DOTS, "(offload)", "(not_offload)")
 _NAMES = frozenset({"name", "reduce_precision", "reshape", "optimization_barrier", "squeeze"})
 
 

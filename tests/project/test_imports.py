@@ -26,7 +26,7 @@ ALLOWED = {
         "matplotlib",
     },
 }
-EXTRA = {"jaxoff/__main__.py": {"typer"}}
+EXTRA = {"jaxoff/__main__.py": {"typer"}, "jaxoff/_frontier.py": {"matplotlib"}}
 
 
 def imported(source: str, package: str) -> set[str]:
