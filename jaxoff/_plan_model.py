@@ -190,19 +190,20 @@ class LayerModel:
         return self.layer.values[n].made_ms + _SEND_SLACK * self.d2h_ms(n) > self.layer.forward_ms
 
     @functools.cache  # noqa: B019 - lives as long as the model
-    def window(self, n: int) -> tuple[int, int, bool]:
-        """The steps in which a reloaded value is on the device, and whether it is there twice at first.
+    def arrives(self, n: int, first: int) -> int:
+        """The step from which on a reloaded value is on the device, if one needs it first.
 
-        A reload that could not be in time starts in the turn before, when the old value has been read. If
-        that is too late, too, the device copies the old value elsewhere first.
+        -1: a reload that could not be in time starts in the turn before. By programs compiled for an H200 it
+        then has memory beside that of the value of the turn, until that was read last.
         """
         ends = [step.ends_ms for step in self.layer.backward]
-        first, last = self.reach(n)
-        needed = ends[first - 1] if first else 0.0
-        starts = needed - _SLACK * self.h2d_ms(n)
-        if starts < 0:
-            return 0, last, ends[last] + self.h2d_ms(n) > ends[-1]
-        return next(s for s, end in enumerate(ends) if end > starts), last, False
+        starts = (ends[first - 1] if first else 0.0) - _SLACK * self.h2d_ms(n)
+        return -1 if starts < 0 else next(s for s, end in enumerate(ends) if end > starts)
+
+    def copies(self, n: int, first: int, s: int) -> int:
+        """How many copies of a reloaded value are on the device at a step, if one needs it first."""
+        arrives = self.arrives(n, first)
+        return 0 if s > self.reach(n)[1] else 2 if arrives < 0 else int(arrives <= s)
 
     @functools.cache  # noqa: B019
     def reach(self, n: int) -> tuple[int, int]:
@@ -265,17 +266,18 @@ class LayerModel:
             for s in range(first, last + 1):
                 (large if value.is_large else small)[s] += value.nbytes
 
-        for n, start in self.starts(use).items():
+        starts = self.starts(use)
+        for n, start in starts.items():
             if (last := self.layer.values[n].last) is not None:
                 add(n, start, last)
         for n in use.saved:
             first, last = self.reach(n)
             add(n, first if use.ordered else 0, last)
         for n in use.moved:
-            first, last, twice = self.window(n)
-            add(n, first, last)
-            if twice:
-                add(n, 0, last)
+            first = min([self.reach(n)[0], *(starts[r] for r in self.readers[n] if r in starts)])
+            value = self.layer.values[n]
+            for s in range(len(small)):
+                (large if value.is_large else small)[s] += value.nbytes * self.copies(n, first, s)
         return small, large
 
 

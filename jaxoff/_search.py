@@ -109,7 +109,8 @@ class _Kind:
         self.moved = {n: program.variable() for n in range(len(values))}
         self.ordered = program.variable(integer=True)
         self.small, self.large = program.variable(_MUCH), program.variable(_MUCH)
-        self._made: dict[int, dict[int, int]] = {}
+        self._made_by: dict[int, dict[int, int]] = {}
+        self._written_out: set[int] = set()
         for n, value in enumerate(values):
             kept: list[tuple[int, float]] = []
             always: Placement | None = "device" if value.carried else value.fixed
@@ -131,7 +132,7 @@ class _Kind:
         self._time()
         for s in range(len(self.layer.backward)):
             for ordered in (False, True):
-                self._memory(s, ordered, {})
+                self._memory(s, ordered)
         moved = list(self.moved.values())
         program.at_most([(self.ordered, 1.0), *((v, -1.0) for v in moved)], 0.0)
         for variable in moved:
@@ -183,28 +184,38 @@ class _Kind:
         return terms, most / _GB
 
     def write_out(self, s: int) -> bool:
-        """Adds what is made again at a step for the sake of other values; False if that was done before."""
-        if s in self._made:
+        """Adds what is on the device at a step for the sake of values that are made again from it.
+
+        False if that was done before.
+        """
+        if s in self._written_out:
             return False
-        made: dict[int, int] = {}
-        for n in reversed(range(len(self.layer.values))):
-            value = self.layer.values[n]
-            if value.first is not None and value.first <= s:
-                made[n] = self.again[n]
-                continue
-            readers = [made[r] for r in self._model.readers[n] if r in made]
-            if readers:
-                made[n] = self._program.variable()
-                for reader in readers:
-                    self._program.at_least(made[n], [(reader, 1.0), (self.again[n], 1.0)], -1.0)
-        self._made[s] = made
-        self._memory(s, True, made)
+        self._written_out.add(s)
+        self._memory(s, True, whole=True)
         return True
 
-    def _memory(self, s: int, ordered: bool, made: dict[int, int]) -> None:
-        """The working set is at least that of a step, in stock order or in that of `jaxoff.jit`."""
+    def _made(self, s: int) -> dict[int, int]:
+        """By value, the variable that says whether it is made again by a step, in jaxoff's order."""
+        if s not in self._made_by:
+            made = self._made_by[s] = {}
+            for n in reversed(range(len(self.layer.values))):
+                value = self.layer.values[n]
+                if value.first is not None and value.first <= s:
+                    made[n] = self.again[n]
+                elif readers := [made[r] for r in self._model.readers[n] if r in made]:
+                    made[n] = self._program.variable()
+                    for reader in readers:
+                        self._program.at_least(made[n], [(reader, 1.0), (self.again[n], 1.0)], -1.0)
+        return self._made_by[s]
+
+    def _memory(self, s: int, ordered: bool, *, whole: bool = False) -> None:
+        """The working set is at least that of a step, in stock order or in that of `jaxoff.jit`.
+
+        If not `whole`, without what is there for the sake of values that are made again from it.
+        """
         step, model = self.layer.backward[s], self._model
         terms: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+        made = self._made(s) if whole else {}
         for n, value in enumerate(self.layer.values):
             gigabytes, held = value.nbytes / _GB, terms[value.is_large]
             if not model.is_reached(n):
@@ -217,14 +228,27 @@ class _Kind:
             first, last = model.reach(n)
             if (first if ordered else 0) <= s <= last:
                 held.append((self.saved[n], gigabytes))
-            if ordered:
-                first, last, twice = model.window(n)
-                times = (first <= s <= last) + (twice and s <= last)
-                held.append((self.moved[n], times * gigabytes))
+            if ordered and whole:
+                held.append((self._copies(n, s), gigabytes))
+            elif ordered:
+                held.append((self.moved[n], model.copies(n, first, s) * gigabytes))
         own = (step.small - model.written(step, ordered)) / _GB, step.large / _GB
         for size, is_large in ((self.small, False), (self.large, True)):
             off = [(self.ordered, _MUCH if ordered else -_MUCH)]
             self._program.at_least(size, [*terms[is_large], *off], own[is_large] - (_MUCH if ordered else 0))
+
+    def _copies(self, n: int, s: int) -> int:
+        """The variable that says how many copies of a moved value are on the device at a step."""
+        program, model = self._program, self._model
+        copies, last = program.variable(2.0), model.reach(n)[1]
+        program.at_least(copies, [(self.moved[n], model.copies(n, model.reach(n)[0], s))])
+        # By number of copies, the latest step of a reader for which there are as many.
+        latest = {model.copies(n, first, s): first for first in range(last + 1)}
+        for number, first in latest.items():
+            made = self._made(first) if number else {}
+            for reader in (made[r] for r in model.readers[n] if r in made):
+                program.at_least(copies, [(reader, number), (self.moved[n], number)], -number)
+        return copies
 
 
 class _Search:

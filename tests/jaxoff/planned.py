@@ -77,10 +77,12 @@ def chain(num_names: int, turns: int, nbytes: Sequence[int], ms: Sequence[float]
 def model_of(layers: Sequence[Layer], device: Device = DEVICE, resident=0) -> Model:
     """A step of one part of each layer, forward and then backward."""
     kinds = range(len(layers))
-    points = [Point("f", 10, tuple(int(k <= kind) for k in kinds), kind) for kind in kinds]
-    points += [Point("b", 20, tuple(int(k <= kind) for k in kinds), kind, True) for kind in reversed(kinds)]
+    points = [Point("f", 10**7, tuple(int(k <= kind) for k in kinds), kind) for kind in kinds]
+    points += [
+        Point("b", 2 * 10**7, tuple(int(k <= kind) for k in kinds), kind, True) for kind in reversed(kinds)
+    ]
     models = tuple(LayerModel(layer, 1, device) for layer in layers)
-    return Model(models, tuple(points), 1000, resident, 1.0)
+    return Model(models, tuple(points), 10**9, resident, 1.0)
 
 
 def flat_scan(w, x):

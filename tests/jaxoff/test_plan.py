@@ -135,8 +135,9 @@ def test_a_budget_that_is_too_small_names_the_smallest():
 
 def test_a_host_budget_is_kept():
     free = planned(device_bytes=smallest(device=FAST_LINK), device=FAST_LINK)
-    budget = smallest(device=FAST_LINK, host_bytes=free.host_bytes - 1)
-    bound = planned(device_bytes=budget, device=FAST_LINK, host_bytes=free.host_bytes - 1)
+    less = free.host_bytes - X_NBYTES
+    budget = smallest(device=FAST_LINK, host_bytes=less)
+    bound = planned(device_bytes=budget, device=FAST_LINK, host_bytes=less)
     assert bound.host_bytes < free.host_bytes
     with pytest.raises(jaxoff.BudgetError, match=r"host_bytes=1 B is too little for what is fixed") as caught:
         planned(host_bytes=1, fixed={"x_in": "offload"})

@@ -21,7 +21,8 @@ def loss(w, x):
 
 
 def setup():
-    return loss, jax.ShapeDtypeStruct((8, 512, 512), "bfloat16"), jax.ShapeDtypeStruct((4096, 512), "bfloat16")
+    w = jax.ShapeDtypeStruct((8, 512, 512), "bfloat16")
+    return loss, w, jax.ShapeDtypeStruct((4096, 512), "bfloat16")
 
 
 def wrong():

@@ -161,11 +161,13 @@ def test_what_is_moved_is_on_the_device_only_around_its_use():
     steps = kind.layer.backward
     assert working(x_in=MOVE, act=MOVE) >= max(s.small for s in steps) + max(s.large for s in steps)
     moved = [n for n, value in enumerate(kind.layer.values) if value.label == "x_in"]
-    first, last, twice = kind.window(moved[0])
-    assert (last, twice) == (kind.layer.values[moved[0]].last, False)
-    assert last - first <= 1
+    first, last = kind.reach(moved[0])
+    there = [kind.copies(moved[0], first, s) for s in range(len(steps))]
+    assert (there[0], there[last], max(there)) == (0, 1, 1)
     slow = model(device=dataclasses.replace(DEVICE, h2d_gbps=1e-9)).layers[0]
-    assert slow.window(moved[0]) == (0, last, True)
+    assert [slow.copies(moved[0], first, s) for s in range(len(steps))] == [2] * (last + 1) + [0] * (
+        len(steps) - last - 1
+    )
 
 
 def test_marks_decide():
