@@ -161,14 +161,3 @@ def test_bad_options_are_refused(words, message, capsys):
     with pytest.raises(SystemExit):
         frontier.parse(words)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-def test_a_plan_of_the_dense_layer_keeps_its_budget_on_a_gpu(tmp_path):
-    out = tmp_path / "g.json"
-    frontier.main(
-        ["--out", str(out), "--workloads", "dense-b1-l4", "--roles", "plan", "--budgets", "2", "--no-times"]
-    )
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["memory"].get("steps") for row in rows] == [100, 100]
-    assert all(row["memory"]["peak_bytes"] <= row["point"]["budget"] for row in rows)
