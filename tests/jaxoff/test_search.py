@@ -145,3 +145,31 @@ def test_what_does_not_fit_is_not_found():
     assert fastest(model, least - GB // 100, None, {}) is None
     pinned = dict.fromkeys(model.labels, "host")
     assert smallest(model, 100, pinned) is None
+
+
+def test_what_is_made_early_for_the_sake_of_another_value_counts():
+    """In jaxoff's order, making b again at the first step makes a large value that is read at the last.
+
+    Only one of b and d can be saved: d costs more to make again, but with b made again the peak is higher.
+    """
+    small, fast = GB // 10, Device(1, 1, 1e6, 1e6)
+    values = (
+        Value(0, False, 0.0, (), carried=True),
+        Value(GB, True, 1.0, (0,), 3, 3),
+        Value(small, False, 1.0, (1,), 0, 0, "b"),
+        Value(small, False, 5.0, (0,), 0, 0, "d"),
+        Value(small, False, 1.0, (0,), 2, 2, "moved", "host"),
+    )
+    backward = tuple(Step("", 0, GB if s == 1 else 0, 0, 3.0 * (s + 1)) for s in range(4))
+    model = model_of([Layer(10, values, (Step("", 0, 0, 0, 9.0),), backward, "")], fast)
+    both = model.cost({"b": "device", "d": "device"}).peak.nbytes
+    budget = both - 10 * small
+    found = [
+        fastest(model, budget, None, {"b": b, "d": d})
+        for b, d in (("recompute", "device"), ("device", "recompute"))
+    ]
+    assert found[0] is None
+    assert found[1] is not None
+    assert time_of(model, fastest(model, budget, None, {})) == pytest.approx(
+        brute_force(model, budget), abs=1e-3
+    )
