@@ -28,8 +28,8 @@ from models import Block, Config
 # A loop over layers, or layers one after the other, which take their weights stacked or as a list.
 type Form = Literal["scanned", "unrolled"]
 # `pinned`: names that pin the rounding of their values (`jaxoff.name`). `plain`: stock names.
-# `maxtext`: stock names, those that MaxText gives.
-type Naming = Literal["pinned", "plain", "maxtext"]
+# `maxtext`: stock names, those that MaxText gives. `planned`: pinned, and every product has a name.
+type Naming = Literal["pinned", "plain", "maxtext", "planned"]
 type Carry = tuple[jax.Array, jax.Array]
 type Layer = Callable[[Any, Carry], Carry]
 
@@ -73,6 +73,7 @@ KINDS = {
     ),
 }
 _MAXTEXT_NAMES = {"x_in": "decoder_layer_input", "attn": "context", "out_proj": "out_proj"}
+_PLANNED_NAMES = ("qkv", "out_proj", "pre", "down")
 _PATTERN = re.compile(r"([a-z_]+)-b(\d+)-l(\d+)")
 
 
@@ -195,12 +196,12 @@ def _name_function(naming: Naming) -> Callable[[jax.Array, str], jax.Array]:
         return checkpoint_name(x, _MAXTEXT_NAMES[label]) if label in _MAXTEXT_NAMES else x
 
     def plain(x, label):
-        return x if label == "out_proj" else checkpoint_name(x, label)
+        return x if label in _PLANNED_NAMES else checkpoint_name(x, label)
 
     def pinned(x, label):
-        return x if label == "out_proj" else jaxoff.name(x, label)
+        return x if label in _PLANNED_NAMES else jaxoff.name(x, label)
 
-    return {"maxtext": rename, "plain": plain, "pinned": pinned}[naming]
+    return {"maxtext": rename, "plain": plain, "pinned": pinned, "planned": jaxoff.name}[naming]
 
 
 def _rms_norm(x):
@@ -214,13 +215,14 @@ def _dense_layer(name, heads, weights, carry):
     x_BSD, losses = carry
     B, S, D = x_BSD.shape
     x = name(x_BSD, "x_in")
-    qkv = (_rms_norm(x) @ weights["qkv"]).reshape(B, S, 3 * heads, D // heads)
+    qkv = name(_rms_norm(x) @ weights["qkv"], "qkv").reshape(B, S, 3 * heads, D // heads)
     q, k, v = jnp.split(qkv, 3, axis=2)
     kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
     attention = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
     x = x + name(name(attention.reshape(B, S, D), "attn") @ weights["proj"], "out_proj")
     x = name(x, "mlp_in")
-    return x + jnp.square(jax.nn.relu(_rms_norm(x) @ weights["up"])) @ weights["down"], losses
+    pre = name(_rms_norm(x) @ weights["up"], "pre")
+    return x + name(jnp.square(jax.nn.relu(pre)) @ weights["down"], "down"), losses
 
 
 def _moe_layer(config, graph, naming, weights, carry):

@@ -6,6 +6,7 @@ Children compile side by side, and run one at a time: each says when it is ready
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -23,14 +24,19 @@ from bench.step_variants import VARIANTS, compile_all, step_of
 _READY = "ready to run"
 
 
+def wait_for_turn() -> None:
+    """In a child: says that it is ready, and waits until it may run."""
+    print(_READY, flush=True)
+    sys.stdin.readline()
+
+
 def peak_of(workload: Workload, variant: str) -> dict[str, Any]:
     """Runs two steps in this process, which did nothing else, when its standard input says so."""
     found: dict[str, Any] = {"workload": workload.name, "variant": variant}
     programs = compile_all(
         workload, {variant: step_of(workload, VARIANTS[variant])}, 1, lambda _, result: _keep(found, result)
     )
-    print(_READY, flush=True)
-    sys.stdin.readline()
+    wait_for_turn()
     if variant not in programs:
         return found
     try:
@@ -89,9 +95,16 @@ def measure_peaks(
 
 def _child(workload: Workload, variant: str, running: threading.Lock) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.step", "--peak-of", variant, "--workloads", workload.name]
-    command += ["--tiny"] * workload.tiny
+    found = run_child(command + ["--tiny"] * workload.tiny, running)
+    return {"workload": workload.name, "variant": variant} | found
+
+
+def run_child(
+    command: list[str], running: threading.Lock, environment: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """What a process printed as JSON, or an error. When it is ready to run, it waits for its turn."""
     pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    with subprocess.Popen(command, text=True, **pipes) as child:
+    with subprocess.Popen(command, text=True, env=os.environ | (environment or {}), **pipes) as child:
         assert child.stdout is not None
         lines = []
         for line in child.stdout:  # ends where the child does
@@ -105,5 +118,4 @@ def _child(workload: Workload, variant: str, running: threading.Lock) -> dict[st
         if line.startswith("{"):
             return json.loads(line)
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    error = f"exit status {child.returncode}: {last[:300]}"
-    return {"workload": workload.name, "variant": variant, "error": error}
+    return {"error": f"exit status {child.returncode}: {last[:300]}"}

@@ -1,17 +1,24 @@
 """Activation offload in JAX: named residuals, placed at trace time, moved to pinned host memory, proven."""
 
 from jaxoff._cost import Device as Device
+from jaxoff._cost import SharedLink as SharedLink
 from jaxoff._explain import Report as Report
 from jaxoff._explain import explain as explain
 from jaxoff._facts import CompiledFacts as CompiledFacts
 from jaxoff._facts import HostCopy as HostCopy
 from jaxoff._finding import Finding as Finding
+from jaxoff._frontier import Frontier as Frontier
+from jaxoff._frontier import frontier as frontier
 from jaxoff._jit import jit as jit
 from jaxoff._marks import mark_not_offload as mark_not_offload
 from jaxoff._marks import mark_offload as mark_offload
 from jaxoff._marks import name as name
 from jaxoff._measure import Measurement as Measurement
 from jaxoff._measure import measure as measure
+from jaxoff._plan import BudgetError as BudgetError
+from jaxoff._plan import Plan as Plan
+from jaxoff._plan import Planned as Planned
+from jaxoff._plan import plan as plan
 from jaxoff._policy import Policy as Policy
 from jaxoff._presets import policies as policies
 from jaxoff._presets import policy as policy

@@ -1,7 +1,8 @@
 """The command line: `python -m jaxoff COMMAND`."""
 
 import json
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
 
@@ -37,6 +38,51 @@ def doctor(
     else:
         print_diagnosis(diagnosis)
     raise typer.Exit(diagnosis.exit_status)
+
+
+@app.command()
+def plan(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Called without arguments, returns (loss, *arguments of the loss).",
+        ),
+    ],
+    device_gb: Annotated[float, typer.Option(help="Budget of device memory, GB (10^9 bytes).")],
+    host_gb: Annotated[float | None, typer.Option(help="Budget of pinned host memory, GB.")] = None,
+    resident_gb: Annotated[
+        float, typer.Option(help="What else is on the device: an optimizer's state, GB.")
+    ] = 0.0,
+    device: Annotated[str, typer.Option(help="A shipped profile or the path of one.")] = "h200",
+    gpus: Annotated[int, typer.Option(help="How many GPUs of the host copy at once.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    picture: Annotated[
+        str | None, typer.Option("--frontier", help="Draw time against memory into this file.")
+    ] = None,
+) -> None:
+    """Plan where the residuals of a loss live, within a budget of device memory.
+
+    Exit status 2, with the reason, where there is no plan.
+    """
+    import jaxoff
+    from jaxoff._user_function import user_function
+
+    try:
+        loss, *arguments = user_function(function)
+        given: dict[str, Any] = dict(
+            host_bytes=None if host_gb is None else host_gb * 1e9,
+            resident_bytes=resident_gb * 1e9,
+            link=gpus,
+            device=jaxoff.Device.of(device),
+        )
+        found = jaxoff.plan(loss, *arguments, device_bytes=device_gb * 1e9, **given)
+        print(found.to_json() if as_json else found)
+        if picture is not None:
+            jaxoff.frontier(loss, *arguments, **given).draw(picture)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

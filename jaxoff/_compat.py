@@ -307,3 +307,17 @@ def transfer_in(eqn: JaxprEqn) -> str | None:
         return None
     source, target = is_host(eqn.invars[0].aval), is_host(eqn.outvars[0].aval)
     return {(False, True): "D2H", (True, False): "H2D"}.get((source, target))
+
+
+def jit_in(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The program that a `jax.jit` equation calls, or None for another equation."""
+    return eqn.params["jaxpr"] if eqn.primitive is _primitives.jit_p else None
+
+
+def bind(eqn: JaxprEqn, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Any]:
+    """The results of an equation of a program for other operands."""
+    given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if isinstance(v, Var)}
+    alone = jaxpr.replace(
+        constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
+    )
+    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())

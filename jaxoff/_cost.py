@@ -3,27 +3,159 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
 import itertools
+import json
 import math
+import os
+from pathlib import Path
+from typing import Any
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn
+from jaxoff._errors import near_miss
+
+_SUFFIX = ".json"
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedLink:
+    """The link of one GPU while several of its host copy at once.
+
+    Attributes:
+      gpus: how many copy, this one included.
+      d2h_gbps, h2d_gbps: what one of them gets each way, GB/s.
+      both_gbps: the sum of the two directions, copying at once.
+    """
+
+    gpus: int
+    d2h_gbps: float
+    h2d_gbps: float
+    both_gbps: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
     """Speeds of one accelerator and of its link to the host.
 
+    Profiles that jaxoff knows come with `Device.of("h200")`; `Device.measure()` makes one on a GPU.
+
     Attributes:
       flops: matrix operations a second, 16-bit, as reached by large products.
       memory_gbps: device memory bandwidth, GB/s, as reached.
       d2h_gbps, h2d_gbps: the link each way, GB/s, for copies of pinned memory.
+      both_gbps: the sum of the two directions, copying at once; None where it was not measured.
+      shared_links: the link while several GPUs of the host copy, by their number.
+      name: the kind of accelerator.
+      source: where the figures come from.
+
+    Example:
+      >>> import jaxoff
+      >>> h200 = jaxoff.Device.of("h200")
+      >>> h200.d2h_gbps, h200.sharing(4).d2h_gbps
+      (50, 35.0)
     """
 
     flops: float
     memory_gbps: float
     d2h_gbps: float
     h2d_gbps: float
+    both_gbps: float | None = None
+    shared_links: tuple[SharedLink, ...] = ()
+    name: str = "custom"
+    source: str = ""
+
+    def __post_init__(self):
+        for field in ("flops", "memory_gbps", "d2h_gbps", "h2d_gbps"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field} of a Device is a rate above 0, got {getattr(self, field)!r}.")
+
+    @classmethod
+    def of(cls, name: str | os.PathLike[str]) -> Device:
+        """A profile that comes with jaxoff, or that of a file.
+
+        Args:
+          name: of a shipped profile, such as "h200", or the path of a file that `save` wrote.
+
+        Raises:
+          ValueError: for an unknown name, and for a file that is no profile.
+          FileNotFoundError: for a path without a file.
+        """
+        folder = importlib.resources.files("jaxoff") / "devices"
+        known = sorted(f.name.removesuffix(_SUFFIX) for f in folder.iterdir() if f.name.endswith(_SUFFIX))
+        if name in known:
+            return cls.from_dict(json.loads((folder / f"{name}{_SUFFIX}").read_text()))
+        path = Path(name)
+        if isinstance(name, str) and not path.is_file() and path.name == name:
+            raise ValueError(
+                f"A device is one of {', '.join(known)}, or the path of a profile that Device.save wrote, "
+                f"got {name!r}.{near_miss(name, known)}"
+            )
+        try:
+            return cls.from_dict(json.loads(path.read_text()))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(
+                f"A device's profile is JSON that Device.save wrote, got {os.fspath(name)!r}: {error}."
+            ) from None
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Device:
+        """The profile whose `to_dict` this is."""
+        links = tuple(SharedLink(**link) for link in fields.get("shared_links", ()))
+        rates: dict[str, Any] = {**fields, "shared_links": links}
+        return cls(**rates)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile as JSON-ready values."""
+        return {
+            **dataclasses.asdict(self),
+            "shared_links": [dataclasses.asdict(s) for s in self.shared_links],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the profile to a JSON file, for `Device.of`."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def measure(cls) -> Device:
+        """Measures the first GPU of this process: products, memory, and the link, alone and shared.
+
+        Takes some seconds and 4 GB of the GPU's memory. The link is shared with two, four, ... of the
+        process's own GPUs, as far as it has them.
+
+        Returns:
+          A `Device` named as `jax.Device.device_kind` says.
+
+        Raises:
+          RuntimeError: where jax has no GPU.
+        """
+        from jaxoff._device_rates import measured
+
+        return measured()
+
+    def sharing(self, gpus: int) -> Device:
+        """The device while so many GPUs of its host copy at once, itself included.
+
+        Where that number was not measured, the next larger one stands for it; beyond all, the host's
+        bandwidth is divided further. Without measurements the link is taken to be shared by none.
+
+        Raises:
+          ValueError: for a number below 1.
+        """
+        if gpus < 1:
+            raise ValueError(f"gpus is how many GPUs copy at once, at least 1, got {gpus}.")
+        if gpus == 1 or not self.shared_links:
+            return self
+        links = sorted(self.shared_links, key=lambda link: link.gpus)
+        link = next((link for link in links if link.gpus >= gpus), links[-1])
+        part = min(1.0, link.gpus / gpus)
+        return dataclasses.replace(
+            self,
+            d2h_gbps=link.d2h_gbps * part,
+            h2d_gbps=link.h2d_gbps * part,
+            both_gbps=link.both_gbps * part,
+            shared_links=(),
+        )
 
     def compute_ms(self, eqn: JaxprEqn) -> float:
         """An estimate of an equation's time, in milliseconds: products by operations, the rest by bytes."""
@@ -43,8 +175,7 @@ class Device:
         return nbytes / self.d2h_gbps / 1e6
 
 
-# Measured: products in steady state at the card's power limit, copies of 512 MB.
-H200 = Device(flops=650e12, memory_gbps=4000, d2h_gbps=50, h2d_gbps=50)
+H200 = Device.of("h200")
 
 
 def _product_flops(eqn: JaxprEqn) -> float:

@@ -9,7 +9,7 @@ import platform
 import shlex
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +158,24 @@ def measure_link(device: Any, *, nbytes: int = LINK_NBYTES, repeats: int = 7) ->
     Returns:
       A `Link`.
     """
-    on_device = SingleDeviceSharding(device, memory_kind="device")
-    on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
-    below = jax.device_put(jnp.zeros(nbytes, jnp.uint8), on_device)
-    above = jax.device_put(below, on_host)
+    return measure_links([device], nbytes=nbytes, repeats=repeats)
 
-    def seconds(*moves) -> float:
+
+def measure_links(devices: Sequence[Any], *, nbytes: int = LINK_NBYTES, repeats: int = 7) -> Link:
+    """Times copies of several devices at once, as `measure_link` does those of one.
+
+    Returns:
+      A `Link`: what one of the devices gets.
+    """
+    down, up = [], []
+    for device in devices:
+        on_device = SingleDeviceSharding(device, memory_kind="device")
+        on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
+        below = jax.device_put(jnp.zeros(nbytes, jnp.uint8), on_device)
+        down.append((below, on_host))
+        up.append((jax.device_put(below, on_host), on_device))
+
+    def seconds(moves) -> float:
         times = []
         for _ in range(repeats + 2):  # the first ones allocate pinned memory
             start = time.perf_counter()
@@ -171,8 +183,7 @@ def measure_link(device: Any, *, nbytes: int = LINK_NBYTES, repeats: int = 7) ->
             times.append(time.perf_counter() - start)
         return statistics.median(times[2:])
 
-    down, up = (below, on_host), (above, on_device)
-    d2h, h2d, both = seconds(down), seconds(up), seconds(down, up)
+    d2h, h2d, both = seconds(down), seconds(up), seconds([*down, *up])
     gb = nbytes / 1e9
     return Link(d2h_gbps=gb / d2h, h2d_gbps=gb / h2d, both_gbps=2 * gb / both, nbytes=nbytes)
 

@@ -59,7 +59,8 @@ def policy_of_last(block: Block, policy: Callable[..., Any], keep_first: Choice,
     Returns:
       `policy`, or one that keeps the value.
     """
-    if keep_first is False:
+    planned = getattr(policy, "preset", None) == "plan"  # that has weighed it
+    if keep_first is False or (keep_first == "auto" and planned):
         return policy
     try:
         program = Program.trace(_a_turn(block.layer, policy), block.args, {}, None, False).with_closure()

@@ -83,6 +83,11 @@ def dots() -> Policy:
     return Policy(unmarked="dots", preset="dots")
 
 
+def plan() -> Policy:
+    """What `jaxoff.plan` found, given as lists; the rest is recomputed. "auto" keeps nothing first."""
+    return Policy(preset="plan")
+
+
 _PRESETS: dict[str, Callable[..., Policy]] = {}
 
 
@@ -122,7 +127,7 @@ def policies() -> Mapping[str, Callable[..., Policy]]:
     return types.MappingProxyType(dict(_PRESETS))
 
 
-for _factory in (te_v1, te_v2, megatron, save_all, recompute_all, dots):
+for _factory in (te_v1, te_v2, megatron, save_all, recompute_all, dots, plan):
     register(_factory.__name__, _factory)
 
 

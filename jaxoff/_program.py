@@ -155,6 +155,17 @@ class Program:
 
         return _compat.as_open(jax.make_jaxpr(gradients)(*self._structs))
 
+    @functools.cached_property
+    def value_and_grad(self) -> _compat.Jaxpr:
+        """The function's results and its gradients, without what neither needs."""
+
+        def both(*leaves):
+            out, pullback, aux = self._vjp(self.primal, leaves)
+            return out, aux, pullback([jnp.ones_like(x) for x in out])
+
+        jaxpr = _compat.as_open(jax.make_jaxpr(both)(*self._structs))
+        return _compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
     def kept(self, policy: Callable[..., Any] | None = None) -> Kept:
         """What the backward pass keeps.
 

@@ -79,7 +79,7 @@ def render(policy: jaxoff.Policy) -> str:
     """
     if policy.memory_kind != "pinned_host":
         raise ValueError(f"The text of a policy has no word for memory_kind={policy.memory_kind!r}.")
-    parts = []
+    parts = ["plan"] if policy.preset == "plan" else []  # that name has a meaning beyond its lists
     for key in ("offload", "save", "recompute"):
         names = getattr(policy, key)
         for name in names:

@@ -65,7 +65,7 @@ class Program:
 
     @property
     def state_bytes(self) -> int:
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.state_shapes))
+        return _nbytes(self.state_shapes)
 
     @property
     def microbatch_shape(self) -> jax.ShapeDtypeStruct:
@@ -93,6 +93,36 @@ class Program:
         """Where the residuals of a microbatch live. Nothing is allocated."""
         params = self.state_shapes["params"]
         return jaxoff.explain(self.loss, params, self.microbatch_shape, argnums=0, has_aux=True)
+
+    def plan(self, device_bytes: float) -> jaxoff.Plan:
+        """Plans where the residuals of a microbatch live, for a budget of device memory of a whole step.
+
+        Beside a microbatch the device holds the optimizer's state and, with several of them, the sum of their
+        gradients.
+
+        Raises:
+          jaxoff.BudgetError: if nothing fits.
+        """
+        params = self.state_shapes["params"]
+        resident = self.state_bytes - _nbytes(params) + (_nbytes(params) if self.options.accum > 1 else 0)
+        planned = Program(self.options, jaxoff.policy())  # what is planned has its layers checkpointed
+        return jaxoff.plan(
+            planned.loss,
+            params,
+            self.microbatch_shape,
+            device_bytes=device_bytes,
+            resident_bytes=resident,
+            argnums=0,
+            has_aux=True,
+        )
+
+    def planned_step_ms(self, plan: jaxoff.Plan) -> float:
+        """The time of an optimizer step under a plan: its microbatches, and the update.
+
+        The update reads weights, gradients and two moments, and writes all but the gradients.
+        """
+        update_ms = 7 * _nbytes(self.state_shapes["params"]) / plan.device.memory_gbps / 1e6
+        return self.options.accum * plan.step_ms + update_ms
 
     def init(self) -> State:
         """The state before the first step."""
@@ -168,3 +198,7 @@ class Program:
             "lr": jnp.asarray(self.rate(state["step"]), jnp.float32),
         }
         return {"step": state["step"] + 1, "params": params, "optimizer": optimizer}, metrics
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -85,6 +85,16 @@ def settings() -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a plan says of a step: its time, device memory at its fullest, host memory, and the budget."""
+
+    step_ms: float
+    peak_bytes: int
+    host_bytes: int
+    budget_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Summary:
     """A finished run.
 
@@ -98,6 +108,7 @@ class Summary:
       compile_s: None likewise.
       peak_bytes: the device's memory at its fullest in this process; None on a CPU.
       comparison: the policy and its twin, if they were measured.
+      predicted: by the plan, if the policy was planned.
     """
 
     train: Curve
@@ -111,6 +122,7 @@ class Summary:
     compile_s: float | None
     peak_bytes: int | None
     comparison: Comparison | None
+    predicted: Prediction | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -146,12 +158,27 @@ class Summary:
             )
         if self.peak_bytes is not None:
             table.add_row("peak device memory", _mb(self.peak_bytes))
+        if self.predicted is not None:
+            table.add_row("predicted, measured", _beside(self.predicted, self.step_ms, self.peak_bytes))
         if self.comparison is not None:
             table.add_row("with the policy", _measured(self.comparison.policy, self.work))
             table.add_row("all on the device", _measured(self.comparison.on_device, self.work))
             if line := _gain(self.comparison):
                 table.add_row("difference", line)
         console.print(table)
+
+
+def _beside(predicted: Prediction, step_ms: float | None, peak_bytes: int | None) -> str:
+    """A prediction beside what was measured."""
+    time = "not measured" if step_ms is None else f"{step_ms:.1f} ms ({predicted.step_ms / step_ms - 1:+.1%})"
+    if peak_bytes is None:
+        peak = "not known on this device"
+    else:
+        peak = f"{_mb(peak_bytes)} ({predicted.peak_bytes / peak_bytes - 1:+.1%})"
+    return (
+        f"step {predicted.step_ms:.1f} ms, {time}; peak {_mb(predicted.peak_bytes)} of "
+        f"{_mb(predicted.budget_bytes)}, {peak}"
+    )
 
 
 def _gain(comparison: Comparison) -> str | None:

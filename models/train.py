@@ -49,6 +49,7 @@ class Job:
       corpus, batches, windows: the data, its batches to train on and its held-out windows (K, B, S + 1).
       program: what to compute.
       again: the command that continues the run.
+      plan: what the policy was planned as, or None.
     """
 
     options: Options
@@ -59,6 +60,7 @@ class Job:
     windows: np.ndarray
     program: Program
     again: str
+    plan: jaxoff.Plan | None = None
 
     @property
     def run(self) -> dict[str, Any]:
@@ -74,8 +76,8 @@ class Job:
         check_same_run(where, saved["identity"], self.run["identity"])
 
 
-def prepare(options: Options, out: Path, *, resume: bool, again: str) -> Job:
-    """Reads the data and checks that everything fits.
+def prepare(options: Options, out: Path, *, resume: bool, again: str, device_gb: float | None = None) -> Job:
+    """Reads the data, checks that everything fits, and plans the policy if a budget of memory is given.
 
     Raises:
       InputError: where it does not.
@@ -88,13 +90,29 @@ def prepare(options: Options, out: Path, *, resume: bool, again: str) -> Job:
         )
     corpus = data.load(options.data)
     batches = data.Batches(corpus.train, options.batch, options.seq, options.seed)
+    plan = None
+    if device_gb is not None:
+        plan = plan_within(device_gb, options)
+        options = dataclasses.replace(options, policy=policy_text.render(plan.policy))
     kind = Program if options.layout is None else ParallelProgram
     program = kind(options, policy_text.parse(options.policy))
     windows = program.held_out_windows(corpus.held_out)
-    job = Job(options, folder, resume, corpus, batches, windows, program, again)
+    job = Job(options, folder, resume, corpus, batches, windows, program, again, plan)
     if resume:
         job.check_same(folder.run_file, folder.saved_run())
     return job
+
+
+def plan_within(device_gb: float, options: Options) -> jaxoff.Plan:
+    """The plan for a budget of device memory in GB, 10^9 bytes.
+
+    Raises:
+      InputError: if nothing fits.
+    """
+    try:
+        return Program(options, None).plan(device_gb * 1e9)
+    except ValueError as error:
+        raise InputError(f"--device-gb {device_gb:g}: {error}") from None
 
 
 def train(job: Job, console: Console, *, comparison: bool | None) -> int:
@@ -160,6 +178,9 @@ def introduce(job: Job, console: Console) -> jaxoff.Report:
     size = f"{o.batch} x {o.seq} bytes in {o.accum} microbatch{'es' * (o.accum > 1)}"
     console.print(f"run      {o.steps} steps of {size}, into {job.folder.path}", soft_wrap=True, markup=False)
     console.print(f"policy   {o.policy}\n", markup=False)
+    if job.plan is not None:
+        console.print(job.plan)
+        console.print()
     report = program.explain()
     console.print(report)
     console.print()
@@ -236,6 +257,7 @@ def finish(
         compile_s=compile_s,
         peak_bytes=(jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         comparison=compared,
+        predicted=predicted(job),
     )
     title = (
         f"{job.options.preset}: {job.program.config.param_counts().total:,} parameters, {job.options.policy}"
@@ -256,6 +278,16 @@ def finish(
     console.print(f"written  {job.folder.summary_file}, {job.folder.picture_file}", soft_wrap=True)
 
 
+def predicted(job: Job) -> summary.Prediction | None:
+    """What the plan says of a step."""
+    if job.plan is None:
+        return None
+    plan = job.plan
+    return summary.Prediction(
+        job.program.planned_step_ms(plan), plan.peak_bytes, plan.host_bytes, plan.device_bytes
+    )
+
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -267,8 +299,12 @@ def cli(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the preset.")
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="Where residuals live: a preset of jaxoff, or text as in the default.")
-    ] = POLICY,
+        str | None,
+        typer.Option(help=f"Where residuals live: a preset of jaxoff, or text as in the default [{POLICY}]."),
+    ] = None,
+    device_gb: Annotated[
+        float | None, typer.Option(help="Plan where residuals live, in so many GB of device memory.")
+    ] = None,
     paths: Annotated[
         list[str] | None, typer.Option("--data", metavar="FILE_OR_DIR", help="Text [this Python's library].")
     ] = None,
@@ -317,6 +353,10 @@ def cli(
     ] = None,
 ) -> int:
     """Train a mixture-of-experts language model on bytes of text, with chosen activations in host memory."""
+    if policy is not None and device_gb is not None:
+        raise InputError("--device-gb plans where residuals live, so it takes no --policy; give one of them.")
+    if device_gb is not None and mesh is not None:
+        raise InputError("--device-gb plans for one device, so it takes no --mesh; give one of them.")
     options = Options.of(
         preset,
         overrides=parse_overrides(overrides or []),
@@ -340,7 +380,8 @@ def cli(
         capacity=capacity,
     )
     Processes(coordinator, processes, process).start(os.environ)
-    job = prepare(options, out or Path("runs", preset), resume=resume, again=context.obj)
+    folder = out or Path("runs", preset)
+    job = prepare(options, folder, resume=resume, again=context.obj, device_gb=device_gb)
     console = make_console() if is_first() else Console(file=io.StringIO())
     return train(job, console, comparison=comparison)
 

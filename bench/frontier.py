@@ -1,0 +1,225 @@
+"""Plans of `jaxoff.plan` for six budgets against stock policies, MaxText's and single names: memory and time.
+
+Memory first: each point is a process of its own, which a planned point runs for many steps with
+XLA_PYTHON_CLIENT_MEM_FRACTION at its budget. Then times, of all points that fit beside each other, in turns
+in one process. The result file is rewritten after every point; `--resume` takes up an earlier one, whose
+memory is not measured again.
+
+    python -m bench.frontier --out a.json --workloads dense-b4-l12 --no-times --limit-s 200
+    python -m bench.frontier --out b.json --resume a.json --workloads dense-b4-l12 --no-peaks
+    python -m bench.frontier_table b.json --markdown frontier.md --chart frontier.png
+
+`--tiny` runs it on a CPU; figures that only a GPU has are null there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from bench.frontier_points import ROLES, Point, budgets_of, planner_of, points_of
+from bench.grouped_mlp import describe, say
+from bench.options import one_of
+from bench.provenance import provenance
+from bench.step import compiled_facts, time_in_turns
+from bench.step_limits import fill_pinned_pool, set_defaults, too_large_beside
+from bench.step_models import Workload
+from bench.step_peaks import run_child, wait_for_turn
+from bench.step_variants import compile_all
+
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+type Row = dict[str, Any]
+
+
+def measure(workload: Workload, point: Point, steps: int) -> Row:
+    """Takes steps in this process, which did nothing else, when its turn comes."""
+    found: Row = {}
+    programs = compile_all(
+        workload, {point.name: point.step(workload)}, 1, lambda _, result: found.update(_failure(result))
+    )
+    wait_for_turn()
+    if point.name not in programs:
+        return found
+    try:
+        call, arguments = programs[point.name].call, workload.arguments("scanned")
+        found |= compiled_facts(call)
+        for step in range(steps):
+            jax.block_until_ready(call(*arguments))
+            found["steps"] = step + 1
+        stats = jax.devices()[0].memory_stats() or {}
+        found |= {"peak_bytes": stats.get("peak_bytes_in_use"), "limit_bytes": stats.get("bytes_limit")}
+    except Exception as error:  # the budget is not kept
+        found["error"] = describe(error)
+    return found
+
+
+def _failure(result: Any) -> Row:
+    return result if isinstance(result, dict) else {}
+
+
+def device_bytes() -> int | None:
+    """All of the device's memory, which the fraction is of; None off a GPU. Asked in another process."""
+    code = "import jax, json; s = jax.devices()[0].memory_stats() or {}; print(json.dumps(s))"
+    fraction = "0.5"
+    environment = {_FRACTION: fraction, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    found = run_child([sys.executable, "-c", code], threading.Lock(), environment)
+    limit = found.get("bytes_limit")
+    return None if limit is None else int(limit / float(fraction))
+
+
+def measure_memory(
+    workload: Workload,
+    rows: list[Row],
+    o: argparse.Namespace,
+    over: Callable[[], bool],
+    save: Callable[[], None],
+) -> None:
+    """Measures each point that has no memory yet in a process of its own, within its budget if it has one."""
+    whole, running = device_bytes(), threading.Lock()
+
+    def measured(row: Row) -> None:
+        if over():
+            return
+        point = row["point"]
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if point["budget"] is not None and whole is not None:
+            environment[_FRACTION] = f"{point['budget'] / whole:.6f}"
+        steps = o.steps if point["budget"] is not None else 2
+        command = [
+            sys.executable,
+            "-m",
+            "bench.frontier",
+            "--workloads",
+            workload.name,
+            "--steps",
+            str(steps),
+        ]
+        command += ["--tiny"] * workload.tiny + ["--measure", json.dumps(point)]
+        row["memory"] = run_child(command, running, environment)
+        say(f"  {point['name']:34} {row['memory'].get('peak_bytes')} {row['memory'].get('error', '')}")
+        save()
+
+    with ThreadPoolExecutor(o.jobs) as pool:
+        list(pool.map(measured, (row for row in rows if "memory" not in row)))
+
+
+def measure_times(
+    workload: Workload,
+    rows: list[Row],
+    o: argparse.Namespace,
+    over: Callable[[], bool],
+    save: Callable[[], None],
+) -> None:
+    """Times the points in turns."""
+    times: dict[str, Row] = {row["point"]["name"]: {} for row in rows}
+    steps = {row["point"]["name"]: Point(**row["point"]).step(workload) for row in rows}
+
+    def keep() -> None:
+        for row in rows:
+            row["time"] = times[row["point"]["name"]]
+        save()
+
+    def compiled(name: str, result: Any) -> None:
+        times[name] |= _failure(result)
+        keep()
+
+    programs = compile_all(workload, steps, o.jobs, compiled)
+    for name, reason in too_large_beside(workload, programs).items():
+        times[name]["error"] = reason
+    programs = {name: program for name, program in programs.items() if "error" not in times[name]}
+    arguments: Any = {"scanned": workload.arguments("scanned")}
+    jax.block_until_ready(arguments)
+    fill_pinned_pool(max((compiled_facts(p.call)["host_bytes"] for p in programs.values()), default=0))
+    time_in_turns(programs, arguments, times, o.repeats, o.sample_ms, over, keep)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Plans against other placements: memory and time.")
+    parser.add_argument("--out", type=Path, help="the result file, JSON")
+    parser.add_argument(
+        "--resume", type=Path, help="an earlier result file, whose points are not measured again"
+    )
+    parser.add_argument("--workloads", default="dense-b4-l12", help="with commas between")
+    parser.add_argument("--roles", type=one_of(ROLES), default=ROLES, help=", ".join(ROLES))
+    parser.add_argument("--budgets", type=int, default=6, help="how many")
+    parser.add_argument("--steps", type=int, default=100, help="of a planned point within its budget")
+    parser.add_argument("--repeats", type=int, default=9, help="samples of each point")
+    parser.add_argument("--sample-ms", type=float, default=600.0, help="shorter steps are queued")
+    parser.add_argument("--jobs", type=int, default=6, help="how many programs compile at a time")
+    parser.add_argument("--limit-s", type=float, help="start nothing after so many seconds")
+    parser.add_argument("--no-peaks", action="store_true", help="no memory")
+    parser.add_argument("--no-times", action="store_true", help="no times")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--measure", metavar="POINT", help="one point's memory, as JSON")
+    o = parser.parse_args(arguments)
+    try:
+        o.workloads = tuple(Workload.parse(name, tiny=o.tiny) for name in o.workloads.split(","))
+    except ValueError as error:
+        parser.error(str(error))
+    if o.out is None and o.measure is None:
+        parser.error("--out is needed: the result file")
+    if min(o.budgets, o.steps, o.repeats, o.jobs) < 1:
+        parser.error("--budgets, --steps, --repeats and --jobs must be at least 1")
+    return o
+
+
+def rows_of(workload: Workload, o: argparse.Namespace, earlier: list[Row]) -> list[Row]:
+    """The points of a workload: an earlier file's, and those of roles that it lacks."""
+    known = [row for row in earlier if row["workload"] == workload.name and row["point"]["role"] in o.roles]
+    roles = [role for role in o.roles if role not in {row["point"]["role"] for row in known}]
+    if not roles:
+        return known
+    points = points_of(workload, roles, budgets_of(planner_of(workload), o.budgets))
+    return known + [{"workload": workload.name, "point": dataclasses.asdict(point)} for point in points]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    start = time.perf_counter()
+    o = parse(arguments)
+    set_defaults()
+    if o.measure:
+        print(json.dumps(measure(o.workloads[0], Point(**json.loads(o.measure)), o.steps)))
+        return
+    earlier = json.loads(o.resume.read_text()) if o.resume else {"rows": []}
+    result: Row = {"earlier": earlier.get("sources", []), "rows": []}
+
+    def over() -> bool:
+        return o.limit_s is not None and time.perf_counter() - start > o.limit_s
+
+    def save() -> None:
+        o.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    if not o.no_peaks:
+        # Tracing chooses kernels by the device: children measure, and this process holds little of it.
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    by_workload = {workload: rows_of(workload, o, earlier["rows"]) for workload in o.workloads}
+    taken = [row for rows in by_workload.values() for row in rows]
+    result["rows"] = [row for row in earlier["rows"] if row not in taken] + taken
+    this = provenance(vars(o) | {"workloads": ",".join(workload.name for workload in o.workloads)})
+    result["sources"] = [*result.pop("earlier"), this]
+    save()
+    for workload, rows in by_workload.items():
+        say(f"\n{workload.name}")
+        if not (o.no_peaks or over()):
+            measure_memory(workload, rows, o, over, save)
+        if not (o.no_times or over()):
+            measure_times(workload, rows, o, over, save)
+    this["seconds"] = time.perf_counter() - start
+    save()
+
+
+if __name__ == "__main__":
+    main()

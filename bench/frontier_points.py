@@ -1,0 +1,163 @@
+"""The points that `bench.frontier` measures: plans for budgets, stock policies, MaxText's, single names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+from jax import lax
+
+import jaxoff
+from bench.step_models import Workload, loss
+from bench.step_variants import Step
+from jaxoff import Policy
+from jaxoff._plan import Planner
+from jaxoff._search import fastest
+
+type Role = Literal["plan", "stock", "maxtext", "single", "bound"]
+
+ROLES: tuple[Role, ...] = ("plan", "stock", "maxtext", "single", "bound")
+STOCK = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "offload_dots")
+# MaxText's remat_policy (decoders.py, get_remat_policy): what is saved or offloaded, by its names.
+_QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
+_MINIMAL = (*_QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwi", "mlpwo")
+MAXTEXT: dict[str, tuple[str, tuple[str, ...]]] = {
+    "minimal_with_context": ("save", (*_MINIMAL, "context")),
+    "minimal": ("save", _MINIMAL),
+    "save_dot_with_context_except_mlp": ("save", (*_QKV, "context", "out_proj")),
+    "save_dot_except_mlpwi": ("save", (*_QKV, "out_proj", "mlpwo")),
+    "save_dot_except_mlp": ("save", (*_QKV, "out_proj")),
+    "save_qkv_proj": ("save", _QKV),
+    "save_out_proj": ("save", ("out_proj",)),
+    "qkv_proj_offloaded": ("offload", _QKV),
+    "minimal_offloaded": ("offload", _MINIMAL),
+}
+# Those names by the ones of the workloads' layers.
+_SAME = {
+    "dense": {"qkv_proj": "qkv", "context": "attn", "out_proj": "out_proj", "mlpwi": "pre", "mlpwo": "down"},
+    "nano": {"qkv_proj": "attn.qkv", "context": "attn.core", "mlpwi": "moe.act", "mlpwo": "moe.combined"},
+}
+# XLA's pool of pinned memory, with room for what is not a residual.
+HOST_BYTES = 90e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A way to place residuals, JSON-ready.
+
+    Attributes:
+      name: of the point.
+      role: what it is compared as.
+      policy: fields of a `jaxoff.Policy`; None with a stock policy or without any.
+      stock: one of `STOCK`, or None.
+      budget: bytes of device memory that it was planned for, or None.
+      predicted: by the planner: "ms", "peak_bytes", "host_bytes"; empty where it does not know.
+    """
+
+    name: str
+    role: Role
+    policy: dict[str, Any] | None = None
+    stock: str | None = None
+    budget: int | None = None
+    predicted: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def step(self, workload: Workload) -> Step:
+        """Its training step, by `jaxoff.jit`: with the copies that it has beside the compute."""
+        step = jax.value_and_grad(loss(workload, "planned", self._stack()), (0, 1))
+        return Step("scanned", jaxoff.jit(step), self.name)
+
+    def _stack(self) -> Callable[..., Any]:
+        policy = self._callable()
+
+        def stack(layer, carry, weights):
+            def body(carry, w):
+                return layer(w, carry), None
+
+            if policy is None:
+                return lax.scan(body, carry, weights)[0]
+            return jaxoff.scan(body, carry, weights, policy=policy, keep_first=False)[0]
+
+        return stack
+
+    def _callable(self) -> Any:
+        if self.policy is not None:
+            return Policy(**self.policy)
+        if self.stock == "offload_dots":
+            return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+        return None if self.stock is None else getattr(jax.checkpoint_policies, self.stock)
+
+
+def planner_of(workload: Workload) -> Planner:
+    """The planner of a workload's loss."""
+    fun = loss(workload, "planned", Point("", "stock", stock="nothing_saveable")._stack())
+    return Planner.of(fun, workload.shapes("scanned"), {}, 0, None, jaxoff.Device.of("h200"), None, False)
+
+
+def budgets_of(planner: Planner, number: int) -> list[int]:
+    """Even budgets from the peak of making everything again to that of the fastest placement."""
+    low = planner.model.cost({}).peak.nbytes
+    most = fastest(planner.model, 10**15, int(HOST_BYTES), {})
+    assert most is not None
+    high = max(low, planner.model.cost(most).peak.nbytes)
+    return [int(1.04 * (low + (high - low) * i / max(1, number - 1))) for i in range(number)]
+
+
+def points_of(workload: Workload, roles: Sequence[Role], budgets: Sequence[int]) -> list[Point]:
+    """The points of a workload."""
+    planner = planner_of(workload)
+    found = {
+        "plan": lambda: _plans(planner, budgets),
+        "stock": lambda: _stock(planner),
+        "maxtext": lambda: _maxtext(planner, workload),
+        "single": lambda: _singles(planner, budgets),
+        "bound": lambda: iter([Point("no_remat", "bound")]),
+    }
+    return [point for role in roles for point in found[role]()]
+
+
+def _plans(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
+    for number, budget in enumerate(budgets, 1):
+        plan = planner.plan(budget, HOST_BYTES, {}, 0.03)
+        predicted = {"ms": plan.step_ms, "peak_bytes": plan.peak_bytes, "host_bytes": plan.host_bytes}
+        fields = dataclasses.asdict(plan.policy)
+        name = f"plan {number}: {budget / 1e9:.1f} GB"
+        yield Point(name, "plan", fields, budget=budget, predicted=predicted)
+
+
+def _stock(planner: Planner) -> Iterator[Point]:
+    for name in STOCK:
+        known = {"nothing_saveable": {}, "dots_saveable": {"(dots)": "device"}}.get(name)
+        yield Point(name, "stock", stock=name, predicted={} if known is None else _predicted(planner, known))
+
+
+def _maxtext(planner: Planner, workload: Workload) -> Iterator[Point]:
+    same = _SAME["dense" if workload.kind == "dense" else "nano"]
+    for name, (verb, theirs) in MAXTEXT.items():
+        labels = tuple(same[label] for label in theirs if label in same)
+        place = {"save": "device", "offload": "host"}[verb]
+        predicted = _predicted(planner, dict.fromkeys(labels, place))
+        yield Point(f"maxtext {name}", "maxtext", {verb: labels}, predicted=predicted)
+
+
+def _singles(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
+    """For each budget the fastest choice, as predicted, that keeps one name only."""
+    every = [
+        (label, verb, _predicted(planner, {label: place}))
+        for label in planner.model.labels
+        for verb, place in (("save", "device"), ("offload", "host"))
+        if not label.startswith("(")
+    ]
+    known = {}
+    for budget in budgets:
+        fitting = [entry for entry in every if entry[2]["peak_bytes"] <= budget]
+        if fitting:
+            label, verb, predicted = min(fitting, key=lambda entry: entry[2]["ms"])
+            known[label, verb] = Point(f"{verb} {label}", "single", {verb: (label,)}, predicted=predicted)
+    yield from known.values()
+
+
+def _predicted(planner: Planner, choice: dict[str, Any]) -> dict[str, float]:
+    cost = planner.model.cost(choice)
+    return {"ms": cost.times.total, "peak_bytes": cost.peak.nbytes, "host_bytes": cost.host_nbytes}

@@ -1,0 +1,115 @@
+"""Turns results of `bench.frontier` into a markdown table and a picture: time against peak memory.
+
+python -m bench.frontier_table frontier.json --markdown frontier.md --chart frontier.png
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench.grouped_mlp_table import table
+from bench.tables import show
+
+_COLOURS = {
+    "plan": "#d62728",
+    "stock": "#ff7f0e",
+    "maxtext": "#1f77b4",
+    "single": "#9467bd",
+    "bound": "#7f7f7f",
+}
+_LABELS = {"plan": "jaxoff.plan", "stock": "stock policies", "maxtext": "MaxText's", "single": "one name"}
+_HEADINGS = ("point", "step", "predicted", "peak", "predicted", "budget", "steps in it")
+
+type Row = dict[str, Any]
+
+
+def combine(files: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of result files by workload; of two rows for a point the later file's holds."""
+    found: dict[str, dict[str, Row]] = {}
+    for file in files:
+        for row in file["rows"]:
+            found.setdefault(row["workload"], {})[row["point"]["name"]] = row
+    return {workload: list(rows.values()) for workload, rows in found.items()}
+
+
+def step_ms(row: Row) -> float | None:
+    return row.get("time", {}).get("ms")
+
+
+def peak_bytes(row: Row) -> int | None:
+    """Measured in a process of its own; by the compiler where that failed or was not done."""
+    memory = row.get("memory", {})
+    return memory.get("peak_bytes") or memory.get("device_peak_bytes")
+
+
+def markdown(results: dict[str, list[Row]]) -> str:
+    """A table for each workload, then what failed."""
+    parts = []
+    for workload, rows in results.items():
+        lines = [_cells(row) for row in rows]
+        parts.append(f"**{workload}**\n\n{table(_HEADINGS, lines)}")
+        errors = [
+            f"- {row['point']['name']}, {phase}: {row[phase]['error']}"
+            for row in rows
+            for phase in ("memory", "time")
+            if "error" in row.get(phase, {})
+        ]
+        parts += ["\n".join(errors)] if errors else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(row: Row) -> list[str]:
+    point, predicted = row["point"], row["point"]["predicted"]
+    ms, peak, budget = step_ms(row), peak_bytes(row), point["budget"]
+    steps = row.get("memory", {}).get("steps")
+    return [
+        point["name"],
+        "" if ms is None else f"{ms:.1f} ms",
+        _against(predicted.get("ms"), ms, "{:.1f} ms"),
+        "" if peak is None else f"{peak / 1e9:.2f} GB",
+        _against(predicted.get("peak_bytes"), peak, "{:.2f} GB", 1e9),
+        "" if budget is None else f"{budget / 1e9:.2f} GB",
+        "" if budget is None or steps is None else str(steps),
+    ]
+
+
+def _against(predicted: float | None, measured: float | None, text: str, unit: float = 1.0) -> str:
+    if predicted is None:
+        return ""
+    shown = text.format(predicted / unit)
+    return shown if not measured else f"{shown} ({predicted / measured - 1:+.1%})"
+
+
+def draw(results: dict[str, list[Row]], path: Path) -> None:
+    """Time against peak memory: the plans a line, all else points."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7 * max(1, len(results)), 5), layout="constrained")
+    for index, (workload, rows) in enumerate(results.items()):
+        axes = figure.add_subplot(1, len(results), index + 1)
+        for role, colour in _COLOURS.items():
+            known = [
+                (peak / 1e9, ms, row["point"]["name"])
+                for row in rows
+                if row["point"]["role"] == role and (peak := peak_bytes(row)) and (ms := step_ms(row))
+            ]
+            if not known:
+                continue
+            known.sort()
+            style = "o-" if role == "plan" else "o"
+            axes.plot(
+                [k[0] for k in known], [k[1] for k in known], style, color=colour, label=_LABELS.get(role)
+            )
+            for gigabytes, ms, name in known if role != "plan" else ():
+                axes.annotate(name, (gigabytes, ms), fontsize=6, xytext=(3, 3), textcoords="offset points")
+        axes.set(title=workload, xlabel="peak device memory, GB", ylabel="step, ms")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    show(__doc__ or "", "picture of time against memory", combine, markdown, draw)

@@ -1,0 +1,72 @@
+"""Measures what a GPU reaches: products, memory, and the link, alone and beside other GPUs of its host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxoff._cost import Device, SharedLink
+from jaxoff._environment import Link, measure_links
+
+# Products of this width reach the rate of large ones; a second of them, the card's power limit.
+_WIDTH, _STEADY_S = 8192, 1.0
+_MEMORY_NBYTES = 1 << 30
+
+
+def measured() -> Device:
+    """See `Device.measure`."""
+    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+    if not gpus:
+        raise RuntimeError(
+            f"Device.measure times a GPU, and jax runs on {jax.default_backend()} here. A profile made "
+            "elsewhere is read with Device.of(path); that of an H200 is Device.of('h200')."
+        )
+    counts = [n for n in (2, 4, 8) if n <= len(gpus)]
+    alone, shared = measure_links(gpus[:1]), [(n, measure_links(gpus[:n])) for n in counts]
+    return Device(
+        flops=matrix_flops(gpus[0]),
+        memory_gbps=memory_gbps(gpus[0]),
+        d2h_gbps=alone.d2h_gbps,
+        h2d_gbps=alone.h2d_gbps,
+        both_gbps=alone.both_gbps,
+        shared_links=tuple(_shared(n, link) for n, link in shared),
+        name=gpus[0].device_kind,
+        source=f"jaxoff.Device.measure(), jax {jax.__version__}, copies of {alone.nbytes} bytes",
+    )
+
+
+def _shared(gpus: int, link: Link) -> SharedLink:
+    return SharedLink(gpus, link.d2h_gbps, link.h2d_gbps, link.both_gbps)
+
+
+def matrix_flops(device: Any, width: int = _WIDTH, steady_s: float = _STEADY_S) -> float:
+    """Operations a second of 16-bit square products, after as long a time of them."""
+    a = jax.device_put(jnp.full((width, width), 1 / width, jnp.bfloat16), device)
+    return 2.0 * width**3 / _seconds(jax.jit(jnp.matmul), (a, a), steady_s)
+
+
+def memory_gbps(device: Any, nbytes: int = _MEMORY_NBYTES, steady_s: float = _STEADY_S / 4) -> float:
+    """GB/s of a kernel that reads and writes so many bytes."""
+    x = jax.device_put(jnp.zeros(nbytes // 2, jnp.bfloat16), device)
+    return 2 * nbytes / _seconds(jax.jit(lambda x: x + 1), (x,), steady_s) / 1e9
+
+
+def _seconds(fun: Callable[..., Any], args: Sequence[Any], steady_s: float, repeats: int = 5) -> float:
+    """The median time of a call, among queued ones, after some time of them."""
+    jax.block_until_ready(fun(*args))
+
+    def run(calls: int) -> float:
+        start, out = time.perf_counter(), None
+        for _ in range(calls):
+            out = fun(*args)
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    calls = max(1, round(steady_s / repeats / run(1)))
+    run(calls * repeats)
+    return statistics.median(run(calls) for _ in range(repeats)) / calls

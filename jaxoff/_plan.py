@@ -1,0 +1,400 @@
+"""`plan`: the fastest placement of every residual within a budget of memory, and `frontier`, that of many."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from jaxoff._cost import H200, Device, SharedLink
+from jaxoff._errors import near_miss
+from jaxoff._layer import UNNAMED, UNNAMED_DOTS, layer_of
+from jaxoff._parts import divide
+from jaxoff._plan_model import Choice, Cost, LayerModel, Model, Moment, Times
+from jaxoff._policy import Placement, Policy
+from jaxoff._program import Program
+from jaxoff._search import fastest, smallest
+from jaxoff._table import human, printed
+
+type Verb = Literal["save", "offload", "recompute"]
+
+_VERBS: dict[Placement, Verb] = {"device": "save", "host": "offload", "recompute": "recompute"}
+_PLACES: dict[str, Placement] = {verb: place for place, verb in _VERBS.items()}
+
+
+class BudgetError(ValueError):
+    """No placement fits the budget.
+
+    Attributes:
+      smallest_bytes: the smallest budget of device memory for which there is a plan; None where the budget of
+        host memory is what nothing fits.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int | None):
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """Where the values of one name live, and what that costs.
+
+    Attributes:
+      name: as given to `jaxoff.name`; "(dots)" for outputs of dots and convolutions without a name,
+        "(offload)" and "(not_offload)" for marked values without one.
+      shape: of one instance.
+      count: instances in a step.
+      nbytes: of all of them.
+      choice: "save", "offload" or "recompute".
+      recomputed_ms: of a step, that saving it instead would spare.
+      copied_ms: of the link, both ways.
+      exposed_ms: of that, its share of what nothing hides.
+      why: what the other choices would do, or which mark decided.
+    """
+
+    name: str
+    shape: str
+    count: int
+    nbytes: int
+    choice: Verb
+    recomputed_ms: float
+    copied_ms: float
+    exposed_ms: float
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A placement of every residual, and what it is predicted to cost. Prints as a table.
+
+    Attributes:
+      rows: the placements, in the order in which the values are made.
+      peak: the moment of a step at which most device memory is in use.
+      host_bytes: pinned host memory.
+      times: of a step, split.
+      device_bytes: the budget.
+      device: what it was planned for.
+    """
+
+    rows: tuple[Planned, ...]
+    peak: Moment
+    host_bytes: int
+    times: Times
+    device_bytes: int
+    device: Device
+
+    @property
+    def policy(self) -> Policy:
+        """The placement as a policy, for `jax.checkpoint`, `jaxoff.scan` or `jaxoff.layers`.
+
+        Their `keep_first="auto"` leaves it as it is.
+        """
+
+        def named(choice: Verb) -> tuple[str, ...]:
+            return tuple(
+                glob.escape(r.name) for r in self.rows if r.choice == choice and r.name not in UNNAMED
+            )
+
+        dots = any(row.name == UNNAMED_DOTS and row.choice == "save" for row in self.rows)
+        return Policy(
+            offload=named("offload"),
+            save=named("save"),
+            recompute=named("recompute"),
+            unmarked="dots" if dots else "recompute",
+            preset="plan",
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most device memory in use at once, predicted."""
+        return self.peak.nbytes
+
+    @property
+    def step_ms(self) -> float:
+        """The time of the function and its gradients, predicted."""
+        return self.times.total
+
+    def choice(self, name: str) -> Verb:
+        """Where the values of a name live.
+
+        Raises:
+          KeyError: for a name that is not planned.
+        """
+        for row in self.rows:
+            if row.name == name:
+                return row.choice
+        raise KeyError(f"A plan has {', '.join(row.name for row in self.rows)}, got {name!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-ready values."""
+        return {
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "peak": dataclasses.asdict(self.peak),
+            "host_bytes": self.host_bytes,
+            "times": dataclasses.asdict(self.times),
+            "device_bytes": self.device_bytes,
+            "device": self.device.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Plan:
+        """The plan whose `to_dict` this is."""
+        return cls(
+            rows=tuple(Planned(**row) for row in fields["rows"]),
+            peak=Moment(**fields["peak"]),
+            host_bytes=fields["host_bytes"],
+            times=Times(**fields["times"]),
+            device_bytes=fields["device_bytes"],
+            device=Device.from_dict(fields["device"]),
+        )
+
+    def to_json(self) -> str:
+        """The plan as text, for `from_json`."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan whose `to_json` this is.
+
+        Raises:
+          ValueError: for other text.
+        """
+        try:
+            return cls.from_dict(json.loads(text))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"A plan is read from the JSON of Plan.to_json, got other text: {error!r}."
+            ) from None
+
+    def table(self) -> str:
+        """The plan as text: name, bytes, choice, ms recomputed, copied and exposed, why; and the totals."""
+        return printed(self)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __rich_console__(self, console, options):
+        from jaxoff._plan_table import render
+
+        yield from render(self, console.is_terminal)
+
+
+def plan(
+    fun: Callable[..., Any],
+    /,
+    *args,
+    device_bytes: float,
+    host_bytes: float | None = None,
+    resident_bytes: float = 0,
+    link: int | SharedLink | None = None,
+    device: Device = H200,
+    fixed: Mapping[str, Verb] | None = None,
+    margin: float = 0.03,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    **kwargs,
+) -> Plan:
+    """Finds the placement of named residuals with which a step is fastest and fits into memory.
+
+    Each name inside of `jax.checkpoint`, in scanned layers or in layers one after the other, is saved,
+    offloaded or recomputed; outputs of dots without a name are saved, all of them, or recomputed. The
+    policies that the function has now do not matter. Nothing is compiled or allocated: times and bytes come
+    from the traced program and the device's profile, by the model in `jaxoff._plan_model`, and the choice is
+    the best of all by that model, found by an integer program.
+
+    Args:
+      fun: a loss: a function of arrays, not yet differentiated, with `jax.checkpoint` around its layers.
+      *args, **kwargs: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s.
+      device_bytes: the budget of device memory, bytes, for the arguments, the function and its gradients, and
+        `resident_bytes`.
+      host_bytes: the budget of pinned host memory, bytes; None for none. XLA's own is
+        XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, by default 64.
+      resident_bytes: what else is on the device all the time: an optimizer's state, a second copy of weights.
+      link: how many GPUs of the host copy at once, or the rates that one of them then gets; None for one.
+      device: speeds; see `Device.of` and `Device.measure`.
+      fixed: by name, "save", "offload" or "recompute" where that is decided. Marks are honoured anyway.
+      margin: the part of the budget that is left free, since predicted peaks are so precise.
+      argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
+        argument.
+      has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
+
+    Returns:
+      A `Plan`; its `policy` is what to hand to `jax.checkpoint`, and the step goes through `jaxoff.jit`.
+
+    Raises:
+      BudgetError: if nothing fits; it says the smallest budget that does, and what takes the space.
+      ValueError: for a function without `jax.checkpoint`, a fixed name that it does not have or a placement
+        that is none, a budget or margin out of range, and argnums out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxoff
+      >>> def layer(x, w):
+      ...     x = jaxoff.name(x, "x_in")
+      ...     return x + jaxoff.name(jnp.tanh(x @ w), "act") @ w.T, None
+      >>> def loss(w, x, policy=jaxoff.policy()):
+      ...     return jaxoff.scan(layer, x, w, policy=policy)[0].sum()
+      >>> w = jax.ShapeDtypeStruct((16, 4096, 4096), "bfloat16")
+      >>> x = jax.ShapeDtypeStruct((65536, 4096), "bfloat16")
+      >>> plan = jaxoff.plan(loss, w, x, device_bytes=12e9)
+      >>> plan.choice("x_in"), plan.peak_bytes < 12e9
+      ('offload', True)
+      >>> fast = jaxoff.plan(loss, w, x, device_bytes=40e9)
+      >>> fast.choice("x_in"), fast.step_ms < plan.step_ms
+      ('save', True)
+
+    References:
+      Jain et al., Checkmate (MLSys 2020), https://arxiv.org/abs/1910.02653: rematerialisation as an integer
+      program.
+    """
+    planner = Planner.of(fun, args, kwargs, resident_bytes, link, device, argnums, has_aux)
+    return planner.plan(device_bytes, host_bytes, fixed or {}, margin)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """A traced program, ready to be planned for any budget."""
+
+    model: Model
+    device: Device
+
+    @classmethod
+    def of(cls, fun, args, kwargs, resident_bytes, link, device, argnums, has_aux) -> Planner:
+        """Traces a function; see `plan`."""
+        if not 0 <= resident_bytes < math.inf:
+            raise ValueError(f"resident_bytes is a count of bytes, at least 0, got {resident_bytes!r}.")
+        if isinstance(link, SharedLink):
+            rates = dataclasses.asdict(link)
+            del rates["gpus"]
+            device = dataclasses.replace(device, **rates)
+        elif link is not None:
+            device = device.sharing(link)
+        found = divide(Program.trace(fun, args, kwargs, argnums, has_aux), device)
+        kinds = zip(found.kinds, found.counts, strict=True)
+        models = tuple(LayerModel(layer_of(kind, device), count, device) for kind, count in kinds)
+        model = Model(models, found.points, found.argument_nbytes, int(resident_bytes), found.outside_ms)
+        return cls(model, device)
+
+    def plan(
+        self, device_bytes: float, host_bytes: float | None, fixed: Mapping[str, str], margin: float
+    ) -> Plan:
+        """The plan for a budget; see `plan`."""
+        places = self.checked(fixed)
+        for name, given in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
+            if given is not None and not 0 <= given < math.inf:
+                raise ValueError(f"{name} is a count of bytes, at least 0, got {given!r}.")
+        if not 0 <= margin < 1:
+            raise ValueError(f"margin is a part of the budget, at least 0 and below 1, got {margin!r}.")
+        host = None if host_bytes is None else int(host_bytes)
+        usable = int(device_bytes * (1 - margin))
+        choice = fastest(self.model, usable, host, places)
+        if choice is None:
+            raise self._too_small(int(device_bytes), host, places, margin)
+        return self.planned(choice, int(device_bytes), usable)
+
+    def checked(self, fixed: Mapping[str, str]) -> Choice:
+        """Placements of names that are decided.
+
+        Raises:
+          ValueError: for an unknown name or placement.
+        """
+        for name, verb in fixed.items():
+            if name not in self.model.labels:
+                known = ", ".join(self.model.labels)
+                raise ValueError(
+                    f"fixed takes names that the function's layers have, got {name!r}; they have {known}."
+                    f"{near_miss(name, self.model.labels)}"
+                )
+            if verb not in _PLACES or (name == UNNAMED_DOTS and verb == "offload"):
+                raise ValueError(
+                    f"fixed takes {', '.join(_PLACES)} (and what has no name is not offloaded), got {verb!r} "
+                    f"for {name!r}.{near_miss(verb, _PLACES)}"
+                )
+        return {name: _PLACES[verb] for name, verb in fixed.items()}
+
+    def _too_small(
+        self, device_bytes: int, host_bytes: int | None, fixed: Choice, margin: float
+    ) -> BudgetError:
+        least = smallest(self.model, host_bytes, fixed)
+        if least is None:
+            return BudgetError(
+                f"host_bytes={human(host_bytes or 0)} is too little for what is fixed or marked to be "
+                "offloaded: allow more, or fix less.",
+                None,
+            )
+        peak = self.model.cost(least).peak
+        needed = math.ceil(peak.nbytes / (1 - margin))
+        kept = f", {margin:.0%} of it left free" if margin else ""
+        return BudgetError(
+            f"device_bytes={human(device_bytes)} is less than any placement needs: the smallest budget is "
+            f"{needed} bytes ({human(needed)}{kept}). At its fullest, in the {peak.what}, the device then "
+            f"holds {split(peak)}. Take a smaller batch, or shorter or fewer layers.",
+            needed,
+        )
+
+    def planned(self, choice: Choice, device_bytes: int, usable: int) -> Plan:
+        """A choice with its costs and reasons."""
+        cost = self.model.cost(choice)
+        rows = tuple(self._rows(choice, cost, usable))
+        return Plan(rows, cost.peak, cost.host_nbytes, cost.times, device_bytes, self.device)
+
+    def _rows(self, choice: Choice, cost: Cost, usable: int) -> Iterator[Planned]:
+        values: dict[str, list[tuple[LayerModel, int]]] = {}
+        for kind in self.model.layers:
+            for n, value in enumerate(kind.layer.values):
+                if value.label is not None and kind.is_reached(n):
+                    values.setdefault(value.label, []).append((kind, n))
+        copied = {label: sum(_copied_ms(kind, n, choice) for kind, n in of) for label, of in values.items()}
+        exposed = cost.times.exposed_forward + cost.times.exposed_backward
+        for label, of in values.items():
+            kind, n = of[0]
+            place = choice.get(label, kind.placed(kind.layer.values[n], choice))
+            counts = [(kind.layer.turns * kind.count, kind.layer.values[n].nbytes) for kind, n in of]
+            spared = 0.0
+            if place == "recompute":
+                saved = self.model.cost({**choice, label: "device"})
+                spared = cost.times.recomputed - saved.times.recomputed
+            yield Planned(
+                name=label,
+                shape=kind.layer.values[n].shape if len(of) == 1 else f"{len(of)} values",
+                count=sum(count for count, _ in counts),
+                nbytes=sum(count * nbytes for count, nbytes in counts),
+                choice=_VERBS[place],
+                recomputed_ms=spared,
+                copied_ms=copied[label],
+                exposed_ms=exposed * copied[label] / (sum(copied.values()) or 1.0),
+                why=self._why(label, choice, cost, usable) if label in choice else "marked",
+            )
+
+    def _why(self, label: str, choice: Choice, cost: Cost, usable: int) -> str:
+        """What the other placements of a name would do, all else as it is."""
+        reasons = []
+        for place, verb in _VERBS.items():
+            if place == choice[label] or (label == UNNAMED_DOTS and place == "host"):
+                continue
+            other = self.model.cost({**choice, label: place})
+            over, slower = other.peak.nbytes - usable, other.times.total - cost.times.total
+            if over > 0:
+                reasons.append(f"{verb}: {human(over)} too much")
+            elif abs(slower) >= 0.005 or other.peak.nbytes != cost.peak.nbytes:
+                reasons.append(f"{verb}: {slower:+.2f} ms")
+        return "; ".join(reasons) or "nothing needs it"
+
+
+def _copied_ms(kind: LayerModel, n: int, choice: Choice) -> float:
+    moved = n in kind.use(choice).moved
+    return moved * kind.layer.turns * kind.count * (kind.d2h_ms(n) + kind.h2d_ms(n))
+
+
+def split(peak: Moment) -> str:
+    """What takes the device's memory at a moment."""
+    parts = (
+        ("arguments", peak.arguments),
+        ("resident", peak.resident),
+        ("gradients and others", peak.alive),
+        ("residuals", peak.residuals),
+        ("working set", peak.working),
+    )
+    return ", ".join(f"{name} {human(nbytes)}" for name, nbytes in parts if nbytes)

@@ -1,0 +1,350 @@
+"""What a placement of residuals costs: time, device memory over a step, host memory. A model; see `plan`.
+
+Per turn of a part, with R the values that are made again, O those moved to the host and c their copies:
+
+    forward  = kernels + max(0, sum of c to the host over O - kernels)
+    backward = kernels + R + max(0, sum of c from the host over O - kernels - R)
+
+and 2% of the time of the copies, by which kernels beside them are slower (bench/LOG.md).
+
+The peak is the largest of the moments of a step: arguments, gradients so far and what else is alive, the
+residuals of all parts whose backward pass is not over, and the working set of the part that runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+from jaxoff._cost import Device
+from jaxoff._layer import Layer, Step, Value
+from jaxoff._parts import Point
+from jaxoff._policy import Placement
+
+type Choice = Mapping[str, Placement]
+
+# A copy is planned for so many times its estimated length; as in `jaxoff._copy_times`.
+_SLACK, _SEND_SLACK = 1.5, 1.1
+# Kernels beside a copy take longer by so much of the copy's time.
+SLOWED = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """Device memory at a moment of a step, in bytes.
+
+    Attributes:
+      what: what runs.
+      arguments: of the step, weights and inputs.
+      resident: what else is on the device all the time, such as an optimizer's state.
+      alive: gradients and other values outside of parts.
+      residuals: what parts keep on the device for their backward pass.
+      working: of the part that runs: what it makes, makes again, or has just reloaded.
+    """
+
+    what: str
+    arguments: int
+    resident: int
+    alive: int
+    residuals: int
+    working: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.arguments + self.resident + self.alive + self.residuals + self.working
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """The time of a step, in ms.
+
+    Attributes:
+      kernels: if everything were kept.
+      recomputed: of kernels that run again.
+      slowed: by which kernels take longer beside copies.
+      exposed_forward, exposed_backward: copies that nothing hides.
+    """
+
+    kernels: float = 0.0
+    recomputed: float = 0.0
+    slowed: float = 0.0
+    exposed_forward: float = 0.0
+    exposed_backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(dataclasses.astuple(self))
+
+    def __add__(self, other: Times) -> Times:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Times(*(a + b for a, b in pairs))
+
+    def __mul__(self, times: int) -> Times:
+        return Times(*(times * part for part in dataclasses.astuple(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a placement costs, by the model.
+
+    Attributes:
+      times: of a step.
+      peak: the moment at which most device memory is in use.
+      host_nbytes: pinned host memory.
+    """
+
+    times: Times
+    peak: Moment
+    host_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """What becomes of the values of a layer under a choice, by their numbers.
+
+    Attributes:
+      again: those made again in the backward pass.
+      saved, moved: those that wait on the device and in host memory.
+    """
+
+    again: frozenset[int]
+    saved: frozenset[int]
+    moved: frozenset[int]
+
+    @property
+    def ordered(self) -> bool:
+        """Whether `jaxoff.jit` puts the turn in order: it moves something."""
+        return bool(self.moved)
+
+
+class LayerModel:
+    """The costs of a turn of a part.
+
+    Attributes:
+      layer: the turn.
+      count: how many parts are like it.
+      device: speeds.
+    """
+
+    def __init__(self, layer: Layer, count: int, device: Device):
+        self.layer, self.count, self.device = layer, count, device
+
+    @functools.cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """By value, those that are made from it."""
+        readers: dict[int, list[int]] = {n: [] for n in range(len(self.layer.values))}
+        for n, value in enumerate(self.layer.values):
+            for read in value.reads:
+                readers[read].append(n)
+        return readers
+
+    def placed(self, value: Value, choice: Choice) -> Placement:
+        """Where a value would live, if it is needed."""
+        if value.carried:
+            return "device"
+        return value.fixed or choice.get(value.label or "", "recompute")
+
+    def use(self, choice: Choice) -> Use:
+        """What is made again, saved and moved: what the backward pass needs, back to what is kept."""
+        again, kept = set(), {"device": set(), "host": set()}
+        for n in reversed(range(len(self.layer.values))):
+            value = self.layer.values[n]
+            if value.first is not None or any(reader in again for reader in self.readers[n]):
+                place = self.placed(value, choice)
+                (again if place == "recompute" else kept[place]).add(n)
+        return Use(frozenset(again), frozenset(kept["device"]), frozenset(kept["host"]))
+
+    def d2h_ms(self, n: int) -> float:
+        return self.device.d2h_ms(self.layer.values[n].nbytes)
+
+    def h2d_ms(self, n: int) -> float:
+        return self.device.h2d_ms(self.layer.values[n].nbytes)
+
+    def times(self, use: Use) -> Times:
+        """Of a turn."""
+        forward, backward = self.layer.forward_ms, self.layer.backward_ms
+        again = sum(self.layer.values[n].ms for n in use.again)
+        sent, back = sum(map(self.d2h_ms, use.moved)), sum(map(self.h2d_ms, use.moved))
+        return Times(
+            kernels=forward + backward,
+            recomputed=again,
+            slowed=SLOWED * (sent + back),
+            exposed_forward=max(0.0, sent - forward),
+            exposed_backward=max(0.0, back - backward - again),
+        )
+
+    def residual_nbytes(self, use: Use) -> int:
+        """On the device, of all turns."""
+        return self.layer.turns * sum(self.layer.values[n].nbytes for n in use.saved)
+
+    def host_nbytes(self, use: Use) -> int:
+        """In host memory, of all turns; stacks of a loop have a spare row."""
+        rows = self.layer.turns + (self.layer.turns > 1)
+        return rows * sum(self.layer.values[n].nbytes for n in use.moved)
+
+    def is_sent_late(self, n: int) -> bool:
+        """Whether a copy to the host does not end with the turn that makes the value."""
+        return self.layer.values[n].made_ms + _SEND_SLACK * self.d2h_ms(n) > self.layer.forward_ms
+
+    @functools.cache  # noqa: B019 - lives as long as the model
+    def arrives(self, n: int, first: int) -> int:
+        """The step from which on a reloaded value is on the device, if one needs it first.
+
+        -1: a reload that could not be in time starts in the turn before. By programs compiled for an H200 it
+        then has memory beside that of the value of the turn, until that was read last.
+        """
+        ends = [step.ends_ms for step in self.layer.backward]
+        starts = (ends[first - 1] if first else 0.0) - _SLACK * self.h2d_ms(n)
+        return -1 if starts < 0 else next(s for s, end in enumerate(ends) if end > starts)
+
+    def copies(self, n: int, first: int, s: int) -> int:
+        """How many copies of a reloaded value are on the device at a step, if one needs it first."""
+        arrives = self.arrives(n, first)
+        return 0 if s > self.reach(n)[1] else 2 if arrives < 0 else int(arrives <= s)
+
+    @functools.cache  # noqa: B019
+    def reach(self, n: int) -> tuple[int, int]:
+        """The first and last step that reads a value, by way of others that may be made again, too."""
+        value = self.layer.values[n]
+        steps = [s for s in (value.first, value.last) if s is not None]
+        if not steps:
+            steps = [self.reach(reader)[0] for reader in self.readers[n] if self.is_reached(reader)]
+        return min(steps), max(steps)
+
+    @functools.cache  # noqa: B019
+    def is_reached(self, n: int) -> bool:
+        """Whether the backward pass needs a value, or one that is made from it."""
+        return self.layer.values[n].first is not None or any(map(self.is_reached, self.readers[n]))
+
+    def starts(self, use: Use) -> dict[int, int]:
+        """The step before which each value is made again: at first use in order, else at the beginning."""
+        if not use.ordered:
+            return dict.fromkeys(use.again, 0)
+        starts: dict[int, int] = {}
+        for n in sorted(use.again, reverse=True):
+            first = self.layer.values[n].first
+            later = [starts[reader] for reader in self.readers[n] if reader in use.again]
+            starts[n] = min([*later, *([first] if first is not None else [])])
+        return starts
+
+    def forward_nbytes(self, use: Use) -> int:
+        """The working set of the forward pass."""
+        late = sum(self.layer.values[n].nbytes for n in use.moved if self.is_sent_late(n))
+        steps = self.layer.forward
+        return late + max((s.small for s in steps), default=0) + max((s.large for s in steps), default=0)
+
+    def written(self, step: Step, ordered: bool) -> int:
+        """Of a step, gradients that take no memory of their own: in stock order they go into their stacks."""
+        return 0 if ordered else step.written
+
+    def working_nbytes(self, use: Use) -> tuple[int, str]:
+        """The working set of the backward pass, and the step at which most of it is in use.
+
+        XLA gives every value a place for the whole turn, and small ones are seldom put where large ones have
+        been: the most that the large ones take at once, and the most that the small ones do.
+        """
+        if not self.layer.backward:
+            return 0, ""
+        small, large = self.by_step(use)
+        fullest = max(range(len(small)), key=lambda s: small[s] + large[s])
+        return max(small) + max(large), self.layer.backward[fullest].what
+
+    def fullest(self, use: Use) -> set[int]:
+        """The steps of the backward pass at which the small and the large values take most."""
+        return {sizes.index(max(sizes)) for sizes in self.by_step(use)}
+
+    def by_step(self, use: Use) -> tuple[list[int], list[int]]:
+        """Bytes of small and of large values, by step of the backward pass."""
+        small = [step.small - self.written(step, use.ordered) for step in self.layer.backward]
+        large = [step.large for step in self.layer.backward]
+
+        def add(n: int, first: int, last: int) -> None:
+            value = self.layer.values[n]
+            for s in range(first, last + 1):
+                (large if value.is_large else small)[s] += value.nbytes
+
+        starts = self.starts(use)
+        for n, start in starts.items():
+            if (last := self.layer.values[n].last) is not None:
+                add(n, start, last)
+        for n in use.saved:
+            first, last = self.reach(n)
+            add(n, first if use.ordered else 0, last)
+        for n in use.moved:
+            first = min([self.reach(n)[0], *(starts[r] for r in self.readers[n] if r in starts)])
+            value = self.layer.values[n]
+            for s in range(len(small)):
+                (large if value.is_large else small)[s] += value.nbytes * self.copies(n, first, s)
+        return small, large
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The costs of a step.
+
+    Attributes:
+      layers: the kinds of parts.
+      points: the moments of a step.
+      argument_nbytes, resident_nbytes: as in `Moment`.
+      outside_ms: of what is in no part.
+    """
+
+    layers: tuple[LayerModel, ...]
+    points: tuple[Point, ...]
+    argument_nbytes: int
+    resident_nbytes: int
+    outside_ms: float
+
+    @functools.cached_property
+    def labels(self) -> tuple[str, ...]:
+        """What decides, in the order in which it is made."""
+        return tuple(dict.fromkeys(label for kind in self.layers for label in kind.layer.labels()))
+
+    @functools.cached_property
+    def telling_points(self) -> tuple[Point, ...]:
+        """The points that can be the peak: another one with the same parts may always be above them."""
+        largest: dict[tuple, Point] = {}
+        for point in self.points:
+            key = point.holds, point.kind, point.backward
+            if key not in largest or largest[key].nbytes < point.nbytes:
+                largest[key] = point
+        return tuple(largest.values())
+
+    def kept_labels(self, choice: Choice) -> set[str]:
+        """Those of whose values something is saved or moved under a choice."""
+        kept = set()
+        for kind in self.layers:
+            use = kind.use(choice)
+            kept |= {kind.layer.values[n].label or "" for n in use.saved | use.moved}
+        return kept
+
+    def cost(self, choice: Choice) -> Cost:
+        """What a choice costs."""
+        uses = [kind.use(choice) for kind in self.layers]
+        times = Times(self.outside_ms)
+        for kind, use in zip(self.layers, uses, strict=True):
+            times += kind.times(use) * (kind.layer.turns * kind.count)
+        host = sum(kind.count * kind.host_nbytes(use) for kind, use in zip(self.layers, uses, strict=True))
+        return Cost(times, max(self.timeline(choice), key=lambda moment: moment.nbytes), host)
+
+    def timeline(self, choice: Choice) -> Iterator[Moment]:
+        """Device memory over a step: forward, then backward."""
+        uses = [kind.use(choice) for kind in self.layers]
+        kept = [kind.residual_nbytes(use) for kind, use in zip(self.layers, uses, strict=True)]
+        for point in self.telling_points:
+            residuals = sum(n * nbytes for n, nbytes in zip(point.holds, kept, strict=True))
+            what, working = point.what, 0
+            if point.kind is not None:
+                kind, use = self.layers[point.kind], uses[point.kind]
+                what = (
+                    f"{'backward' if point.backward else 'forward'} pass of {kind.layer.source or 'a layer'}"
+                )
+                if point.backward:
+                    working, step = kind.working_nbytes(use)
+                    what = f"{what}, {step}"
+                else:
+                    working = kind.forward_nbytes(use)
+            yield Moment(what, self.argument_nbytes, self.resident_nbytes, point.nbytes, residuals, working)

@@ -1,0 +1,316 @@
+"""The fastest placement within a budget, exactly: an integer program for HiGHS, by way of scipy.
+
+Two binaries a label say whether it is saved or moved. What follows from them is continuous, and as large as
+it must be: whether a value is needed (the backward pass reads it, or what is made again does), made again (it
+is needed and not kept), on the device at a step. The integer program is a relaxation at first: in jaxoff's
+order a value is made again just before its first use, which may be that of another one made from it. Where a
+solution breaks the budget for that, the step at which it does is written out, and it is solved again.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from jaxoff._layer import UNNAMED_DOTS
+from jaxoff._plan_model import SLOWED, Choice, LayerModel, Model
+from jaxoff._policy import Placement
+
+_GB = 1e9
+# Larger than any working set, GB; it switches constraints off.
+_MUCH = 1e3
+# HiGHS keeps constraints up to 1e-6.
+_TOLERANCE = 2e-6 * _GB
+
+type Terms = Mapping[int, float]
+
+
+def fastest(model: Model, device_bytes: int, host_bytes: int | None, fixed: Choice) -> Choice | None:
+    """The choice with the shortest step within budgets of device and host memory; None where none fits.
+
+    Args:
+      model: the costs.
+      device_bytes: at most so much device memory at any moment.
+      host_bytes: at most so much pinned host memory, if given.
+      fixed: placements of some labels.
+    """
+    return _Search(model, host_bytes, fixed).solve(device_bytes)
+
+
+def smallest(model: Model, host_bytes: int | None, fixed: Choice) -> Choice | None:
+    """The choice that needs least device memory, and of those a fast one; None if none fits the host."""
+    return _Search(model, host_bytes, fixed).solve(None)
+
+
+class _Program:
+    """An integer program that grows."""
+
+    def __init__(self):
+        self._upper: list[float] = []
+        self._lower: list[float] = []
+        self._integer: list[bool] = []
+        self.cost: dict[int, float] = collections.defaultdict(float)
+        self._rows: list[tuple[Terms, float]] = []
+
+    def variable(self, upper: float = 1.0, *, lower: float = 0.0, integer: bool = False) -> int:
+        self._upper.append(upper)
+        self._lower.append(lower)
+        self._integer.append(integer)
+        return len(self._upper) - 1
+
+    def at_most(self, terms: Iterable[tuple[int, float]], bound: float) -> None:
+        """Sum of terms <= bound."""
+        summed: dict[int, float] = collections.defaultdict(float)
+        for variable, factor in terms:
+            summed[variable] += factor
+        self._rows.append((summed, bound))
+
+    def at_least(self, variable: int, terms: Iterable[tuple[int, float]], constant: float = 0.0) -> None:
+        """Variable >= sum of terms + constant."""
+        self.at_most([*terms, (variable, -1.0)], -constant)
+
+    def minimise(self, cost: Terms) -> np.ndarray | None:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        entries = [(r, v, f) for r, (terms, _) in enumerate(self._rows) for v, f in terms.items()]
+        rows, columns, factors = zip(*entries, strict=True) if entries else ((), (), ())
+        matrix = csr_array((factors, (rows, columns)), shape=(len(self._rows), len(self._upper)))
+        bounds = [bound for _, bound in self._rows]
+        objective = np.zeros(len(self._upper))
+        for variable, factor in cost.items():
+            objective[variable] = factor
+        found = milp(
+            objective,
+            integrality=np.array(self._integer, int),
+            bounds=Bounds(np.array(self._lower), np.array(self._upper)),  # pyright: ignore
+            constraints=LinearConstraint(matrix, ub=np.array(bounds)),  # pyright: ignore
+            options={"mip_rel_gap": 1e-9},
+        )
+        return found.x
+
+
+class _Kind:
+    """The variables of a kind of part.
+
+    Attributes:
+      again, saved, moved: by value, the variables that say so.
+      ordered: whether it moves anything.
+      small, large: of its working set in the backward pass, GB.
+    """
+
+    def __init__(self, program: _Program, model: LayerModel, save: dict[str, int], move: dict[str, int]):
+        self._program, self._model = program, model
+        self.layer, values = model.layer, model.layer.values
+        self.again = {n: program.variable() for n in range(len(values))}
+        self.saved = {n: program.variable() for n in range(len(values))}
+        self.moved = {n: program.variable() for n in range(len(values))}
+        self.ordered = program.variable(integer=True)
+        self.small, self.large = program.variable(_MUCH), program.variable(_MUCH)
+        self._made_by: dict[int, dict[int, int]] = {}
+        self._written_out: set[int] = set()
+        for n, value in enumerate(values):
+            kept: list[tuple[int, float]] = []
+            always: Placement | None = "device" if value.carried else value.fixed
+            if always is None and value.label is not None:
+                kept = [(save[value.label], 1.0), (move[value.label], 1.0)]
+            states = {"recompute": self.again[n], "device": self.saved[n], "host": self.moved[n]}
+            # Each reason to need it: 1, or a variable.
+            reasons: list[list[tuple[int, float]]] = [[(self.again[r], 1.0)] for r in model.readers[n]]
+            reasons += [[]] if value.first is not None else []
+            for reason in reasons:
+                constant = 0.0 if reason else 1.0
+                if always is not None:
+                    program.at_least(states[always], reason, constant)
+                    continue
+                program.at_least(states["recompute"], [*reason, *((v, -f) for v, f in kept)], constant)
+                for place, variable in zip(("device", "host"), kept, strict=False):
+                    program.at_least(states[place], [*reason, variable], constant - 1.0)
+            self._exact(states, always, kept, [r[0][0] for r in reasons if r], value.first is not None)
+        self._time()
+        for s in range(len(self.layer.backward)):
+            for ordered in (False, True):
+                self._memory(s, ordered)
+        moved = list(self.moved.values())
+        program.at_most([(self.ordered, 1.0), *((v, -1.0) for v in moved)], 0.0)
+        for variable in moved:
+            program.at_most([(variable, 1.0), (self.ordered, -1.0)], 0.0)
+
+    def _exact(self, states, always, kept, readers, is_read: bool) -> None:
+        """A value that nothing needs is in no state, and one is in the state that its label says."""
+        everything = [(variable, 1.0) for variable in states.values()]
+        if not is_read:
+            self._program.at_most([*everything, *((r, -1.0) for r in readers)], 0.0)
+        self._program.at_most(everything, 1.0)
+        for place, variable in zip(("device", "host"), kept, strict=False):
+            self._program.at_most([(states[place], 1.0), (variable[0], -1.0)], 0.0)
+        for place in () if kept else ("device", "host"):
+            if place != always:
+                self._program.at_most([(states[place], 1.0)], 0.0)
+        if always not in (None, "recompute"):
+            self._program.at_most([(states["recompute"], 1.0)], 0.0)
+
+    def _time(self) -> None:
+        program, model, layer = self._program, self._model, self.layer
+        turns = layer.turns * model.count
+        exposed = program.variable(np.inf), program.variable(np.inf)
+        again = [(v, layer.values[n].ms) for n, v in self.again.items()]
+        sent = [(v, model.d2h_ms(n)) for n, v in self.moved.items()]
+        back = [(v, model.h2d_ms(n)) for n, v in self.moved.items()]
+        program.at_least(exposed[0], sent, -layer.forward_ms)
+        program.at_least(exposed[1], [*back, *((v, -ms) for v, ms in again)], -layer.backward_ms)
+        for variable, ms in (*again, *((v, SLOWED * ms) for v, ms in (*sent, *back))):
+            program.cost[variable] += turns * ms
+        for variable in exposed:
+            program.cost[variable] += turns
+
+    def residuals(self, parts: int) -> list[tuple[int, float]]:
+        """What so many parts keep on the device, GB."""
+        factor = parts * self.layer.turns / _GB
+        return [(v, factor * self.layer.values[n].nbytes) for n, v in self.saved.items()]
+
+    def on_host(self) -> list[tuple[int, float]]:
+        factor = self._model.count * (self.layer.turns + (self.layer.turns > 1)) / _GB
+        return [(v, factor * self.layer.values[n].nbytes) for n, v in self.moved.items()]
+
+    def forward(self) -> tuple[list[tuple[int, float]], float]:
+        """The working set of the forward pass, GB: terms and a constant."""
+        late = [n for n in self.moved if self._model.is_sent_late(n)]
+        terms = [(self.moved[n], self.layer.values[n].nbytes / _GB) for n in late]
+        steps = self.layer.forward
+        most = max((s.small for s in steps), default=0) + max((s.large for s in steps), default=0)
+        return terms, most / _GB
+
+    def write_out(self, s: int) -> bool:
+        """Adds what is on the device at a step for the sake of values that are made again from it.
+
+        False if that was done before.
+        """
+        if s in self._written_out:
+            return False
+        self._written_out.add(s)
+        self._memory(s, True, whole=True)
+        return True
+
+    def _made(self, s: int) -> dict[int, int]:
+        """By value, the variable that says whether it is made again by a step, in jaxoff's order."""
+        if s not in self._made_by:
+            made = self._made_by[s] = {}
+            for n in reversed(range(len(self.layer.values))):
+                value = self.layer.values[n]
+                if value.first is not None and value.first <= s:
+                    made[n] = self.again[n]
+                elif readers := [made[r] for r in self._model.readers[n] if r in made]:
+                    made[n] = self._program.variable()
+                    for reader in readers:
+                        self._program.at_least(made[n], [(reader, 1.0), (self.again[n], 1.0)], -1.0)
+        return self._made_by[s]
+
+    def _memory(self, s: int, ordered: bool, *, whole: bool = False) -> None:
+        """The working set is at least that of a step, in stock order or in that of `jaxoff.jit`.
+
+        If not `whole`, without what is there for the sake of values that are made again from it.
+        """
+        step, model = self.layer.backward[s], self._model
+        terms: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+        made = self._made(s) if whole else {}
+        for n, value in enumerate(self.layer.values):
+            gigabytes, held = value.nbytes / _GB, terms[value.is_large]
+            if not model.is_reached(n):
+                continue
+            if value.last is not None and s <= value.last and value.first is not None:
+                if not ordered or value.first <= s:
+                    held.append((self.again[n], gigabytes))
+                elif n in made:
+                    held.append((made[n], gigabytes))
+            first, last = model.reach(n)
+            if (first if ordered else 0) <= s <= last:
+                held.append((self.saved[n], gigabytes))
+            if ordered and whole:
+                held.append((self._copies(n, s), gigabytes))
+            elif ordered:
+                held.append((self.moved[n], model.copies(n, first, s) * gigabytes))
+        own = (step.small - model.written(step, ordered)) / _GB, step.large / _GB
+        for size, is_large in ((self.small, False), (self.large, True)):
+            off = [(self.ordered, _MUCH if ordered else -_MUCH)]
+            self._program.at_least(size, [*terms[is_large], *off], own[is_large] - (_MUCH if ordered else 0))
+
+    def _copies(self, n: int, s: int) -> int:
+        """The variable that says how many copies of a moved value are on the device at a step."""
+        program, model = self._program, self._model
+        copies, last = program.variable(2.0), model.reach(n)[1]
+        program.at_least(copies, [(self.moved[n], model.copies(n, model.reach(n)[0], s))])
+        # By number of copies, the latest step of a reader for which there are as many.
+        latest = {model.copies(n, first, s): first for first in range(last + 1)}
+        for number, first in latest.items():
+            made = self._made(first) if number else {}
+            for reader in (made[r] for r in model.readers[n] if r in made):
+                program.at_least(copies, [(reader, number), (self.moved[n], number)], -number)
+        return copies
+
+
+class _Search:
+    def __init__(self, model: Model, host_bytes: int | None, fixed: Choice):
+        self._model, self._fixed = model, fixed
+        self._program = program = _Program()
+        self._save, self._move = {}, {}
+        for label in model.labels:
+            place = fixed.get(label)
+            for variables, name in ((self._save, "device"), (self._move, "host")):
+                possible = place in (None, name) and not (name == "host" and label == UNNAMED_DOTS)
+                variables[label] = program.variable(float(possible), lower=float(place == name), integer=True)
+            program.at_most([(self._save[label], 1.0), (self._move[label], 1.0)], 1.0)
+        self._kinds = [_Kind(program, kind, self._save, self._move) for kind in model.layers]
+        self._peak = program.variable(np.inf)
+        always = model.argument_nbytes + model.resident_nbytes
+        for point in model.telling_points:
+            terms, constant = [], (always + point.nbytes) / _GB
+            for parts, kind in zip(point.holds, self._kinds, strict=True):
+                terms += kind.residuals(parts) if parts else []
+            if point.kind is not None:
+                kind = self._kinds[point.kind]
+                if point.backward:
+                    terms += [(kind.small, 1.0), (kind.large, 1.0)]
+                else:
+                    more, most = kind.forward()
+                    terms, constant = terms + more, constant + most
+            program.at_least(self._peak, terms, constant)
+        if host_bytes is not None:
+            program.at_most([term for kind in self._kinds for term in kind.on_host()], host_bytes / _GB)
+
+    def solve(self, device_bytes: int | None) -> Choice | None:
+        """The fastest choice with at most so much device memory; without a bound, that which needs least."""
+        cost = dict(self._program.cost)
+        if device_bytes is None:
+            cost = {variable: 1e-6 * ms for variable, ms in cost.items()} | {self._peak: 1.0}
+        else:
+            self._program.at_most([(self._peak, 1.0)], device_bytes / _GB)
+        while True:
+            solution = self._program.minimise(cost)
+            if solution is None:
+                return None
+            choice = self._choice(solution)
+            needed = self._model.cost(choice).peak.nbytes
+            promised = solution[self._peak] * _GB if device_bytes is None else device_bytes
+            if needed <= promised + _TOLERANCE or not self._write_out(choice):
+                return choice
+
+    def _choice(self, solution: np.ndarray) -> Choice:
+        choice: dict[str, Placement] = {}
+        for label in self._model.labels:
+            saved, moved = solution[self._save[label]] > 0.5, solution[self._move[label]] > 0.5
+            choice[label] = "device" if saved else "host" if moved else "recompute"
+        kept = self._model.kept_labels(choice)
+        # What nothing needs is kept in name only.
+        return {k: place if k in kept or k in self._fixed else "recompute" for k, place in choice.items()}
+
+    def _write_out(self, choice: Choice) -> bool:
+        """Writes out the steps at which parts in jaxoff's order are fullest; False if there is none left."""
+        found = False
+        for kind, model in zip(self._kinds, self._model.layers, strict=True):
+            use = model.use(choice)
+            for s in model.fullest(use) if use.ordered else ():
+                found = kind.write_out(s) or found
+        return found

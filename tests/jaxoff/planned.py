@@ -1,0 +1,90 @@
+"""Layers with names for the planner, traced and made by hand."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jaxoff
+from jaxoff._cost import Device
+from jaxoff._layer import Layer, Step, Value, layer_of
+from jaxoff._parts import Point, divide
+from jaxoff._plan_model import LayerModel, Model
+from jaxoff._program import Program
+
+ROWS, WIDTH, HIDDEN, LAYERS = 64, 32, 128, 4
+X_NBYTES, ACT_NBYTES, W_NBYTES = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN, 4 * WIDTH * HIDDEN
+# A product of these layers takes 1 ms, a pass over x a tenth of that, a copy of x half of it.
+DEVICE = Device(
+    flops=2e3 * ROWS * WIDTH * HIDDEN,
+    memory_gbps=2 * X_NBYTES / 1e5,
+    d2h_gbps=2 * X_NBYTES / 1e6,
+    h2d_gbps=2 * X_NBYTES / 1e6,
+)
+
+
+def layer(x, w):
+    x = jaxoff.name(x, "x_in")
+    act = jaxoff.name(jnp.tanh(x @ w["up"]), "act")
+    return x + jaxoff.name(act @ w["down"], "out"), None
+
+
+def scanned(body=layer, policy=None):
+    def loss(w, x):
+        return jaxoff.scan(body, x, w, policy=policy or jaxoff.policy(), keep_first=False)[0].sum()
+
+    return loss
+
+
+def unrolled(w, x):
+    block = jax.checkpoint(lambda w, x: layer(x, w)[0], policy=jaxoff.policy())
+    for i in range(LAYERS):
+        x = block(jax.tree.map(lambda leaf, i=i: leaf[i], w), x)
+    return x.sum()
+
+
+def arguments(layers=LAYERS):
+    up = jax.ShapeDtypeStruct((layers, WIDTH, HIDDEN), jnp.float32)
+    down = jax.ShapeDtypeStruct((layers, HIDDEN, WIDTH), jnp.float32)
+    return {"up": up, "down": down}, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+
+
+def divided(fun, *args, device=DEVICE):
+    return divide(Program.trace(fun, args, {}, None, False), device)
+
+
+def turn(fun, *args, device=DEVICE):
+    """The one kind of layer of a function."""
+    (kind,) = divided(fun, *args, device=device).kinds
+    return layer_of(kind, device)
+
+
+def chain(num_names: int, turns: int, nbytes: Sequence[int], ms: Sequence[float]) -> Layer:
+    """A layer of values, each made from the one before and read by its own step of the backward pass."""
+    values = [Value(nbytes[0], False, 0.0, (), None, None, carried=True)]
+    for n in range(num_names):
+        step = num_names - 1 - n
+        size = nbytes[n % len(nbytes)]
+        values.append(
+            Value(size, size > max(nbytes) / 2, ms[n % len(ms)], (n,), step, step, f"v{n}", made_ms=n + 1.0)
+        )
+    forward = [Step("f", min(nbytes), max(nbytes), 0, n + 1.0) for n in range(num_names)]
+    backward = [Step("b", min(nbytes), max(nbytes), 0, 2.0 * (n + 1)) for n in range(num_names)]
+    return Layer(turns, tuple(values), tuple(forward), tuple(backward), "layer")
+
+
+def model_of(layers: Sequence[Layer], device: Device = DEVICE, resident=0) -> Model:
+    """A step of one part of each layer, forward and then backward."""
+    kinds = range(len(layers))
+    points = [Point("f", 10**7, tuple(int(k <= kind) for k in kinds), kind) for kind in kinds]
+    points += [
+        Point("b", 2 * 10**7, tuple(int(k <= kind) for k in kinds), kind, True) for kind in reversed(kinds)
+    ]
+    models = tuple(LayerModel(layer, 1, device) for layer in layers)
+    return Model(models, tuple(points), 10**9, resident, 1.0)
+
+
+def flat_scan(w, x):
+    """No checkpoint anywhere."""
+    return lax.scan(layer, x, w)[0].sum()

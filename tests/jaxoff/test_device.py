@@ -1,0 +1,95 @@
+"""Profiles of devices: those that are shipped, those of files, and those that are measured."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+import jaxoff
+from jaxoff import Device, SharedLink
+from jaxoff._device_rates import matrix_flops, memory_gbps
+from jaxoff._environment import measure_links
+
+PROFILE = Device(
+    flops=1e12,
+    memory_gbps=1000,
+    d2h_gbps=20,
+    h2d_gbps=24,
+    both_gbps=30,
+    shared_links=(SharedLink(4, 8, 10, 12), SharedLink(2, 15, 16, 20)),
+    name="mine",
+)
+
+
+def test_the_shipped_profile_is_what_everything_is_planned_with_by_default():
+    from jaxoff._cost import H200
+
+    assert Device.of("h200") == H200
+    assert (H200.flops, H200.memory_gbps, H200.d2h_gbps, H200.h2d_gbps) == (650e12, 4000, 50, 50)
+    assert H200.source
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path):
+    PROFILE.save(tmp_path / "mine.json")
+    assert Device.of(tmp_path / "mine.json") == Device.of(str(tmp_path / "mine.json")) == PROFILE
+    assert hash(Device.of(tmp_path / "mine.json")) == hash(PROFILE)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rates"),
+    [(1, (20, 24, 30)), (2, (15, 16, 20)), (3, (8, 10, 12)), (4, (8, 10, 12)), (8, (4, 5, 6))],
+)
+def test_a_link_is_shared_with_the_next_measured_number_of_gpus(gpus, rates):
+    shared = PROFILE.sharing(gpus)
+    assert (shared.d2h_gbps, shared.h2d_gbps, shared.both_gbps) == rates
+    assert shared.flops == PROFILE.flops
+
+
+def test_bad_input_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"one of h200, or the path .* got 'h20'. Did you mean 'h200'"):
+        Device.of("h20")
+    with pytest.raises(FileNotFoundError):
+        Device.of(tmp_path / "nowhere.json")
+    for text in ("nothing", json.dumps(PROFILE.to_dict() | {"speed": 3})):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match=r"JSON that Device.save wrote, got .*bad.json"):
+            Device.of(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="h2d_gbps of a Device is a rate above 0, got 0"):
+        dataclasses.replace(PROFILE, h2d_gbps=0)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        PROFILE.sharing(0)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="measures there")
+def test_a_cpu_is_not_measured():
+    with pytest.raises(RuntimeError, match="times a GPU, and jax runs on cpu here"):
+        Device.measure()
+
+
+def test_rates_are_counted_in_operations_and_bytes(monkeypatch):
+    """By a clock under which every call takes a quarter of a second."""
+    from jaxoff import _device_rates
+
+    monkeypatch.setattr(_device_rates, "_seconds", lambda fun, args, steady_s: 0.25)
+    cpu = jax.devices("cpu")[0]
+    assert matrix_flops(cpu, width=16) == 2 * 16**3 * 4
+    assert memory_gbps(cpu, nbytes=1 << 10) == pytest.approx(2 * (1 << 10) * 4 / 1e9)
+
+
+def test_links_of_several_devices_are_those_of_one_of_them():
+    link = measure_links(jax.devices("cpu")[:2], nbytes=1 << 16, repeats=2)
+    assert link.nbytes == 1 << 16
+    assert min(link.d2h_gbps, link.h2d_gbps, link.both_gbps) > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(tmp_path):
+    found = Device.measure()
+    assert found.name == jax.devices()[0].device_kind
+    assert 1e13 < found.flops < 1e16
+    assert 100 < found.memory_gbps < 20_000
+    assert found.both_gbps is not None
+    assert 1 < found.d2h_gbps < found.both_gbps < 1000
+    found.save(tmp_path / "here.json")
+    assert jaxoff.Device.of(tmp_path / "here.json") == found

@@ -1,0 +1,197 @@
+"""The parts of the cost model: bytes, what is made again, copies, exposure, and memory over a step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxoff
+from jaxoff._cost import Device
+from jaxoff._layer import UNNAMED_DOTS, layer_of
+from jaxoff._plan_model import SLOWED, LayerModel, Model
+from tests.jaxoff.planned import (
+    ACT_NBYTES,
+    DEVICE,
+    LAYERS,
+    ROWS,
+    W_NBYTES,
+    WIDTH,
+    X_NBYTES,
+    arguments,
+    divided,
+    flat_scan,
+    layer,
+    scanned,
+    turn,
+    unrolled,
+)
+
+SAVE, MOVE, AGAIN = "device", "host", "recompute"
+INSTANT = dataclasses.replace(DEVICE, d2h_gbps=1e9, h2d_gbps=1e9)
+
+
+def model(fun=None, device=DEVICE, resident=0):
+    found = divided(fun or scanned(), *arguments(), device=device)
+    kinds = [
+        LayerModel(layer_of(kind, device), n, device)
+        for kind, n in zip(found.kinds, found.counts, strict=True)
+    ]
+    return Model(tuple(kinds), found.points, found.argument_nbytes, resident, found.outside_ms)
+
+
+def residuals(choice, fun=scanned):
+    """What jax itself keeps, by placement."""
+    lists = {"device": "save", "host": "offload", "recompute": "recompute"}
+    given = {field: [k for k, v in choice.items() if v == place] for place, field in lists.items()}
+    report = jaxoff.explain(fun(policy=jaxoff.policy(**given)), *arguments())
+    return report.device_bytes, report.host_bytes
+
+
+@pytest.mark.parametrize("x_in", [SAVE, MOVE, AGAIN])
+@pytest.mark.parametrize("act", [SAVE, MOVE, AGAIN])
+def test_residual_bytes_are_those_of_the_differentiated_program(x_in, act):
+    choice = {"x_in": x_in, "act": act, "out": SAVE}
+    kind = model().layers[0]
+    use = kind.use(choice)
+    host = kind.host_nbytes(use) // (LAYERS + 1) * LAYERS  # without the spare row
+    assert (kind.residual_nbytes(use), host) == residuals(choice)
+
+
+def test_layers_one_after_the_other_are_of_one_kind():
+    found = divided(unrolled, *arguments())
+    assert sorted(found.counts) == [1, LAYERS - 1]  # the first one's input is the program's
+    assert [kind.turns for kind in found.kinds] == [1, 1]
+    assert {point.holds for point in found.points if point.kind is None} >= {(LAYERS - 1, 1), (0, 0)}
+
+
+def test_a_function_without_checkpoints_is_refused():
+    with pytest.raises(ValueError, match=r"places what is inside of jax.checkpoint; got a function without"):
+        divided(flat_scan, *arguments())
+
+
+def test_making_again_takes_what_is_not_kept_before_it():
+    """A product each for act and out; out is not needed, nor is act if it is kept."""
+    kind = model().layers[0]
+
+    def again_ms(**choice):
+        return kind.times(kind.use(choice)).recomputed
+
+    # Two kernels store what the derivative of tanh needs.
+    none, x_in, act = again_ms(), again_ms(x_in=SAVE), again_ms(x_in=SAVE, act=SAVE)
+    assert none == x_in  # the input of the layer is kept in its place
+    product = 1e3 * 2 * ROWS * WIDTH * (ACT_NBYTES // X_NBYTES * WIDTH) * 2 / DEVICE.flops
+    assert none == pytest.approx(product + 2 * DEVICE.pass_ms(ACT_NBYTES), rel=0.2)
+    assert act == pytest.approx(none)  # the derivative is another value than act
+    assert again_ms(**{UNNAMED_DOTS: SAVE}) == pytest.approx(none - product)
+
+
+def test_neighbours_share_what_is_made_again():
+    """Of two products with constants, only the second one's result is needed: keeping it spares both."""
+
+    def body(x, w):
+        a = jaxoff.name(x @ jax.lax.stop_gradient(w["up"]), "a")
+        b = jaxoff.name(a @ jax.lax.stop_gradient(w["down"]), "b")
+        return b * b, None
+
+    kind = model(scanned(body)).layers[0]
+
+    def again_ms(*kept):
+        return kind.times(kind.use(dict.fromkeys(kept, SAVE))).recomputed
+
+    spared = [again_ms() - again_ms(*kept) for kept in (("a",), ("b",), ("a", "b"))]
+    assert spared == pytest.approx([2.0, 4.0, 4.0])
+
+
+def test_copies_are_exposed_by_what_the_pass_cannot_hide():
+    slow = dataclasses.replace(DEVICE, d2h_gbps=DEVICE.d2h_gbps / 100, h2d_gbps=DEVICE.h2d_gbps / 50)
+    kind = model(device=slow).layers[0]
+    use = kind.use({"x_in": MOVE})
+    times = kind.times(use)
+    assert times.exposed_forward == pytest.approx(slow.d2h_ms(X_NBYTES) - kind.layer.forward_ms)
+    beside = kind.layer.backward_ms + times.recomputed
+    assert times.exposed_backward == pytest.approx(slow.h2d_ms(X_NBYTES) - beside)
+    assert times.slowed == pytest.approx(SLOWED * (slow.d2h_ms(X_NBYTES) + slow.h2d_ms(X_NBYTES)))
+    fast = model(device=INSTANT).layers[0]
+    assert fast.times(fast.use({"x_in": MOVE})).exposed_forward == 0
+
+
+def test_a_step_takes_all_turns_and_what_is_outside():
+    whole = model()
+    choice = {"act": MOVE}
+    kind = whole.layers[0]
+    turns = kind.times(kind.use(choice)) * LAYERS
+    assert whole.cost(choice).times.total == pytest.approx(turns.total + whole.outside_ms)
+    assert whole.outside_ms > 0
+
+
+def test_memory_is_a_timeline():
+    whole = model(resident=123)
+    choice = {"x_in": SAVE, "act": SAVE, "out": AGAIN}
+    moments = list(whole.timeline(choice))
+    passes = ["forward" in m.what or "backward" in m.what for m in moments]
+    assert sum(passes) == 2
+    assert {moment.arguments for moment in moments} == {LAYERS * 2 * W_NBYTES + X_NBYTES}
+    assert {moment.resident for moment in moments} == {123}
+    # Every residual waits while the loop forward runs to the end, and until the loop back does.
+    assert {moment.residuals for moment in moments} == {LAYERS * (X_NBYTES + ACT_NBYTES)}
+    forward = next(moment for moment in moments if "forward" in moment.what)
+    backward = next(moment for moment in moments if "backward" in moment.what)
+    assert backward.alive - forward.alive >= LAYERS * 2 * W_NBYTES  # gradients of weights
+    assert whole.cost(choice).peak == backward
+    assert backward.nbytes == sum(
+        (backward.arguments, 123, backward.alive, backward.residuals, backward.working)
+    )
+
+
+def test_layers_one_after_the_other_give_their_residuals_back():
+    whole = model(unrolled)
+    held = [moment.residuals for moment in whole.timeline({"act": SAVE, "x_in": SAVE})]
+    highest = held.index(max(held))
+    assert held == sorted(held[: highest + 1]) + sorted(held[highest + 1 :], reverse=True)
+    assert held[-1] == 0
+
+
+def test_what_is_moved_is_on_the_device_only_around_its_use():
+    kind = model(device=INSTANT).layers[0]
+
+    def working(**choice):
+        return kind.working_nbytes(kind.use(choice))[0]
+
+    steps = kind.layer.backward
+    assert working(x_in=MOVE, act=MOVE) >= max(s.small for s in steps) + max(s.large for s in steps)
+    moved = [n for n, value in enumerate(kind.layer.values) if value.label == "x_in"]
+    first, last = kind.reach(moved[0])
+    there = [kind.copies(moved[0], first, s) for s in range(len(steps))]
+    assert (there[0], there[last], max(there)) == (0, 1, 1)
+    slow = model(device=dataclasses.replace(DEVICE, h2d_gbps=1e-9)).layers[0]
+    assert [slow.copies(moved[0], first, s) for s in range(len(steps))] == [2] * (last + 1) + [0] * (
+        len(steps) - last - 1
+    )
+
+
+def test_marks_decide():
+    def body(x, w):
+        x = jaxoff.mark_not_offload(jaxoff.name(x, "x_in"))
+        act = jaxoff.mark_offload(jnp.tanh(x @ w["up"]))
+        return x + act @ w["down"], None
+
+    found = turn(scanned(body), *arguments())
+    assert list(found.labels()) == [UNNAMED_DOTS]
+    assert {value.label: value.fixed for value in found.values if value.fixed} == {
+        "x_in": SAVE,
+        "(offload)": MOVE,
+    }
+
+
+def test_the_dense_step_takes_about_what_was_measured():
+    """FACTS of an H200: width 4096, batch 4, 12 layers, without attention's own kernels (about 50 ms)."""
+    assert Device.of("h200").compute_ms is not None
+    wide = jax.ShapeDtypeStruct((12, 4096, 16384), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((4 * 4096, 4096), jnp.bfloat16)
+    weights = {"up": wide, "down": jax.ShapeDtypeStruct((12, 16384, 4096), jnp.bfloat16)}
+    h200 = Device.of("h200")
+    found = layer_of(divided(scanned(layer), weights, x, device=h200).kinds[0], h200)
+    product_ms = 1e3 * 2 * 16384 * 4096 * 16384 / 650e12
+    assert found.forward_ms == pytest.approx(2 * product_ms, rel=0.25)
+    assert found.backward_ms == pytest.approx(4 * product_ms, rel=0.15)

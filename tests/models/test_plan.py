@@ -1,0 +1,96 @@
+"""Training within a budget of device memory, whose policy is planned."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxoff
+from models import policy_text, train
+from models.options import Options, parse_overrides
+from models.program import Program
+
+SETTINGS = ["d_model=32", "num_layers=2", "first_k_dense=1", "num_heads=2", "num_kv_heads=1", "head_dim=16"]
+SETTINGS += ["num_experts=4", "d_expert=16", "d_shared=16"]
+NUMBERS = dict(steps=2, batch=4, seq=64, accum=2, eval_batches=1)
+# What is compiled.
+ONE_LAYER = [
+    "num_layers=1",
+    "first_k_dense=0",
+    *(s for s in SETTINGS if "layers" not in s and "first" not in s),
+]
+SMALLER = NUMBERS | dict(accum=1, seq=32)
+
+
+@pytest.fixture(scope="module")
+def program():
+    return Program(Options.of("tiny", overrides=parse_overrides(SETTINGS), **NUMBERS), None)
+
+
+@pytest.fixture(scope="module")
+def smallest(program):
+    with pytest.raises(jaxoff.BudgetError) as caught:
+        program.plan(1)
+    return caught.value.smallest_bytes
+
+
+def test_the_peak_counts_the_state_and_the_sum_of_gradients(program, smallest):
+    peak = program.plan(smallest).peak
+    params = program.state_shapes["params"]
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    assert peak.arguments + peak.resident == pytest.approx(program.state_bytes + nbytes, rel=0.01)
+
+
+def test_more_memory_keeps_more(program, smallest):
+    tight, loose = program.plan(smallest), program.plan(10 * smallest)
+    assert loose.step_ms < tight.step_ms
+    assert loose.peak.residuals > tight.peak.residuals
+    assert program.planned_step_ms(loose) > NUMBERS["accum"] * loose.step_ms
+
+
+def test_the_text_of_a_plan_is_that_plan(program, smallest):
+    policy = program.plan(smallest).policy
+    assert policy_text.parse(policy_text.render(policy)) == policy
+
+
+def test_names_of_the_model_are_planned(program, smallest):
+    names = {row.name for row in program.plan(smallest).rows}
+    assert {"attn.norm_in", "attn.qkv", "mlp.norm_in", "mlp.act", "moe.act", "moe.dispatched"} <= names
+
+
+def run(capsys, tmp_path, *words):
+    text = tmp_path / "text.py"
+    text.write_bytes(Path(argparse.__file__).read_bytes()[:20_000])
+    numbers = [word for k, v in SMALLER.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+    model = [word for field in ONE_LAYER for word in ("--set", field)]
+    status = train.main([*model, *numbers, "--data", str(text), "--no-compare", "--keep", "0", *words])
+    return status, capsys.readouterr()
+
+
+def test_training_prints_the_plan_and_what_came_of_it(capsys, tmp_path, smallest):
+    out = tmp_path / "run"
+    status, said = run(capsys, tmp_path, "--device-gb", str(2 * smallest / 1e9), "--out", str(out))
+    assert status == 0, said.err
+    assert "device peak" in said.out
+    assert re.search(r"predicted, measured +step [\d.]+ ms, [\d.]+ ms \([-+]", said.out)
+    result = json.loads((out / "summary.json").read_text())
+    assert result["summary"]["predicted"]["budget_bytes"] == int(2 * smallest)
+    assert result["policy"].startswith("plan;")
+    assert np.isfinite(result["summary"]["held_out"][-1][1])
+
+
+def test_a_budget_that_is_too_small_is_one_line(capsys, tmp_path):
+    status, said = run(capsys, tmp_path, "--device-gb", "0.000001", "--out", str(tmp_path / "none"))
+    assert status == 2
+    assert said.err.count("\n") == 1
+    assert "the smallest budget is" in said.err
+
+
+def test_a_budget_and_a_policy_exclude_each_other(capsys, tmp_path):
+    status, said = run(capsys, tmp_path, "--device-gb", "1", "--policy", "te_v2")
+    assert status == 2
+    assert "takes no --policy" in said.err

@@ -1,0 +1,163 @@
+"""The benchmark of plans: its points, its whole program at a tiny size, its table and picture."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from bench import frontier, frontier_table
+from bench.frontier_points import MAXTEXT, ROLES, Point, budgets_of, planner_of, points_of
+from bench.step_models import Workload
+
+DENSE = Workload("dense", batch=2, layers=3, tiny=True)
+
+
+@pytest.fixture(scope="module")
+def planner():
+    return planner_of(DENSE)
+
+
+@pytest.fixture(scope="module")
+def points(planner):
+    return points_of(DENSE, ROLES, budgets_of(planner, 3))
+
+
+def of_role(points, role):
+    return [point for point in points if point.role == role]
+
+
+def test_every_product_of_the_dense_layer_has_a_name(planner):
+    assert {"x_in", "qkv", "attn", "out_proj", "mlp_in", "pre", "down"} <= set(planner.model.labels)
+
+
+def test_budgets_go_from_making_all_again_to_the_fastest(planner):
+    budgets = budgets_of(planner, 4)
+    assert budgets == sorted(budgets)
+    assert budgets[0] == pytest.approx(1.04 * planner.model.cost({}).peak.nbytes, abs=1)
+
+
+def test_there_are_points_of_every_role(points):
+    assert {point.role for point in points} == set(ROLES)
+    assert [point.budget is None for point in of_role(points, "plan")] == [False] * 3
+    assert len(of_role(points, "maxtext")) == len(MAXTEXT)
+    assert 1 <= len(of_role(points, "single")) <= 3
+    assert len({point.name for point in points}) == len(points)
+
+
+def test_points_survive_json(points):
+    for point in points:
+        assert Point(**json.loads(json.dumps(dataclasses.asdict(point)))).step(DENSE).form == "scanned"
+
+
+def test_plans_fit_their_budgets_and_get_faster(points):
+    plans = of_role(points, "plan")
+    assert all(point.predicted["peak_bytes"] <= point.budget for point in plans)
+    times = [point.predicted["ms"] for point in plans]
+    assert times == sorted(times, reverse=True)
+
+
+def test_points_place_residuals_as_their_names_say(points):
+    def bytes_of(point):
+        fun = point.step(DENSE).jitted.__wrapped__
+        text = str(jax.make_jaxpr(fun)(*DENSE.shapes("scanned")))
+        return text.count("<host>") > 0
+
+    offloading = {"maxtext qkv_proj_offloaded", "maxtext minimal_offloaded", "offload_dots"}
+    by_name = {point.name: point for point in points}
+    assert all(bytes_of(by_name[name]) for name in offloading)
+    assert not any(bytes_of(by_name[name]) for name in ("no_remat", "nothing_saveable", "maxtext minimal"))
+
+
+@pytest.mark.long
+def test_losses_and_gradients_do_not_depend_on_the_point(points):
+    arguments = DENSE.arguments("scanned")
+    chosen = [of_role(points, "plan")[0], of_role(points, "bound")[0]]
+    first, second = (point.step(DENSE).jitted(*arguments)[0] for point in chosen)
+    np.testing.assert_allclose(first, second, rtol=1e-2)
+
+
+def test_a_process_counts_its_steps(monkeypatch, points):
+    monkeypatch.setattr(frontier, "wait_for_turn", lambda: None)
+    found = frontier.measure(DENSE, of_role(points, "plan")[0], steps=3)
+    assert found["steps"] == 3
+    assert found["device_peak_bytes"] > 0
+
+
+def test_a_step_that_does_not_fit_is_an_error_of_its_point(monkeypatch, points):
+    class Full:
+        call = None
+
+    monkeypatch.setattr(frontier, "wait_for_turn", lambda: None)
+    monkeypatch.setattr(frontier, "compile_all", lambda workload, steps, *_: dict.fromkeys(steps, Full()))
+    monkeypatch.setattr(Workload, "arguments", lambda *_: 1 / 0)
+    assert frontier.measure(DENSE, points[0], steps=1) == {"error": "ZeroDivisionError: division by zero"}
+
+
+WORDS = ["--tiny", "--workloads", "dense-b2-l3", "--budgets", "1", "--repeats", "1", "--jobs", "1"]
+WORDS += ["--sample-ms", "1"]
+
+
+def test_a_whole_run_and_its_table(monkeypatch, tmp_path):
+    """Memory of processes that are not started here, then times, from the file of the first."""
+    asked = []
+
+    def child(command, running, environment):
+        asked.append((command, environment))
+        return {"bytes_limit": 1000} if "-c" in command else {"peak_bytes": 5_000_000, "steps": 100}
+
+    monkeypatch.setattr(frontier, "run_child", child)
+    out, final = tmp_path / "a.json", tmp_path / "b.json"
+    frontier.main([*WORDS, "--out", str(out), "--roles", "plan", "--no-times"])
+    frontier.main([*WORDS, "--out", str(final), "--resume", str(out), "--roles", "plan,bound", "--no-peaks"])
+    fractions = [environment.get(frontier._FRACTION) for _, environment in asked]
+    rows = json.loads(final.read_text())["rows"]
+    budgets = [row["point"]["budget"] for row in rows if row["point"]["role"] == "plan"]
+    assert fractions == ["0.5", *(f"{budget / 2000:.6f}" for budget in budgets)]
+    assert all("100" in command for command, _ in asked[1:])
+    assert [row["time"]["repeats"] for row in rows] == [1, 1]
+    assert len(json.loads(final.read_text())["sources"]) == 2
+
+    text = frontier_table.markdown(frontier_table.combine([json.loads(final.read_text())]))
+    assert text.count("| plan") == 1
+    assert "| 100 |" in text
+    frontier_table.draw(frontier_table.combine([json.loads(final.read_text())]), tmp_path / "f.png")
+    assert (tmp_path / "f.png").stat().st_size > 1000
+
+
+def test_the_table_sets_predictions_against_measurements():
+    point = Point(
+        "plan 1: 2.0 GB", "plan", {}, budget=2 * 10**9, predicted={"ms": 99.0, "peak_bytes": 1.03e9}
+    )
+    row = {
+        "workload": "w",
+        "point": dataclasses.asdict(point),
+        "memory": {"peak_bytes": 10**9, "steps": 100},
+        "time": {"ms": 100.0},
+    }
+    failed = row | {
+        "point": row["point"] | {"name": "other"},
+        "memory": {"error": "out of memory"},
+        "time": {},
+    }
+    text = frontier_table.markdown({"w": [row, failed]})
+    assert (
+        "| plan 1: 2.0 GB | 100.0 ms | 99.0 ms (-1.0%) | 1.00 GB | 1.03 GB (+3.0%) | 2.00 GB | 100 |" in text
+    )
+    assert "- other, memory: out of memory" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workloads", "dense"], "a workload is KIND"),
+        ([], "--out is needed"),
+        (["--out", "x", "--roles", "plans"], "unknown: plans"),
+        (["--out", "x", "--steps", "0"], "must be at least 1"),
+    ],
+)
+def test_bad_options_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        frontier.parse(words)
+    assert message in capsys.readouterr().err
