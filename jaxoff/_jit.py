@@ -43,7 +43,8 @@ def jit(
       fun: as for `jax.jit`; without it, a decorator.
       compiler_options: as for `jax.jit`; they win over the ones chosen here. What is known to harm is warned
         of.
-      device: speeds of the accelerator and its link, to plan the copies with.
+      device: speeds of the accelerator and its link, to plan the copies with; a program on several devices
+        is planned with the link that they share (`Device.sharing`).
       **kwargs: as for `jax.jit`: static and donated arguments, shardings.
 
     Returns:
@@ -84,7 +85,7 @@ class Jitted:
     def __init__(self, fun, compiler_options: dict[str, Any], device: Device, kwargs: dict[str, Any]):
         self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
         self._inner: Any = jax.jit(fun, **kwargs)
-        self._by_options: dict[tuple[Options, bool], Any] = {}
+        self._by_options: dict[tuple[Options, int], Any] = {}
         self._latest: Options = ()
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
@@ -112,12 +113,12 @@ class Jitted:
 
     def _try(self, use: Callable[[Any], Any], given: Any) -> Any:
         """Uses the program under the options of last time, and under others if it turns out to want them."""
-        one_device = not any(map(_is_spread, jax.tree.leaves((given, self._kwargs))))
+        devices = max(map(_devices_of, jax.tree.leaves((given, self._kwargs))), default=1)
         try:
-            return use(self._under(self._latest, one_device))
+            return use(self._under(self._latest, devices))
         except _NeedsOptionsError as needed:
             options = needed.options
-        result = use(self._under(options, one_device))
+        result = use(self._under(options, devices))
         self._latest = options
         return result
 
@@ -126,15 +127,17 @@ class Jitted:
         """The compiler options of the latest call."""
         return dict(self._latest) | self._given
 
-    def _under(self, options: Options, one_device: bool) -> Any:
-        if (options, one_device) not in self._by_options:
+    def _under(self, options: Options, devices: int) -> Any:
+        if (options, devices) not in self._by_options:
             merged = dict(options) | self._given
-            self._by_options[options, one_device] = jax.jit(
-                self._overlapped(options, one_device), compiler_options=merged or None, **self._kwargs
+            self._by_options[options, devices] = jax.jit(
+                self._overlapped(options, devices), compiler_options=merged or None, **self._kwargs
             )
-        return self._by_options[options, one_device]
+        return self._by_options[options, devices]
 
-    def _overlapped(self, options: Options, one_device: bool) -> Callable[..., Any]:
+    def _overlapped(self, options: Options, devices: int) -> Callable[..., Any]:
+        device = self._device.sharing(max(1, devices // jax.process_count()))
+
         @functools.wraps(self._fun)
         def overlapped(*args, **kwargs):
             leaves, tree = jax.tree.flatten((args, kwargs))
@@ -148,7 +151,7 @@ class Jitted:
                 return self._fun(*positional, **named)
 
             closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
-            program = rewrite(closed, self._device, one_device=one_device)
+            program = rewrite(closed, device, one_device=devices == 1)
             wanted = _options.for_program(program.scanned, _JAXLIB)
             if wanted != options:
                 raise _NeedsOptionsError(wanted)
@@ -172,7 +175,7 @@ class Jitted:
             warnings.warn(text, stacklevel=2)
 
 
-def _is_spread(leaf: Any) -> bool:
-    """Whether a sharding, or an array with one, is over several devices."""
+def _devices_of(leaf: Any) -> int:
+    """How many devices a sharding, or an array with one, is over."""
     sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
-    return isinstance(sharding, jax.sharding.Sharding) and sharding.num_devices > 1
+    return sharding.num_devices if isinstance(sharding, jax.sharding.Sharding) else 1
