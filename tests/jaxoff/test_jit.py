@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from jaxoff import _options
@@ -27,6 +29,19 @@ def test_layers_in_a_loop_get_graphs_with_concurrent_edges():
     assert_equal(step(*arguments()), jax.jit(STEP)(*arguments()))
     assert options_of(step)[SCHEDULING_MODE] == "CONCURRENT"
     assert "COLLECTIVES" in options_of(step)[COMMAND_BUFFER].split(",")
+
+
+def test_on_several_devices_nothing_cuts_the_graph_of_a_turn():
+    cuts = {"xla_gpu_experimental_use_collective_kernels", "xla_gpu_enable_cub_radix_sort"}
+    step = jaxoff.jit(STEP)
+    w, x = arguments()
+    wanted = step(w, x)
+    assert cuts.isdisjoint(options_of(step))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("data"))
+    value, gradients = step(w, jax.device_put(x, rows))
+    assert cuts <= options_of(step).keys()
+    assert_close(jax.tree.leaves((value, gradients)), jax.tree.leaves(wanted))
 
 
 @pytest.mark.parametrize(("jaxlib", "kept"), [("0.11.2", False), ("0.12.0.1", True), ("0.13.0rc1", True)])

@@ -5,7 +5,7 @@
   `commands.py` says which are known, and what is done with each.
 - ```text blocks are pictures, except after a line `<!-- output -->`: then they are what the block before them
   prints, to the letter. After `<!-- output, abridged -->`, "..." stands for any text.
-- A line `<!-- gpu -->` before a block of commands: without a GPU they are only parsed.
+- A line `<!-- gpu -->` or `<!-- 8 gpus -->` before a block of commands: without so many they are only parsed.
 
 A block in any other language is an error.
 """
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PYTHON, SHELL, TEXT = ("python",), ("bash", "console"), ("text",)
-MARKER = re.compile(r"^<!-- (output|output, abridged|gpu) -->$")
+MARKER = re.compile(r"^<!-- (output|output, abridged|gpu|[0-9]+ gpus) -->$")
 
 DRIVER = """
 import contextlib, io, json, sys
@@ -51,7 +51,7 @@ class Block:
       line: the number of its first line in the file.
       output: what it should print; None where the text does not say.
       abridged: whether "..." in the output stands for any text.
-      gpu: whether it needs a GPU.
+      gpus: how many GPUs it needs.
     """
 
     language: str
@@ -59,7 +59,7 @@ class Block:
     line: int
     output: str | None = None
     abridged: bool = False
-    gpu: bool = False
+    gpus: int = 0
 
 
 def parse(text: str) -> tuple[Block, ...]:
@@ -73,10 +73,11 @@ def parse(text: str) -> tuple[Block, ...]:
         if block.language not in PYTHON + SHELL + TEXT:
             known = ", ".join(PYTHON + SHELL + TEXT)
             raise BlockError(f"line {block.line}: a code block is in one of {known}, got {block.language!r}.")
-        if marker is None or marker == "gpu":
-            if marker == "gpu" and block.language not in SHELL:
-                raise BlockError(f"line {block.line}: <!-- gpu --> stands before commands.")
-            blocks.append(dataclasses.replace(block, gpu=marker == "gpu"))
+        if marker is None or "gpu" in marker:
+            if marker is not None and block.language not in SHELL:
+                raise BlockError(f"line {block.line}: <!-- {marker} --> stands before commands.")
+            number = 0 if marker is None else 1 if marker == "gpu" else int(marker.split()[0])
+            blocks.append(dataclasses.replace(block, gpus=number))
         elif block.language not in TEXT or not blocks or blocks[-1].language in TEXT:
             raise BlockError(
                 f"line {block.line}: <!-- {marker} --> stands between a block and its ```text output."

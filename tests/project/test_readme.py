@@ -40,18 +40,21 @@ def test_commands_run(tmp_path):
     """
     folder = commands.link_checkout(tmp_path)
     for block, program, alone in programs():
-        if not block.gpu:
+        if not block.gpus:
             printed = commands.run_program(program.shorter(), folder, timeout_s=240)
             if alone and program.shorter() == program:
                 readme.compare(block, printed)
 
 
-@pytest.mark.gpu
-def test_gpu_commands_run(tmp_path):
+@pytest.mark.parametrize(
+    "gpus", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(8, marks=pytest.mark.multi_gpu(8))]
+)
+def test_gpu_commands_run(gpus, tmp_path):
     folder = commands.link_checkout(tmp_path)
-    for block, program, _ in programs():
-        if block.gpu:
-            commands.run_program(program.shorter(), folder, timeout_s=600)
+    found = [program for block, program, _ in programs() if block.gpus == gpus]
+    assert found
+    for program in found:
+        commands.run_program(program.shorter(), folder, timeout_s=600)
 
 
 @pytest.mark.slow

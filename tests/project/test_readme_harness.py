@@ -42,13 +42,18 @@ def checked(text):
 
 def test_a_good_text_passes():
     blocks = checked(GOOD)
-    assert [(b.language, b.line, b.gpu) for b in blocks] == [
-        ("python", 5, False),
-        ("python", 15, False),
-        ("bash", 20, True),
-        ("text", 24, False),
+    assert [(b.language, b.line, b.gpus) for b in blocks] == [
+        ("python", 5, 0),
+        ("python", 15, 0),
+        ("bash", 20, 1),
+        ("text", 24, 0),
     ]
     assert [b.output for b in blocks] == ["1", None, None, None]
+
+
+def test_commands_for_several_gpus():
+    (bash,) = [block for block in readme.parse(GOOD.replace("<!-- gpu -->", "<!-- 8 gpus -->")) if block.gpus]
+    assert (bash.language, bash.gpus) == ("bash", 8)
 
 
 @pytest.mark.parametrize(
