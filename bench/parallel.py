@@ -44,18 +44,20 @@ TRACED_CALLS = 2
 LINK_NBYTES = 512 << 20
 
 
-def peaks() -> list[int | None]:
-    """The most bytes that each device has held so far; None where it does not say."""
-    return [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+def peaks(mesh: jax.sharding.Mesh) -> list[int | None]:
+    """The most bytes that each device of this process has held so far; None where it does not say."""
+    return [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mesh.local_devices]
 
 
-def measure_peaks(programs: dict[str, Program], arguments: Any, rows: dict[str, Row], save) -> None:
+def measure_peaks(
+    mesh: jax.sharding.Mesh, programs: dict[str, Program], arguments: Any, rows: dict[str, Row], save
+) -> None:
     """Takes a step of each program, the smallest first: the counters of the devices only rise."""
-    before = peaks()
+    before = peaks(mesh)
     for name in sorted(programs, key=lambda name: rows[name]["temp_bytes"]):
         try:
             jax.block_until_ready(programs[name].call(*arguments))
-            after = peaks()
+            after = peaks(mesh)
             rows[name]["peak_bytes"] = [
                 now if now is not None and (was is None or now > was) else None
                 for was, now in zip(before, after, strict=True)
@@ -155,7 +157,7 @@ def run(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[
     programs = compile_all(workload, {name: VARIANTS[name] for name in o.variants}, o.jobs, compiled)
     arguments = workload.weights(seed=o.seed), workload.inputs(o.seed)
     jax.block_until_ready(arguments)
-    measure_peaks(programs, arguments, rows, save)
+    measure_peaks(workload.mesh, programs, arguments, rows, save)
     programs = {name: program for name, program in programs.items() if "error" not in rows[name]}
     by_form = {"scanned": arguments}
     time_in_turns(programs, by_form, rows, o.repeats, o.sample_ms, over, save)  # pyright: ignore[reportArgumentType]

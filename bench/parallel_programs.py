@@ -49,8 +49,14 @@ class Variant:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+# XLA's own choice, which cuts the graph of a turn: see jaxoff/_options.py.
+_PIECES = {
+    "xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE",
+    "xla_gpu_enable_cub_radix_sort": True,
+}
 VARIANTS = {
     "jaxoff": Variant("ours", True, jaxoff.jit),
+    "jaxoff_in_pieces": Variant("ours", True, jaxoff.jit, _PIECES),
     "stock_offload": Variant("stock", True, jax.jit),
     "saved": Variant("twin", False, jax.jit),
     "saved_concurrent": Variant("twin", False, jax.jit, CONCURRENT),
