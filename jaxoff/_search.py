@@ -294,8 +294,13 @@ class _Search:
             choice = self._choice(solution)
             needed = self._model.cost(choice).peak.nbytes
             promised = solution[self._peak] * _GB if device_bytes is None else device_bytes
-            if needed <= promised + _TOLERANCE or not self._write_out(choice):
+            if needed <= promised + _TOLERANCE:
                 return choice
+            if not self._write_out(choice):
+                raise RuntimeError(
+                    f"The planner's search and its model disagree: {needed} bytes by the model, at most "
+                    f"{promised:.0f} by the search. A bug in jaxoff: please report it and the program."
+                )
 
     def _choice(self, solution: np.ndarray) -> Choice:
         choice: dict[str, Placement] = {}

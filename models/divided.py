@@ -79,26 +79,24 @@ class Layout:
         if batch % self.mesh.batch:
             raise InputError(
                 f"a microbatch is divided by data x fsdp x expert = {self.mesh.batch}, got {batch} "
-                f"sequences. "
-                "Change --batch, --accum or --mesh."
+                "sequences. Change --batch, --accum or --mesh."
             )
         if config.num_layers % stages:
             raise InputError(
-                f"layers are divided into pipe x virtual = {stages} equal stages, got {config.num_layers}: "
-                f"a stage "
-                "with fewer would wait for the others. Take "
+                f"layers are divided into pipe x virtual = {stages} equal stages, got {config.num_layers}: a "
+                "stage with fewer would wait for the others. Take "
                 f"--set num_layers={-(-config.num_layers // stages) * stages}."
             )
         if self.is_pipelined and 0 < config.first_k_dense < config.num_layers:
             raise InputError(
                 "a pipeline takes layers of one kind, since all ranks run one program; got "
-                f"first_k_dense={config.first_k_dense} of {config.num_layers} layers. Take --set "
-                f"first_k_dense=0."
+                f"first_k_dense={config.first_k_dense} of {config.num_layers} layers. Take "
+                "--set first_k_dense=0."
             )
         if (config.num_moe_layers or config.mtp_layers) and config.num_experts % self.mesh.expert:
             raise InputError(
-                f"experts are divided by expert = {self.mesh.expert}, got {config.num_experts}. Change "
-                f"--mesh."
+                f"experts are divided by expert = {self.mesh.expert}, got {config.num_experts}. "
+                "Change --mesh."
             )
 
 

@@ -62,8 +62,7 @@ class MeshShape:
             if not equals or axis not in AXES or not size.isdecimal():
                 raise InputError(
                     f"--mesh takes AXIS=SIZE with an axis out of {', '.join(AXES)} and commas between, "
-                    f"such as "
-                    f"data=2,pipe=2; got {part!r}.{near_miss(axis, AXES)}"
+                    f"such as data=2,pipe=2; got {part!r}.{near_miss(axis, AXES)}"
                 )
             if axis in sizes:
                 raise InputError(f"--mesh takes each axis once, got {axis!r} twice.")

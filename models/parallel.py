@@ -97,8 +97,7 @@ class ParallelProgram(Program):
         if windows.shape[1] < o.batch:
             raise InputError(
                 f"--mesh divides held-out text in batches of {o.batch} x {o.seq} bytes, got {len(tokens)} "
-                f"held-out "
-                "bytes. Give more data, or a smaller --batch or --seq."
+                "held-out bytes. Give more data, or a smaller --batch or --seq."
             )
         return windows
 

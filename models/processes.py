@@ -46,8 +46,7 @@ class Processes:
             raise InputError(
                 "--coordinator, --processes and --process go together; got "
                 f"{self.coordinator!r}, {self.count} and {self.index}. Leave all three out under SLURM, "
-                f"Open MPI "
-                "or Kubernetes."
+                "Open MPI or Kubernetes."
             )
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdecimal():
