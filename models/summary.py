@@ -86,8 +86,9 @@ def settings() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a plan says of a step: its time, device memory at its fullest, host memory, and the budget."""
+    """What a plan says of a step on a device: time, device memory at its fullest, host memory; the budget."""
 
+    device: str
     step_ms: float
     peak_bytes: int
     host_bytes: int
@@ -176,7 +177,7 @@ def _beside(predicted: Prediction, step_ms: float | None, peak_bytes: int | None
     else:
         peak = f"{_mb(peak_bytes)} ({predicted.peak_bytes / peak_bytes - 1:+.1%})"
     return (
-        f"step {predicted.step_ms:.1f} ms, {time}; peak {_mb(predicted.peak_bytes)} of "
+        f"step {predicted.step_ms:.1f} ms on {predicted.device}, {time}; peak {_mb(predicted.peak_bytes)} of "
         f"{_mb(predicted.budget_bytes)}, {peak}"
     )
 

@@ -282,10 +282,8 @@ def predicted(job: Job) -> summary.Prediction | None:
     """What the plan says of a step."""
     if job.plan is None:
         return None
-    plan = job.plan
-    return summary.Prediction(
-        job.program.planned_step_ms(plan), plan.peak_bytes, plan.host_bytes, plan.device_bytes
-    )
+    plan, step_ms = job.plan, job.program.planned_step_ms(job.plan)
+    return summary.Prediction(plan.device.name, step_ms, plan.peak_bytes, plan.host_bytes, plan.device_bytes)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

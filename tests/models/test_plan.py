@@ -76,7 +76,7 @@ def test_training_prints_the_plan_and_what_came_of_it(capsys, tmp_path, smallest
     status, said = run(capsys, tmp_path, "--device-gb", str(2 * smallest / 1e9), "--out", str(out))
     assert status == 0, said.err
     assert "device peak" in said.out
-    assert re.search(r"predicted, measured +step [\d.]+ ms, [\d.]+ ms \([-+]", said.out)
+    assert re.search(r"predicted, measured +step [\d.]+ ms on NVIDIA H200, [\d.]+ ms \([-+]", said.out)
     result = json.loads((out / "summary.json").read_text())
     assert result["summary"]["predicted"]["budget_bytes"] == int(2 * smallest)
     assert result["policy"].startswith("plan;")
