@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ from bench.grouped_mlp import describe, say
 from bench.options import one_of
 from bench.parallel_programs import OFFLOAD, SAVE, VARIANTS, WIDTHS, Workload, compile_all
 from bench.provenance import provenance
-from bench.step import compiled_facts, time_in_turns
+from bench.step import compiled_facts, time_in_turns, traced
 from bench.step_checks import compare_bits
 from bench.step_variants import DETERMINISTIC, Program
 from models.divided import CAPACITY, Layout
@@ -66,30 +65,6 @@ def measure_peaks(
         except Exception as error:  # out of memory
             rows[name]["error"] = describe(error)
         save()
-
-
-def traced(program: Program, arguments: Any) -> list[Row] | None:
-    """By GPU, milliseconds a call that copies were busy and that no kernel hid them; None off GPUs."""
-    if jax.default_backend() != "gpu":
-        return None
-    from jaxoff._trace import read
-
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(TRACED_CALLS):
-                jax.block_until_ready(program.call(*arguments))
-        gpus = [times.per_call(TRACED_CALLS) for times in read(folder).times()]
-    return [
-        {
-            "kernel_ms": gpu.kernel_ms,
-            "exposed_ms": gpu.exposed_ms,
-            "d2h_busy_ms": gpu.d2h.busy_ms,
-            "d2h_exposed_ms": gpu.d2h.exposed_ms,
-            "h2d_busy_ms": gpu.h2d.busy_ms,
-            "h2d_exposed_ms": gpu.h2d.exposed_ms,
-        }
-        for gpu in gpus
-    ]
 
 
 def link_gbps(mesh: jax.sharding.Mesh, nbytes: int = LINK_NBYTES, repeats: int = 5) -> Row | None:
@@ -164,7 +139,7 @@ def run(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[
     for name, program in programs.items():
         if "error" not in rows[name] and not (o.no_trace or over()):
             try:
-                rows[name]["gpus"] = traced(program, arguments)
+                rows[name]["gpus"] = traced(program, arguments, TRACED_CALLS)
             except Exception as error:
                 rows[name]["trace_error"] = describe(error)
             save()

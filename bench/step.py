@@ -129,20 +129,41 @@ def time_in_turns(
             break
 
 
-def exposed(program: Program, arguments: Any) -> Row:
-    """What the profiler sees of the copies, a call: busy, and exposed, in milliseconds; None off a GPU."""
-    keys = ("exposed_ms", "d2h_busy_ms", "h2d_busy_ms", "d2h_exposed_ms", "h2d_exposed_ms", "kernel_ms")
+def traced(program: Program, arguments: Any, calls: int) -> list[Row] | None:
+    """What the profiler sees, by GPU, of a call: milliseconds of kernels, and of copies, busy and exposed.
+
+    None off GPUs.
+    """
     if jax.default_backend() != "gpu":
-        return dict.fromkeys(keys)
+        return None
     from jaxoff._trace import read
 
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(TRACED_CALLS):
+            for _ in range(calls):
                 jax.block_until_ready(program.call(*arguments))
-        (gpu,) = (times.per_call(TRACED_CALLS) for times in read(folder).times())
-    values = (gpu.exposed_ms, gpu.d2h.busy_ms, gpu.h2d.busy_ms, gpu.d2h.exposed_ms, gpu.h2d.exposed_ms)
-    return dict(zip(keys, (*values, gpu.kernel_ms), strict=True))
+        gpus = [times.per_call(calls) for times in read(folder).times()]
+    return [
+        {
+            "exposed_ms": gpu.exposed_ms,
+            "d2h_busy_ms": gpu.d2h.busy_ms,
+            "h2d_busy_ms": gpu.h2d.busy_ms,
+            "d2h_exposed_ms": gpu.d2h.exposed_ms,
+            "h2d_exposed_ms": gpu.h2d.exposed_ms,
+            "kernel_ms": gpu.kernel_ms,
+        }
+        for gpu in gpus
+    ]
+
+
+def exposed(program: Program, arguments: Any) -> Row:
+    """What `traced` says of the one GPU; None of each off a GPU."""
+    keys = ("exposed_ms", "d2h_busy_ms", "h2d_busy_ms", "d2h_exposed_ms", "h2d_exposed_ms", "kernel_ms")
+    gpus = traced(program, arguments, TRACED_CALLS)
+    if gpus is None:
+        return dict.fromkeys(keys)
+    (gpu,) = gpus
+    return gpu
 
 
 def compiled_facts(call: jax.stages.Compiled) -> Row:

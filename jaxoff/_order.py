@@ -54,10 +54,8 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
     for _ in range(3):
         draft = Order(program, units, device, large_nbytes, reloads, pairs)
         draft.run()
-        reloads, pairs = (
-            draft.times.reloads(),
-            pairs or beside(list(draft.placed), program, units, large_nbytes),
-        )
+        reloads = draft.times.reloads()
+        pairs = pairs or beside(list(draft.placed), program, units, large_nbytes)
     return Order(program, units, device, large_nbytes, reloads, pairs).run()
 
 
