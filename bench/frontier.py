@@ -39,6 +39,7 @@ from bench.step_peaks import run_child, wait_for_turn
 from bench.step_variants import compile_all
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 type Row = dict[str, Any]
 
@@ -53,16 +54,20 @@ def measure(workload: Workload, point: Point, steps: int) -> Row:
     if point.name not in programs:
         return found
     try:
-        call, arguments = programs[point.name].call, workload.arguments("scanned")
+        call = programs[point.name].call
         found |= compiled_facts(call)
+        # By way of the host: what makes the weights leaves holes between them.
+        arguments = jax.device_put(jax.device_get(workload.arguments("scanned")))
         for step in range(steps):
             jax.block_until_ready(call(*arguments))
             found["steps"] = step + 1
-        stats = jax.devices()[0].memory_stats() or {}
-        found |= {"peak_bytes": stats.get("peak_bytes_in_use"), "limit_bytes": stats.get("bytes_limit")}
+        found["peak_bytes"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     except Exception as error:  # the budget is not kept
         found["error"] = describe(error)
-    return found
+    stats = jax.devices()[0].memory_stats() or {}
+    return found | {
+        key: stats.get(key) for key in ("bytes_limit", "bytes_in_use", "largest_free_block_bytes")
+    }
 
 
 def _failure(result: Any) -> Row:
@@ -73,7 +78,7 @@ def device_bytes() -> int | None:
     """All of the device's memory, which the fraction is of; None off a GPU. Asked in another process."""
     code = "import jax, json; s = jax.devices()[0].memory_stats() or {}; print(json.dumps(s))"
     fraction = "0.5"
-    environment = {_FRACTION: fraction, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = {_FRACTION: fraction, _PREALLOCATE: "false"}
     found = run_child([sys.executable, "-c", code], threading.Lock(), environment)
     limit = found.get("bytes_limit")
     return None if limit is None else int(limit / float(fraction))
@@ -92,11 +97,11 @@ def measure_memory(
     def measured(row: Row) -> None:
         if over():
             return
-        point = row["point"]
-        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if point["budget"] is not None and whole is not None:
-            environment[_FRACTION] = f"{point['budget'] / whole:.6f}"
-        steps = o.steps if point["budget"] is not None else 2
+        point, environment, steps = row["point"], {_PREALLOCATE: "false"}, 2
+        if point["budget"] is not None:
+            steps = o.steps
+            if whole is not None:
+                environment = {_PREALLOCATE: "true", _FRACTION: f"{point['budget'] / whole:.6f}"}
         command = [
             sys.executable,
             "-m",
@@ -111,8 +116,24 @@ def measure_memory(
         say(f"  {point['name']:34} {row['memory'].get('peak_bytes')} {row['memory'].get('error', '')}")
         save()
 
-    with ThreadPoolExecutor(o.jobs) as pool:
-        list(pool.map(measured, (row for row in rows if "memory" not in row)))
+    for group in _groups([row for row in rows if "memory" not in row], whole):
+        with ThreadPoolExecutor(o.jobs) as pool:
+            list(pool.map(measured, group))
+
+
+def _groups(rows: list[Row], whole: int | None) -> list[list[Row]]:
+    """Rows without a budget, and then those whose budgets the device holds beside each other."""
+    groups: list[list[Row]] = [[row for row in rows if row["point"]["budget"] is None], []]
+    taken = 0
+    for row in rows:
+        if (budget := row["point"]["budget"]) is None:
+            continue
+        if whole is not None and taken + budget > 0.9 * whole:
+            groups.append([])
+            taken = 0
+        groups[-1].append(row)
+        taken += budget
+    return groups
 
 
 def measure_times(
@@ -204,7 +225,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     if not o.no_peaks:
         # Tracing chooses kernels by the device: children measure, and this process holds little of it.
-        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        os.environ[_PREALLOCATE] = "false"
     by_workload = {workload: rows_of(workload, o, earlier["rows"]) for workload in o.workloads}
     taken = [row for rows in by_workload.values() for row in rows]
     result["rows"] = [row for row in earlier["rows"] if row not in taken] + taken

@@ -90,9 +90,20 @@ def test_a_step_that_does_not_fit_is_an_error_of_its_point(monkeypatch, points):
         call = None
 
     monkeypatch.setattr(frontier, "wait_for_turn", lambda: None)
+    monkeypatch.setattr(frontier, "compiled_facts", lambda call: {"temp_bytes": 5})
     monkeypatch.setattr(frontier, "compile_all", lambda workload, steps, *_: dict.fromkeys(steps, Full()))
     monkeypatch.setattr(Workload, "arguments", lambda *_: 1 / 0)
-    assert frontier.measure(DENSE, points[0], steps=1) == {"error": "ZeroDivisionError: division by zero"}
+    found = frontier.measure(DENSE, points[0], steps=1)
+    assert found["error"] == "ZeroDivisionError: division by zero"
+    assert found["temp_bytes"] == 5
+    assert "peak_bytes" not in found
+
+
+def test_processes_with_budgets_take_their_turns_in_groups_that_fit():
+    rows = [{"point": {"budget": budget}} for budget in (30, None, 40, 50, None, 60)]
+    budgets = [[row["point"]["budget"] for row in group] for group in frontier._groups(rows, 100)]
+    assert budgets == [[None, None], [30, 40], [50], [60]]
+    assert [len(group) for group in frontier._groups(rows, None)] == [2, 4]
 
 
 WORDS = ["--tiny", "--workloads", "dense-b2-l3", "--budgets", "1", "--repeats", "1", "--jobs", "1"]
@@ -116,6 +127,7 @@ def test_a_whole_run_and_its_table(monkeypatch, tmp_path):
     budgets = [row["point"]["budget"] for row in rows if row["point"]["role"] == "plan"]
     assert fractions == ["0.5", *(f"{budget / 2000:.6f}" for budget in budgets)]
     assert all("100" in command for command, _ in asked[1:])
+    assert {environment[frontier._PREALLOCATE] for _, environment in asked[1:]} == {"true"}
     assert [row["time"]["repeats"] for row in rows] == [1, 1]
     assert len(json.loads(final.read_text())["sources"]) == 2
 
