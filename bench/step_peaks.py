@@ -104,7 +104,9 @@ def run_child(
 ) -> dict[str, Any]:
     """What a process printed as JSON, or an error. When it is ready to run, it waits for its turn."""
     pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    with subprocess.Popen(command, text=True, env=os.environ | (environment or {}), **pipes) as child:
+    # Autotuning beside other processes picks slow kernels: programs that are timed must not take them over.
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"} | (environment or {})
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as child:
         assert child.stdout is not None
         lines = []
         for line in child.stdout:  # ends where the child does
