@@ -171,7 +171,8 @@ class Jitted:
         if not (program.scanned or program.flat):
             return
         _options.refuse_wrong_jaxlib(_JAXLIB, platform)
-        for text in _options.harms(self._given, scanned=bool(program.scanned)):
+        level = jax.config.jax_optimization_level
+        for text in _options.harms(self._given, scanned=bool(program.scanned), level=level):
             warnings.warn(text, stacklevel=2)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxoff import _requirements
-from jaxoff._settings import CAPTURED_BY_DEFAULT, COMMAND_BUFFER, SCHEDULING_MODE, is_true
+from jaxoff._settings import CAPTURED_BY_DEFAULT, COMMAND_BUFFER, PIPELINING_LEVELS, SCHEDULING_MODE, is_true
 
 # Edges of CUDA graphs by use of data instead of by the scheduler's order. Collectives have to be in the
 # graph, too, or the copies of a loop wait for them.
@@ -39,8 +39,19 @@ def for_program(scanned: int, jaxlib: str, devices: int = 1) -> tuple[tuple[str,
     return _CONCURRENT + several + (_BARRIERS_STAY if _requirements.release(jaxlib) >= (0, 12) else ())
 
 
-def harms(given: Mapping[str, Any], *, scanned: bool) -> Iterator[str]:
-    """What is wrong with options that a caller set on a program that moves residuals."""
+def harms(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterator[str]:
+    """What is wrong with the settings of a caller whose program moves residuals.
+
+    Args:
+      given: the caller's compiler options.
+      scanned: whether it moves them in loops.
+      level: jax's own, `jax.config.jax_optimization_level`.
+    """
+    if level in PIPELINING_LEVELS:
+        yield (
+            f"jax_optimization_level={level} switches on pipelining passes, that of host copies among them, "
+            "which computed wrong results in several releases of XLA. Leave it unset."
+        )
     if is_true(str(given.get(_PIPELINED, "false"))):
         yield (
             f"{_PIPELINED} is on: it computed wrong results in several releases of XLA. Leave it out: the "

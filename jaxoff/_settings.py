@@ -12,6 +12,7 @@ Verdict = Literal["helps", "harms", "neutral"]
 Source = Literal["XLA_FLAGS", "jax.config", "environment"]
 Judgement = tuple[Verdict, str]
 
+PIPELINING_LEVELS = ("O1", "O2", "O3")
 COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
 SCHEDULING_MODE = "xla_gpu_command_buffer_scheduling_mode"
 CAPTURED_BY_DEFAULT = frozenset(
@@ -135,7 +136,7 @@ def _pipelined_host_offloading(value: str | None, _: Environment) -> Judgement:
 
 
 def _optimization_level(value: str | None, _: Environment) -> Judgement:
-    if value in ("O1", "O2", "O3"):
+    if value in PIPELINING_LEVELS:
         return "harms", (
             f"{value} switches on pipelining passes, that of host copies among them, which has a history of "
             "wrong results. Leave it unset and set the passes you want by their own flags."

@@ -79,6 +79,17 @@ def test_options_known_to_harm_are_warned_of():
         assert "wrong results" in text
 
 
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_a_level_that_pipelines_host_copies_is_warned_of(level):
+    previous = jax.config.jax_optimization_level
+    jax.config.update("jax_optimization_level", level)
+    try:
+        with pytest.warns(UserWarning, match=f"jax_optimization_level={level} switches on pipelining"):
+            jaxoff.jit(STEP).lower(*arguments())
+    finally:
+        jax.config.update("jax_optimization_level", previous)
+
+
 def test_a_jaxlib_that_computes_wrong_gradients_is_refused_on_a_gpu():
     with pytest.raises(RuntimeError, match=r"needs jaxlib 0\.11\.1 or newer, got 0\.11\.0.*xla#46231"):
         _options.refuse_wrong_jaxlib("0.11.0", "gpu")
