@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import config as _config
 from jax._src.core import NamedAxisEffect as _NamedAxisEffect
 from jax.ad_checkpoint import Offloadable as Offloadable
@@ -26,9 +27,11 @@ from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn as JaxprEqn
 from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as _Primitive
 from jax.extend.core import Var as Var
 from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.extend.core import primitives as _primitives
+from jax.interpreters import mlir as _mlir
 from jax.interpreters.partial_eval import convert_constvars_jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
 
@@ -277,15 +280,55 @@ def _varying_axes(aval: Any) -> tuple[str, ...]:
     return tuple(sorted(getattr(getattr(aval, "mat", None), "varying", ())))
 
 
-def empty(aval: Any, rows: int | None) -> jax.Array:
-    """An array whose contents do not matter, like another one; a stack of so many, if rows are given."""
+def empty(aval: Any, rows: int | None, *, is_whole: bool) -> jax.Array:
+    """An array whose contents do not matter, like another one; a stack of so many, if rows are given.
+
+    Args:
+      aval: of the other one.
+      rows: how many.
+      is_whole: whether the compiler leaves it on one device.
+    """
     scalar = _primitives.empty2_p.bind(dtype=aval.dtype, memory_space=aval.memory_space)
     if varying := _varying_axes(aval):
         scalar = jax.lax.pcast(scalar, varying, to="varying")
     lead = () if rows is None else (rows,)
-    spec = aval.sharding.spec
-    sharding = aval.sharding.update(spec=jax.P(*(None for _ in lead), *spec))
-    return jax.lax.broadcast(scalar, (*lead, *aval.shape), out_sharding=sharding)
+    shape, spec = (*lead, *aval.shape), jax.P(*(None for _ in lead), *aval.sharding.spec)
+    sharding = aval.sharding.update(spec=spec)
+    if not is_whole or not shape or is_host(aval) or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return jax.lax.broadcast(scalar, shape, out_sharding=sharding)
+    return unwritten(scalar, shape, sharding)
+
+
+# XLA has a custom call that allocates and does nothing else. JAX binds it without an operand
+# (`jax.lax.empty`); with one it can be made to wait, and shares memory with what has died by then.
+_unwritten_p = _Primitive("unwritten")
+
+
+def unwritten(behind: jax.Array, shape: tuple[int, ...], sharding: Any) -> jax.Array:
+    """An array that a GPU allocates and does not write; elsewhere all its elements are a scalar.
+
+    Args:
+      behind: that scalar, and what the allocation waits for.
+      shape: of the array.
+      sharding: of the array. The compiler must not divide it: each device would get it whole.
+    """
+    return _unwritten_p.bind(behind, shape=shape, sharding=sharding)
+
+
+def _filled(behind, *, shape, sharding):
+    return jax.lax.broadcast(behind, shape, out_sharding=sharding)
+
+
+def _allocated(ctx, behind, *, shape, sharding):
+    del shape, sharding  # the type of the result has both
+    return jax.ffi.ffi_lowering("AllocateBuffer")(ctx, behind)
+
+
+_unwritten_p.def_abstract_eval(
+    lambda behind, *, shape, sharding: behind.update(shape=shape, sharding=sharding)
+)
+_mlir.register_lowering(_unwritten_p, _mlir.lower_fun(_filled, multiple_results=False))
+_mlir.register_lowering(_unwritten_p, _allocated, platform="cuda")
 
 
 def trace_like(eqn: JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:

@@ -190,6 +190,8 @@ def written_out(
     firsts: Mapping[int, Any],
     device: Device,
     large_nbytes: int,
+    *,
+    is_whole: bool,
 ) -> tuple[list[JaxprEqn], list[Any], dict[int, Any]]:
     """A scan as a while loop with an ordered body.
 
@@ -201,6 +203,7 @@ def written_out(
       firsts: by number of the xs, the values of the first turn for what is copied back ahead.
       device: speeds, to estimate when copies arrive.
       large_nbytes: as for `jaxoff._order.ordered`.
+      is_whole: whether the compiler leaves its values on one device.
 
     Returns:
       Equations, the results of the scan, and by number of the ys the last turn's value on the device, for
@@ -209,8 +212,8 @@ def written_out(
     turn = _Turn(loop, sends, takes)
 
     def run(consts, carry, xs, arrived):
-        stacks = [_compat.empty(v.aval, rows) for v, rows in turn.ys()]
-        lasts = [_compat.empty(v.aval, None) for v in turn.lasts]
+        stacks = [_compat.empty(v.aval, rows, is_whole=is_whole) for v, rows in turn.ys()]
+        lasts = [_compat.empty(v.aval, None, is_whole=is_whole) for v in turn.lasts]
         state = _State(jnp.int32(_FIRST_COUNT), carry, stacks, lasts, [xs[k] for k in takes], arrived)
         body = turn.ordered(consts, xs, state, device, large_nbytes)
 

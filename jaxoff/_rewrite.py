@@ -88,7 +88,14 @@ class _Rewriter:
             takes = {stack.xs: stack for stack in stacks if stack.reader == i}
             firsts = {k: lasts[stack.writer, stack.ys] for k, stack in takes.items() if stack.ahead}
             new, results, last = written_out(
-                loops[i], operands, sends, takes, firsts, self._device, self._large_nbytes
+                loops[i],
+                operands,
+                sends,
+                takes,
+                firsts,
+                self._device,
+                self._large_nbytes,
+                is_whole=i in whole,
             )
             eqns += new
             end = len(eqns)

@@ -1,6 +1,7 @@
 """What `jaxoff.jit` makes of a program, read from what is compiled for an H200."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.aot
 ROWS, WIDTH, HIDDEN = 4096, 1024, 4096
 ACT_NBYTES, X_NBYTES = 2 * ROWS * HIDDEN, 2 * ROWS * WIDTH
 POLICY = jaxoff.policy(offload=["x_in", "mlp_in"])
+CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 # These layers are too small for a real link to hide their copies.
 FAST_LINK = jaxoff.Device(flops=650e12, memory_gbps=4000, d2h_gbps=1000, h2d_gbps=1000)
 
@@ -64,7 +66,7 @@ def facts(kind, policy, overlapped=True, **options):
 
 def concurrent(policy):
     """The same layers in stock order, with the graphs' edges by data."""
-    return facts("scan", policy, False, xla_gpu_command_buffer_scheduling_mode="CONCURRENT")
+    return facts("scan", policy, False, **CONCURRENT)
 
 
 def test_layers_in_a_loop_overlap():
@@ -74,6 +76,19 @@ def test_layers_in_a_loop_overlap():
     assert ours.d2h_bytes == ours.h2d_bytes == LAYERS * 2 * X_NBYTES
     assert ours.host_bytes == (LAYERS + 1) * 2 * X_NBYTES  # each stack has a spare row
     assert all(copy.via == "dma" and copy.is_async and copy.overlaps for copy in ours.copies)
+
+
+def test_stacks_are_not_filled_with_zeros_first():
+    """XLA by itself writes every stack of a loop before its rows: of gradients, and of what is saved."""
+
+    def fills(program):
+        stacks = [
+            rf"bf16\[{LAYERS},{rows},{columns}\]" for rows, columns in ((WIDTH, HIDDEN), (HIDDEN, WIDTH))
+        ]
+        return len(re.findall(rf"= (?:{'|'.join(stacks)})\S* broadcast\(", program.as_text()))
+
+    assert fills(compiled("scan", POLICY)[0]) == 0
+    assert fills(compiled("scan", POLICY, False, **CONCURRENT)[0]) == 2
 
 
 def test_layers_in_a_loop_hold_less_than_in_stock_order():

@@ -67,6 +67,33 @@ def test_results_keep_their_bits(device, reverse):
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
 
 
+@pytest.mark.parametrize("device", [SLOW, INSTANT, EVEN], ids=["slow", "instant", "even"])
+def test_no_result_depends_on_what_a_stack_held_before(device, monkeypatch):
+    """On a GPU device memory of a stack is not written before the rows are."""
+    made = []
+
+    def nonsense(behind, shape, sharding):
+        made.append(shape)
+        value = jnp.nan if jnp.issubdtype(behind.dtype, jnp.inexact) else 77
+        return lax.full(shape, value, behind.dtype)
+
+    args, step = arguments(), jax.value_and_grad(loss, (0, 1))
+    wanted = jax.jit(step)(*args)
+    monkeypatch.setattr(_compat, "unwritten", nonsense)
+    program = program_of(step, *args, device=device)
+    assert {w.shape for w in args[0]} <= set(made)  # gradients of weights
+    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    assert_equal(jax.tree.leaves(got), jax.tree.leaves(wanted))
+
+
+def test_stacks_that_the_compiler_divides_are_not_left_to_an_allocation():
+    """It knows no way to divide one: each device would get it whole."""
+    args = arguments()
+    for one_device in (True, False):
+        text = str(program_of(jax.grad(loss), *args, one_device=one_device))
+        assert (" = unwritten[" in text) == one_device
+
+
 def test_what_a_turn_takes_in_and_keeps_goes_into_its_stack_first():
     """At the end of the turn the next one's takes its memory, and it would be copied before."""
 
