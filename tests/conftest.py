@@ -52,6 +52,11 @@ def pytest_xdist_auto_num_workers(config):
     return min(len(os.sched_getaffinity(0)), 8)
 
 
+def pytest_collection_modifyitems(items):
+    """The file that takes minutes goes first: begun last, one process would wait for it alone."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
 def pytest_runtest_setup(item):
     if (reason := _unmet(item)) is not None:
         pytest.skip(reason)
