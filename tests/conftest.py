@@ -17,10 +17,9 @@ def _gpu_expected() -> bool:
 
 XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
-    # Programs that are slower, and compiled in a fraction of the time: the tests compile much and run little.
-    # The HLO of programs for a GPU that is not there stays the same.
+    # Code that is slower and compiled faster: the tests compile much and run little. Programs for a GPU that is
+    # not there stay the same.
     "--xla_backend_optimization_level": "0",
-    "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
 }
 
 

@@ -94,9 +94,7 @@ def bits(tree):
 @functools.cache
 def loss_and_gradients(config, policy):
     params, loss = program(config, policy)
-    step = jax.value_and_grad(loss, has_aux=True)
-    # Not the tests' way to compile, under which bits depend on what stands beside a value.
-    return jax.jit(step, compiler_options={"xla_backend_extra_options": ""})(params, tokens(2, 33))
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params, tokens(2, 33))
 
 
 EVERY = {
