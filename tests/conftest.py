@@ -15,13 +15,20 @@ def _gpu_expected() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists() or Path("/dev/kfd").exists()
 
 
-DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+XLA_FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    # Code that is slower and compiled faster: the tests compile much and run little. Programs for a GPU that is
+    # not there stay the same.
+    "--xla_backend_optimization_level": "0",
+}
+
 
 if not _gpu_expected():
     # Otherwise jax's CUDA plugin, which compiles for GPUs that are not there, looks for one.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}=8".strip()
+    given = os.environ.get("XLA_FLAGS", "")
+    added = [f"{name}={value}" for name, value in XLA_FLAGS.items() if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 
 
 def pytest_addoption(parser, pluginmanager):
@@ -42,6 +49,11 @@ def pytest_xdist_auto_num_workers(config):
     if _gpu_expected() or config.args_source != pytest.Config.ArgsSource.TESTPATHS:
         return 0
     return min(len(os.sched_getaffinity(0)), 8)
+
+
+def pytest_collection_modifyitems(items):
+    """The file that takes minutes goes first: begun last, one process would wait for it alone."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
 
 
 def pytest_runtest_setup(item):

@@ -201,13 +201,19 @@ def link_checkout(folder: Path) -> Path:
     return folder
 
 
-def run_program(program: Program, folder: Path, *, timeout_s: float) -> str:
+def run_program(program: Program, folder: Path, *, timeout_s: float, quick_compiles: bool = False) -> str:
     """Runs a program in a folder. Returns what it prints.
+
+    XLA compiles as it does for a reader, or with `quick_compiles` as it does for the tests. It has none of
+    their fake devices.
 
     Raises:
       BlockError: where it fails.
     """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    if quick_compiles:
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        environment["XLA_FLAGS"] = " ".join(flag for flag in flags if "device_count" not in flag)
     run = subprocess.run(
         [sys.executable, "-m", program.module, *program.arguments],
         cwd=folder,
