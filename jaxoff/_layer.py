@@ -6,15 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from jaxoff import _compat
-from jaxoff._compat import Var
+from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
-from jaxoff._inline import inlined, now
 from jaxoff._marks import Tag
-from jaxoff._parts import Part, evaluated
 from jaxoff._policy import DOTS, Placement
 from jaxoff._units import Units, dependents, is_heavy
 
@@ -104,49 +99,52 @@ class Layer:
         return {value.label: None for value in self.values if value.label is not None and not value.fixed}
 
 
-def layer_of(part: Part, device: Device) -> Layer:
-    """Differentiates a turn of a part as if everything were kept, and looks at every kernel.
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A turn of a part, differentiated.
+
+    Attributes:
+      turns: how many there are; 1 outside of loops.
+      eqns: what its backward pass needs of the forward pass, then the backward pass: a straight-line program.
+      carried: inputs that only `jax.checkpoint` keeps for the backward pass. The program's own inputs,
+        weights among them, live anyway.
+      cotangents: what the backward pass takes from that of the layer behind.
+      results, gradients: of the two passes, as far as `eqns` make them.
+      source: where it is written.
+      sums: of the cotangents, gradients so far, which a turn adds to in place.
+      forward: the forward pass, where `eqns` lack what only its results need.
+    """
+
+    turns: int
+    eqns: tuple[JaxprEqn, ...]
+    carried: tuple[Var, ...]
+    cotangents: tuple[Var, ...]
+    results: frozenset[Var]
+    gradients: frozenset[Var]
+    source: str
+    sums: frozenset[Var] = frozenset()
+    forward: Turn | None = None
+
+
+def layer_of(turn: Turn, device: Device) -> Layer:
+    """Looks at every kernel of a turn.
 
     Args:
-      part: the part.
+      turn: the turn.
       device: speeds of what runs it.
     """
-    return _Traced(part, device).layer()
+    return _Traced(turn, device).layer()
 
 
 class _Traced:
-    def __init__(self, part: Part, device: Device):
-        self._part, self._device = part, device
-        operands = [_compat.struct_of(v.aval) for v in part.turn.jaxpr.invars]
-        results = [_compat.struct_of(v.aval) for v in part.turn.jaxpr.outvars]
-        wanted = part.differentiated
-
-        def both(operands, cotangents):
-            def run(*free):
-                rest = iter(free)
-                full = [next(rest) if d else x for x, d in zip(operands, wanted, strict=True)]
-                out = evaluated(part.turn, full, _without_checkpoint)
-                return [x for x in out if jnp.issubdtype(x.dtype, jnp.inexact)], out
-
-            free = [x for x, d in zip(operands, wanted, strict=True) if d]
-            _, pullback, out = jax.vjp(run, *free, has_aux=True)
-            return out, pullback(cotangents)
-
-        cotangents = [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
-        jaxpr = jax.make_jaxpr(both)(operands, cotangents).jaxpr
-        jaxpr, _ = _compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-        renamed = {}
-        self.eqns = list(inlined(jaxpr.eqns, renamed))
-        outs = [now(renamed, v) for v in jaxpr.outvars]
-        self.inputs, self.cotangents = jaxpr.invars[: len(operands)], jaxpr.invars[len(operands) :]
-        self.results = {v for v in outs[: len(results)] if isinstance(v, Var)}
-        self.gradients = {v for v in outs[len(results) :] if isinstance(v, Var)}
+    def __init__(self, turn: Turn, device: Device):
+        self._turn, self._device, self.eqns = turn, device, turn.eqns
         named = {eqn.outvars[0] for eqn in self.eqns if _compat.name_in(eqn) is not None}
         dots = {eqn.outvars[0] for eqn in self.eqns if eqn.primitive.name in DOTS}
-        is_backward = dependents(self.eqns, set(self.cotangents))
+        is_backward = dependents(self.eqns, set(turn.cotangents))
         made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         dots = {v for v in dots if not is_backward[made[v]]}
-        self.units = Units(self.eqns, frozenset(self.results | self.gradients | named | dots))
+        self.units = Units(self.eqns, frozenset(turn.results | turn.gradients | named | dots))
         self.forward = [i for i in self.units.all if not is_backward[i]]
         self.backward = [i for i in self.units.all if is_backward[i]]
 
@@ -154,36 +152,45 @@ class _Traced:
         self._half = max((_compat.nbytes(v.aval) for v in made), default=0) / 2
 
     def layer(self) -> Layer:
+        whole = self if self._turn.forward is None else _Traced(self._turn.forward, self._device)
         return Layer(
-            turns=self._part.turns,
-            values=tuple(self._values()),
-            forward=tuple(self._steps(self.forward, set())),
-            backward=tuple(self._steps(self.backward, set(self.cotangents))),
-            source=self._part.source,
+            turns=self._turn.turns,
+            values=tuple(self._values(whole.made_ms())),
+            forward=tuple(whole.steps(whole.forward, set())),
+            backward=tuple(self.steps(self.backward, {*self._turn.cotangents} - self._turn.sums)),
+            source=self._turn.source,
         )
 
-    def _values(self):
+    def made_ms(self) -> dict[str, list[float]]:
+        """By name, when the forward pass makes the values that have it."""
+        made: dict[str, list[float]] = {}
+        ends = 0.0
+        for i in self.forward:
+            ends += self._ms(i)
+            if (text := _compat.name_in(self.eqns[i])) is not None:
+                made.setdefault(text, []).append(ends)
+        return made
+
+    def _values(self, made_ms: dict[str, list[float]]):
         """Inputs that the layer before makes, then what the layer makes."""
+        made_at = {text: iter(times) for text, times in made_ms.items()}
         step = {i: s for s, i in enumerate(self.backward)}
         read: dict[Var, list[int]] = {}
         for i in self.backward:
             for v in self.units.reads[i]:
                 read.setdefault(v, []).append(step[i])
         number: dict[Var, int] = {}
-        for v, carried in zip(self.inputs, self._part.carried, strict=True):
-            if carried:
-                number[v] = len(number)
-                when = read.get(v, [])
-                first, last = (min(when), max(when)) if when else (None, None)
-                nbytes = _compat.nbytes(v.aval)
-                yield Value(nbytes, self._is_large(v), 0.0, (), first, last, carried=True)
-        count, ends = len(number), 0.0
+        for v in self._turn.carried:
+            number[v] = len(number)
+            when = read.get(v, [])
+            first, last = (min(when), max(when)) if when else (None, None)
+            yield Value(_compat.nbytes(v.aval), self._is_large(v), 0.0, (), first, last, carried=True)
+        count = len(number)
         for i in self.forward:
             eqn = self.eqns[i]
             reads = tuple(sorted({number[v] for v in self.units.reads[i] if v in number}))
             when = [s for v in eqn.outvars for s in read.get(v, [])]
-            ms = 0.0 if self._is_another_name(i) else self.units.ms(i, self._device)
-            ends += ms
+            text = _compat.name_in(eqn)
             for v in eqn.outvars:
                 number[v] = count
             count += 1
@@ -193,7 +200,7 @@ class _Traced:
                     _compat.nbytes(v.aval) for v in eqn.outvars if v in read or v in self.units.readers
                 ),
                 is_large=any(map(self._is_large, eqn.outvars)),
-                ms=ms,
+                ms=self._ms(i),
                 reads=reads,
                 first=min(when, default=None),
                 last=max(when, default=None),
@@ -201,7 +208,7 @@ class _Traced:
                 fixed=fixed,
                 shape=_shape_of(eqn.outvars[0].aval),
                 source=_compat.source_line(eqn),
-                made_ms=ends,
+                made_ms=0.0 if text is None else next(made_at[text], 0.0),
             )
 
     def _label(self, i: int) -> tuple[str | None, Placement | None]:
@@ -213,6 +220,9 @@ class _Traced:
         placed: dict[Any, Placement] = {"not_offload": "device", "offload": "host"}
         return tag.label or f"({tag.mark})", placed.get(tag.mark)
 
+    def _ms(self, i: int) -> float:
+        return 0.0 if self._is_another_name(i) else self.units.ms(i, self._device)
+
     def _is_another_name(self, i: int) -> bool:
         """Whether a value is another one of the same size under a name."""
         eqn, reads = self.eqns[i], self.units.reads[i]
@@ -220,18 +230,18 @@ class _Traced:
         same_size = len(reads) == 1 and _compat.nbytes(reads[0].aval) == _compat.nbytes(eqn.outvars[0].aval)
         return same_size and names <= _NAMES
 
-    def _steps(self, order: Sequence[int], given: set[Var]):
+    def steps(self, order: Sequence[int], given: set[Var]):
         """The memory of a pass: what it makes itself, from being made to the last reader."""
         made = given | {v for i in order for v in self.eqns[i].outvars}
         last: dict[Var, int] = {}
         for s, i in enumerate(order):
             last |= dict.fromkeys((v for v in self.units.reads[i] if v in made), s)
-        last |= dict.fromkeys(self.results & made, len(order))
+        last |= dict.fromkeys(self._turn.results & made, len(order))
         live, ends = self._sizes(v for v in given if v in last), 0.0
         for s, i in enumerate(order):
             eqn, reads = self.eqns[i], self.units.reads[i]
             ends += self.units.ms(i, self._device)
-            new = self._sizes(v for v in eqn.outvars if v in last or v in self.gradients)
+            new = self._sizes(v for v in eqn.outvars if v in last or v in self._turn.gradients)
             dying = [v for v in reads if last.get(v) == s]
             # An elementwise kernel writes over what nothing reads after it, of the forward pass, too.
             ended = [
@@ -239,7 +249,9 @@ class _Traced:
             ]
             over = (0, 0) if is_heavy(eqn) else self._sizes((*dying, *ended))
             small, large = (a + max(0, b - c) for a, b, c in zip(live, new, over, strict=True))
-            only = [v for v in eqn.outvars if v in self.gradients and v not in last and self._part.turns > 1]
+            only = [
+                v for v in eqn.outvars if v in self._turn.gradients and v not in last and self._turn.turns > 1
+            ]
             written = sum(_compat.nbytes(v.aval) for v in only if not self._is_large(v))
             what = f"{eqn.primitive.name} {_compat.source_line(eqn)}".strip()
             yield Step(what, small, large, min(written, small), ends)
@@ -262,10 +274,3 @@ class _Traced:
 
 def _shape_of(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else ""
-
-
-def _without_checkpoint(eqn, operands):
-    checkpoint = _compat.checkpoint_in(eqn)
-    if checkpoint is None:
-        return None
-    return evaluated(_compat.ClosedJaxpr(checkpoint.jaxpr, ()), operands, _without_checkpoint)

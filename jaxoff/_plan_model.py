@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 
 from jaxoff._cost import Device
 from jaxoff._layer import Layer, Step, Value
-from jaxoff._parts import Point
 from jaxoff._policy import Placement
+from jaxoff._timeline import Point
 
 type Choice = Mapping[str, Placement]
 
@@ -127,10 +127,16 @@ class LayerModel:
       layer: the turn.
       count: how many parts are like it.
       device: speeds.
+      runs: how often each runs in a step.
     """
 
-    def __init__(self, layer: Layer, count: int, device: Device):
-        self.layer, self.count, self.device = layer, count, device
+    def __init__(self, layer: Layer, count: int, device: Device, runs: int = 1):
+        self.layer, self.count, self.device, self.runs = layer, count, device, runs
+
+    @property
+    def turns(self) -> int:
+        """How many turns of such parts a step has."""
+        return self.layer.turns * self.count * self.runs
 
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:
@@ -326,7 +332,7 @@ class Model:
         uses = [kind.use(choice) for kind in self.layers]
         times = Times(self.outside_ms)
         for kind, use in zip(self.layers, uses, strict=True):
-            times += kind.times(use) * (kind.layer.turns * kind.count)
+            times += kind.times(use) * kind.turns
         host = sum(kind.count * kind.host_nbytes(use) for kind, use in zip(self.layers, uses, strict=True))
         return Cost(times, max(self.timeline(choice), key=lambda moment: moment.nbytes), host)
 

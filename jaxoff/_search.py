@@ -154,7 +154,7 @@ class _Kind:
 
     def _time(self) -> None:
         program, model, layer = self._program, self._model, self.layer
-        turns = layer.turns * model.count
+        turns = model.turns
         exposed = program.variable(np.inf), program.variable(np.inf)
         again = [(v, layer.values[n].ms) for n, v in self.again.items()]
         sent = [(v, model.d2h_ms(n)) for n, v in self.moved.items()]

@@ -8,7 +8,7 @@ import pytest
 
 import jaxoff
 from jaxoff._cost import Device
-from jaxoff._layer import UNNAMED_DOTS, layer_of
+from jaxoff._layer import UNNAMED_DOTS
 from jaxoff._plan_model import SLOWED, LayerModel, Model
 from tests.jaxoff.planned import (
     ACT_NBYTES,
@@ -33,10 +33,7 @@ INSTANT = dataclasses.replace(DEVICE, d2h_gbps=1e9, h2d_gbps=1e9)
 
 def model(fun=None, device=DEVICE, resident=0):
     found = divided(fun or scanned(), *arguments(), device=device)
-    kinds = [
-        LayerModel(layer_of(kind, device), n, device)
-        for kind, n in zip(found.kinds, found.counts, strict=True)
-    ]
+    kinds = [LayerModel(kind, n, device) for kind, n in zip(found.layers, found.counts, strict=True)]
     return Model(tuple(kinds), found.points, found.argument_nbytes, resident, found.outside_ms)
 
 
@@ -61,7 +58,7 @@ def test_residual_bytes_are_those_of_the_differentiated_program(x_in, act):
 def test_layers_one_after_the_other_are_of_one_kind():
     found = divided(unrolled, *arguments())
     assert sorted(found.counts) == [1, LAYERS - 1]  # the first one's input is the program's
-    assert [kind.turns for kind in found.kinds] == [1, 1]
+    assert [kind.turns for kind in found.layers] == [1, 1]
     assert {point.holds for point in found.points if point.kind is None} >= {(LAYERS - 1, 1), (0, 0)}
 
 
@@ -191,7 +188,7 @@ def test_the_dense_step_takes_about_what_was_measured():
     x = jax.ShapeDtypeStruct((4 * 4096, 4096), jnp.bfloat16)
     weights = {"up": wide, "down": jax.ShapeDtypeStruct((12, 16384, 4096), jnp.bfloat16)}
     h200 = Device.of("h200")
-    found = layer_of(divided(scanned(layer), weights, x, device=h200).kinds[0], h200)
+    (found,) = divided(scanned(layer), weights, x, device=h200).layers
     product_ms = 1e3 * 2 * 16384 * 4096 * 16384 / 650e12
     assert found.forward_ms == pytest.approx(2 * product_ms, rel=0.25)
     assert found.backward_ms == pytest.approx(4 * product_ms, rel=0.15)
