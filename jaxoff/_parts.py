@@ -32,6 +32,7 @@ class Part:
       carried: by input of a turn, whether only `jax.checkpoint` keeps it for the backward pass. The program's
         own inputs, weights among them, live anyway.
       differentiated: by input of a turn, whether its gradient is needed.
+      num_rows: how many of the inputs, the last ones, are rows of stacks.
       source: where it is written.
     """
 
@@ -39,6 +40,7 @@ class Part:
     turns: int
     carried: tuple[bool, ...]
     differentiated: tuple[bool, ...]
+    num_rows: int
     source: str
 
 
@@ -214,10 +216,14 @@ class _Outside:
             checkpoint = _compat.checkpoint_in(eqn)
             assert checkpoint is not None
             turn = ClosedJaxpr(checkpoint.jaxpr, ())
-            return Part(turn, 1, tuple(kept), needed, source)
+            return Part(turn, 1, tuple(kept), needed, 0, source)
         carried = range(layout.num_consts, layout.num_consts + layout.num_carry)
         kept = tuple(k in carried for k in range(len(needed)))
-        return Part(eqn.params["jaxpr"], layout.length, kept, needed, source)
+        # What goes from turn to turn has a gradient there, whether or not the first one's is used.
+        floating = (_is_inexact(v.aval) for v in eqn.invars)
+        needed = tuple(n or (k and f) for n, k, f in zip(needed, kept, floating, strict=True))
+        num_rows = len(eqn.invars) - carried.stop
+        return Part(eqn.params["jaxpr"], layout.length, kept, needed, num_rows, source)
 
 
 def _differentiated(part: Part) -> Turn:
@@ -251,6 +257,7 @@ def _differentiated(part: Part) -> Turn:
         results=frozenset(v for v in outs[: len(results)] if isinstance(v, Var)),
         gradients=frozenset(v for v in outs[len(results) :] if isinstance(v, Var)),
         source=part.source,
+        rows=tuple(jaxpr.invars[len(operands) - part.num_rows : len(operands)]),
     )
 
 

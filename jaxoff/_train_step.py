@@ -176,7 +176,7 @@ class _Steps:
             results=frozenset(),
             gradients=frozenset(back.results),
             source=_compat.source_line(eqn),
-            sums=back.sums(range(layout.num_consts, first), layout),
+            rows=tuple(v for k, v in enumerate(back.inputs) if k >= first and k not in stacks | cotangents),
         )
         like = [str(eqn.params["jaxpr"]), tuple(stacks), tuple(cotangents)]
         kept = frozenset(eqn.invars[k] for k in stacks)
@@ -253,12 +253,6 @@ class _Flat:
         while (eqn := self.maker(v)) is not None and eqn.primitive.name in VIEWS and variables(eqn):
             v = variables(eqn)[0]
         return v in inputs
-
-    def sums(self, carry: range, layout: ScanLayout) -> frozenset[Var]:
-        """What a turn of a loop only adds to: gradients of what all turns read."""
-        pairs = ((self.inputs[k], self.maker(self.outs[k - layout.num_consts])) for k in carry)
-        added = (v for v, eqn in pairs if eqn and eqn.primitive.name == "add_any" and v in eqn.invars)
-        return frozenset(v for v in added if self.reads[v] == 1)
 
 
 def _carry(eqn: JaxprEqn) -> frozenset[Any]:

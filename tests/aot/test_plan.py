@@ -1,5 +1,6 @@
 """The planner's predicted peak against that of programs compiled for an H200."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 from jax import lax
 
 import jaxoff
+from bench.frontier_points import Point, planner_of
+from bench.step_models import Workload
 
 pytestmark = pytest.mark.aot
 
@@ -138,3 +141,27 @@ def test_the_peak_of_a_train_step_is_that_of_the_compiled_program(fixed):
     peak, host = compiled_step(jitted(found.policy), *args)
     assert found.peak_bytes == pytest.approx(peak, rel=PRECISION)
     assert found.host_bytes == host
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("workload", "choices"),
+    [
+        ("nano-b4-l2", {}),
+        ("nano-b4-l2", {"attn.norm_in": MOVE, "attn.proj_in": MOVE, "mlp.norm_in": MOVE, "moe.act": SAVE}),
+        ("mixtral-b4-l2", {}),
+    ],
+)
+def test_the_peak_of_experts_is_that_of_the_compiled_program(workload, choices, monkeypatch):
+    """The block of the model, with the kernels and the attention that it has on the GPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    layers, target = Workload.parse(workload), jaxoff.target("h200")
+    with target.tracing():
+        planner = planner_of(layers)
+    others = dict.fromkeys(planner.model.labels, "recompute")
+    found = planner.plan(1e12, None, others | choices, 0.0)
+    point = Point(workload, "plan", dataclasses.asdict(found.policy))
+    memory = target.compile(point.step(layers).jitted, *layers.shapes("scanned")).memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert found.peak_bytes == pytest.approx(held - memory.alias_size_in_bytes, rel=PRECISION)
+    assert found.host_bytes == memory.host_temp_size_in_bytes

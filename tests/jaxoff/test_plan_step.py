@@ -113,6 +113,8 @@ def test_microbatches_take_their_time_and_a_sum_of_gradients():
     assert (kind.runs, kind.turns) == (3, 3 * LAYERS)
     found, expected = three.cost(choice), loss.cost(choice)
     assert found.times.recomputed == pytest.approx(3 * expected.times.recomputed)
+    # Each turn of a loop hands a gradient on, though that of the rows is not asked for.
+    assert kind.layer.backward_ms == loss.layers[0].layer.backward_ms
     assert found.times.slowed == pytest.approx(3 * expected.times.slowed)
     assert found.host_nbytes == expected.host_nbytes
     # The sum of gradients, and the rows of all microbatches beside those of one; no loss.
