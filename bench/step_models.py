@@ -1,9 +1,9 @@
 """What `bench.step` trains: stacks of equal layers, weights and inputs, and which of their values move.
 
-Two layers. `dense`: attention and a squared-ReLU MLP, width 4096, bf16, sequence 4096. `nano`: the block of
-the `nano` model (`models`), attention and 128 experts, whose grouped MLP is the fused one on a GPU;
-`nano_act` is the same with another choice of values. A workload is written `dense-b4-l12`: layer, batch,
-layers.
+Three layers. `dense`: attention and a squared-ReLU MLP, width 4096, bf16, sequence 4096. `nano`: the block
+of the `nano` model (`models`), attention and 128 experts, whose grouped MLP is the fused one on a GPU;
+`nano_act` is the same with another choice of values. `mixtral`: that of the `mixtral` model, 8 wide experts.
+A workload is written `dense-b4-l12`: layer, batch, layers.
 
 Shapes: B batch, S sequence, D width.
 """
@@ -57,20 +57,23 @@ class Kind:
     maxtext: Moves
 
 
-_NANO_SAVED = ("moe.probs", "moe.act")
+_MOE_SAVED = ("moe.probs", "moe.act")
+_MOE = Kind(
+    Moves(("attn.norm_in", "attn.proj_in", "mlp.norm_in"), _MOE_SAVED),
+    Moves(("decoder_layer_input", "attn.proj_in", "mlp.norm_in"), _MOE_SAVED),
+)
 KINDS = {
     # MaxText has no name for the sum before the MLP: it keeps the projection, and adds again.
     "dense": Kind(Moves(("x_in", "attn", "mlp_in")), Moves(("decoder_layer_input", "context", "out_proj"))),
     # The narrow values: 310 MB a layer at batch 4, about 6 ms of link.
-    "nano": Kind(
-        Moves(("attn.norm_in", "attn.proj_in", "mlp.norm_in"), _NANO_SAVED),
-        Moves(("decoder_layer_input", "attn.proj_in", "mlp.norm_in"), _NANO_SAVED),
-    ),
+    "nano": _MOE,
     # Only the wide one: the activations of the experts, 365 MB.
     "nano_act": Kind(
         Moves(("moe.act",), ("attn.norm_in", "mlp.norm_in", "moe.probs")),
         Moves(("moe.act",), ("decoder_layer_input", "mlp.norm_in", "moe.probs")),
     ),
+    # 403 MB a layer at batch 4.
+    "mixtral": _MOE,
 }
 _MAXTEXT_NAMES = {"x_in": "decoder_layer_input", "attn": "context", "out_proj": "out_proj"}
 _PLANNED_NAMES = ("qkv", "out_proj", "pre", "down")
@@ -161,7 +164,7 @@ class Workload:
     def _config(self) -> Config:
         if self.tiny:
             return Config.preset("tiny", num_layers=self.layers, first_k_dense=0)
-        return Config.preset("nano", num_layers=self.layers)
+        return Config.preset(self.kind.removesuffix("_act"), num_layers=self.layers)
 
     @property
     def _graph(self) -> nnx.GraphDef:

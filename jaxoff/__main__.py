@@ -46,13 +46,13 @@ def plan(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="Called without arguments, returns (loss, *arguments of the loss).",
+            help="Called without arguments, returns (loss, *its arguments) or (train step, *its arguments).",
         ),
     ],
     device_gb: Annotated[float, typer.Option(help="Budget of device memory, GB (10^9 bytes).")],
     host_gb: Annotated[float | None, typer.Option(help="Budget of pinned host memory, GB.")] = None,
     resident_gb: Annotated[
-        float, typer.Option(help="What else is on the device: an optimizer's state, GB.")
+        float, typer.Option(help="What else is on the device: with a loss, an optimizer's state, GB.")
     ] = 0.0,
     device: Annotated[str, typer.Option(help="A shipped profile or the path of one.")] = "h200",
     gpus: Annotated[int, typer.Option(help="How many GPUs of the host copy at once.")] = 1,
@@ -61,7 +61,7 @@ def plan(
         str | None, typer.Option("--frontier", help="Draw time against memory into this file.")
     ] = None,
 ) -> None:
-    """Plan where the residuals of a loss live, within a budget of device memory.
+    """Plan where the residuals of a loss or a train step live, within a budget of device memory.
 
     Exit status 2, with the reason, where there is no plan.
     """
@@ -69,17 +69,17 @@ def plan(
     from jaxoff._user_function import user_function
 
     try:
-        loss, *arguments = user_function(function)
+        fun, *arguments = user_function(function)
         given: dict[str, Any] = dict(
             host_bytes=None if host_gb is None else host_gb * 1e9,
             resident_bytes=resident_gb * 1e9,
             link=gpus,
             device=jaxoff.Device.of(device),
         )
-        found = jaxoff.plan(loss, *arguments, device_bytes=device_gb * 1e9, **given)
+        found = jaxoff.plan(fun, *arguments, device_bytes=device_gb * 1e9, **given)
         print(found.to_json() if as_json else found)
         if picture is not None:
-            jaxoff.frontier(loss, *arguments, **given).draw(picture)
+            jaxoff.frontier(fun, *arguments, **given).draw(picture)
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

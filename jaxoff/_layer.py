@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from jaxoff import _compat
-from jaxoff._compat import Var
+from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
-from jaxoff._inline import inlined, now
 from jaxoff._marks import Tag
-from jaxoff._parts import Part, evaluated
 from jaxoff._policy import DOTS, Placement
-from jaxoff._units import Units, dependents, is_heavy
+from jaxoff._units import Units, dependents, is_heavy, variables
 
 # Stands for the outputs of dots and convolutions that have no name.
 UNNAMED_DOTS = "(dots)"
@@ -40,6 +35,9 @@ class Value:
       carried: whether the layer takes it from the layer before.
       shape, source: for people.
       made_ms: when the forward pass has made it.
+      whole: the first and the last step of the backward pass at which a kernel reads it whole. Others read a
+        row of a stack where it is.
+      same_as: the number of a value that this is another name of, in the same memory.
     """
 
     nbytes: int
@@ -54,6 +52,8 @@ class Value:
     shape: str = ""
     source: str = ""
     made_ms: float = 0.0
+    whole: tuple[int, int] | None = None
+    same_as: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,10 @@ class Step:
     Attributes:
       what: the operation.
       small, large: bytes in use, of values up to half as large as the layer's largest and of others.
-      written: of that, results of the part, which can be written to their place at once.
+      written: of the small ones, results of the part, which can be written to their place at once.
       ends_ms: when it is done.
+      handed_on: of the small ones, what can take the memory of the cotangent.
+      shared: kernels that it may be one with.
     """
 
     what: str
@@ -72,6 +74,26 @@ class Step:
     large: int
     written: int
     ends_ms: float
+    handed_on: int = 0
+    shared: tuple[Shared, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What a kernel reads of a stack, and others read to make values again: XLA makes one kernel of them.
+
+    It has several results, and writes none of them over what it reads.
+
+    Attributes:
+      value: the number of what they read.
+      again: the numbers of what the others make.
+      small, large: bytes that the kernel alone would have written over something.
+    """
+
+    value: int
+    again: tuple[int, ...]
+    small: int
+    large: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,104 +126,138 @@ class Layer:
         return {value.label: None for value in self.values if value.label is not None and not value.fixed}
 
 
-def layer_of(part: Part, device: Device) -> Layer:
-    """Differentiates a turn of a part as if everything were kept, and looks at every kernel.
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A turn of a part, differentiated.
+
+    Attributes:
+      turns: how many there are; 1 outside of loops.
+      eqns: what its backward pass needs of the forward pass, then the backward pass: a straight-line program.
+      carried: inputs that only `jax.checkpoint` keeps for the backward pass. The program's own inputs,
+        weights among them, live anyway.
+      cotangents: what the backward pass takes from that of the layer behind.
+      results, gradients: of the two passes, as far as `eqns` make them.
+      source: where it is written.
+      rows: inputs that a loop takes out of stacks of the program's, such as weights.
+      forward: the forward pass, where `eqns` lack what only its results need.
+    """
+
+    turns: int
+    eqns: tuple[JaxprEqn, ...]
+    carried: tuple[Var, ...]
+    cotangents: tuple[Var, ...]
+    results: frozenset[Var]
+    gradients: frozenset[Var]
+    source: str
+    rows: tuple[Var, ...] = ()
+    forward: Turn | None = None
+
+
+def layer_of(turn: Turn, device: Device) -> Layer:
+    """Looks at every kernel of a turn.
 
     Args:
-      part: the part.
+      turn: the turn.
       device: speeds of what runs it.
     """
-    return _Traced(part, device).layer()
+    return _Traced(turn, device).layer()
 
 
 class _Traced:
-    def __init__(self, part: Part, device: Device):
-        self._part, self._device = part, device
-        operands = [_compat.struct_of(v.aval) for v in part.turn.jaxpr.invars]
-        results = [_compat.struct_of(v.aval) for v in part.turn.jaxpr.outvars]
-        wanted = part.differentiated
-
-        def both(operands, cotangents):
-            def run(*free):
-                rest = iter(free)
-                full = [next(rest) if d else x for x, d in zip(operands, wanted, strict=True)]
-                out = evaluated(part.turn, full, _without_checkpoint)
-                return [x for x in out if jnp.issubdtype(x.dtype, jnp.inexact)], out
-
-            free = [x for x, d in zip(operands, wanted, strict=True) if d]
-            _, pullback, out = jax.vjp(run, *free, has_aux=True)
-            return out, pullback(cotangents)
-
-        cotangents = [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
-        jaxpr = jax.make_jaxpr(both)(operands, cotangents).jaxpr
-        jaxpr, _ = _compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-        renamed = {}
-        self.eqns = list(inlined(jaxpr.eqns, renamed))
-        outs = [now(renamed, v) for v in jaxpr.outvars]
-        self.inputs, self.cotangents = jaxpr.invars[: len(operands)], jaxpr.invars[len(operands) :]
-        self.results = {v for v in outs[: len(results)] if isinstance(v, Var)}
-        self.gradients = {v for v in outs[len(results) :] if isinstance(v, Var)}
+    def __init__(self, turn: Turn, device: Device):
+        self._turn, self._device, self.eqns = turn, device, turn.eqns
         named = {eqn.outvars[0] for eqn in self.eqns if _compat.name_in(eqn) is not None}
         dots = {eqn.outvars[0] for eqn in self.eqns if eqn.primitive.name in DOTS}
-        is_backward = dependents(self.eqns, set(self.cotangents))
+        is_backward = dependents(self.eqns, set(turn.cotangents))
         made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         dots = {v for v in dots if not is_backward[made[v]]}
-        self.units = Units(self.eqns, frozenset(self.results | self.gradients | named | dots))
+        self.units = Units(self.eqns, frozenset(turn.results | turn.gradients | named | dots))
         self.forward = [i for i in self.units.all if not is_backward[i]]
         self.backward = [i for i in self.units.all if is_backward[i]]
 
         made = (v for i in self.forward for v in self.eqns[i].outvars)
+        self._number: dict[Var, int] = {}  # of the values
         self._half = max((_compat.nbytes(v.aval) for v in made), default=0) / 2
 
     def layer(self) -> Layer:
+        whole = self if self._turn.forward is None else _Traced(self._turn.forward, self._device)
+        values = tuple(self._values(whole.made_ms()))
         return Layer(
-            turns=self._part.turns,
-            values=tuple(self._values()),
-            forward=tuple(self._steps(self.forward, set())),
-            backward=tuple(self._steps(self.backward, set(self.cotangents))),
-            source=self._part.source,
+            turns=self._turn.turns,
+            values=values,
+            forward=tuple(whole.steps(whole.forward)),
+            backward=tuple(self.steps(self.backward)),
+            source=self._turn.source,
         )
 
-    def _values(self):
+    def made_ms(self) -> dict[str, list[float]]:
+        """By name, when the forward pass makes the values that have it."""
+        made: dict[str, list[float]] = {}
+        ends = 0.0
+        for i in self.forward:
+            ends += self._ms(i)
+            if (text := _compat.name_in(self.eqns[i])) is not None:
+                made.setdefault(text, []).append(ends)
+        return made
+
+    def _values(self, made_ms: dict[str, list[float]]):
         """Inputs that the layer before makes, then what the layer makes."""
+        made_at = {text: iter(times) for text, times in made_ms.items()}
         step = {i: s for s, i in enumerate(self.backward)}
         read: dict[Var, list[int]] = {}
+        whole: dict[Var, list[int]] = {}
         for i in self.backward:
             for v in self.units.reads[i]:
                 read.setdefault(v, []).append(step[i])
-        number: dict[Var, int] = {}
-        for v, carried in zip(self.inputs, self._part.carried, strict=True):
-            if carried:
+                if is_heavy(self.eqns[i]):
+                    whole.setdefault(v, []).append(step[i])
+        number = self._number
+        for v in self._turn.carried:
+            number[v] = len(number)
+            first, last = _ends(read.get(v, ())) or (None, None)
+            yield Value(
+                _compat.nbytes(v.aval),
+                self._is_large(v),
+                0.0,
+                (),
+                first,
+                last,
+                carried=True,
+                whole=_ends(whole.get(v, ())),
+            )
+        for v in self._turn.rows:
+            if sizes := self._copied(v):
                 number[v] = len(number)
-                when = read.get(v, [])
-                first, last = (min(when), max(when)) if when else (None, None)
-                nbytes = _compat.nbytes(v.aval)
-                yield Value(nbytes, self._is_large(v), 0.0, (), first, last, carried=True)
-        count, ends = len(number), 0.0
+                first, last = _ends(whole.get(v, ())) or (None, None)
+                yield Value(max(sizes), max(sizes) > self._half, 0.0, (), first, last)
+        count = len(number)
         for i in self.forward:
             eqn = self.eqns[i]
             reads = tuple(sorted({number[v] for v in self.units.reads[i] if v in number}))
             when = [s for v in eqn.outvars for s in read.get(v, [])]
-            ms = 0.0 if self._is_another_name(i) else self.units.ms(i, self._device)
-            ends += ms
+            text = _compat.name_in(eqn)
             for v in eqn.outvars:
                 number[v] = count
             count += 1
             label, fixed = self._label(i)
+            same_as = reads[0] if len(reads) == 1 and self._is_another_name(i) else None
+            first, last = _ends(when) or (None, None)
             yield Value(
                 nbytes=sum(
                     _compat.nbytes(v.aval) for v in eqn.outvars if v in read or v in self.units.readers
                 ),
                 is_large=any(map(self._is_large, eqn.outvars)),
-                ms=ms,
+                ms=self._ms(i),
                 reads=reads,
-                first=min(when, default=None),
-                last=max(when, default=None),
+                first=first,
+                last=last,
                 label=label,
                 fixed=fixed,
                 shape=_shape_of(eqn.outvars[0].aval),
                 source=_compat.source_line(eqn),
-                made_ms=ends,
+                made_ms=0.0 if text is None else next(made_at[text], 0.0),
+                whole=_ends([s for v in eqn.outvars for s in whole.get(v, ())]),
+                same_as=same_as,
             )
 
     def _label(self, i: int) -> tuple[str | None, Placement | None]:
@@ -213,6 +269,9 @@ class _Traced:
         placed: dict[Any, Placement] = {"not_offload": "device", "offload": "host"}
         return tag.label or f"({tag.mark})", placed.get(tag.mark)
 
+    def _ms(self, i: int) -> float:
+        return 0.0 if self._is_another_name(i) else self.units.ms(i, self._device)
+
     def _is_another_name(self, i: int) -> bool:
         """Whether a value is another one of the same size under a name."""
         eqn, reads = self.eqns[i], self.units.reads[i]
@@ -220,31 +279,84 @@ class _Traced:
         same_size = len(reads) == 1 and _compat.nbytes(reads[0].aval) == _compat.nbytes(eqn.outvars[0].aval)
         return same_size and names <= _NAMES
 
-    def _steps(self, order: Sequence[int], given: set[Var]):
-        """The memory of a pass: what it makes itself, from being made to the last reader."""
-        made = given | {v for i in order for v in self.eqns[i].outvars}
+    def _copied(self, v: Var) -> list[int]:
+        """The bytes of a row, as each kernel takes it that reads it whole, perhaps as another type."""
+        sizes = []
+        for i in self.units.readers.get(v, ()):
+            if is_heavy(self.eqns[i]):
+                made = {w: self.eqns[j] for j in self.units.between[i] for w in self.eqns[j].outvars}
+                for w in variables(self.eqns[i]):
+                    if v in _made_from(w, made):
+                        sizes.append(_compat.nbytes(w.aval))
+        return sizes
+
+    def steps(self, order: Sequence[int]) -> list[Step]:
+        """The memory of a pass: what it makes itself, from being made to the last reader.
+
+        The cotangent that it is given, and the one that it hands on in that memory, are the caller's.
+        """
+        handed_on = self._handed_on()
+        steps = list(self._steps(order, handed_on & self._turn.gradients))
+        least = self._steps(order, handed_on)
+        return [
+            dataclasses.replace(step, handed_on=step.small - other.small)
+            for step, other in zip(steps, least, strict=True)
+        ]
+
+    def _steps(self, order: Sequence[int], elsewhere: set[Var]) -> Iterator[Step]:
+        """As `steps`, but for what has its memory elsewhere."""
+        made = {v for i in order for v in self.eqns[i].outvars} - elsewhere
         last: dict[Var, int] = {}
         for s, i in enumerate(order):
             last |= dict.fromkeys((v for v in self.units.reads[i] if v in made), s)
-        last |= dict.fromkeys(self.results & made, len(order))
-        live, ends = self._sizes(v for v in given if v in last), 0.0
+        last |= dict.fromkeys(self._turn.results & made, len(order))
+        gradients = self._turn.gradients & made
+        live, ends = (0, 0), 0.0
         for s, i in enumerate(order):
             eqn, reads = self.eqns[i], self.units.reads[i]
             ends += self.units.ms(i, self._device)
-            new = self._sizes(v for v in eqn.outvars if v in last or v in self.gradients)
+            new = self._sizes(v for v in eqn.outvars if v in last or v in gradients)
             dying = [v for v in reads if last.get(v) == s]
             # An elementwise kernel writes over what nothing reads after it, of the forward pass, too.
-            ended = [
-                v for v in reads if v not in last and v in self.units.maker and self._last_reader(v) == i
-            ]
+            ended = [v for v in reads if v not in last and v in self.units.maker and self._is_over(v, i + 1)]
             over = (0, 0) if is_heavy(eqn) else self._sizes((*dying, *ended))
-            small, large = (a + max(0, b - c) for a, b, c in zip(live, new, over, strict=True))
-            only = [v for v in eqn.outvars if v in self.gradients and v not in last and self._part.turns > 1]
+            over = min(over[0], new[0]), min(over[1], new[1])
+            small, large = (a + b - c for a, b, c in zip(live, new, over, strict=True))
+            only = [v for v in eqn.outvars if self._turn.turns > 1 and v in gradients and v not in last]
             written = sum(_compat.nbytes(v.aval) for v in only if not self._is_large(v))
             what = f"{eqn.primitive.name} {_compat.source_line(eqn)}".strip()
-            yield Step(what, small, large, min(written, small), ends)
+            shared = tuple(self._shared(reads, *over)) if any(over) else ()
+            yield Step(what, small, large, min(written, small), ends, shared=shared)
             stays = self._sizes(v for v in eqn.outvars if v in last)
             live = tuple(a + b - c for a, b, c in zip(live, stays, self._sizes(dying), strict=True))
+
+    def _shared(self, reads: Iterable[Var], small: int, large: int) -> Iterator[Shared]:
+        """What a kernel reads that others read, too, to make values of the forward pass."""
+        forward = {*self.forward}
+        for v in (v for v in reads if v in self._number):
+            others = (j for j in self.units.readers[v] if j in forward and not is_heavy(self.eqns[j]))
+            made = (self.eqns[j].outvars[0] for j in others if not self._is_another_name(j))
+            if again := tuple(self._number[w] for w in made):
+                yield Shared(self._number[v], again, small, large)
+
+    def _handed_on(self) -> set[Var]:
+        """What takes the memory of a cotangent: sums of it that kernels write over it, and a gradient."""
+        found: set[Var] = set()
+        there = {*self._turn.cotangents}
+        for i in self.backward:
+            eqn = self.eqns[i]
+            over = [v for v in self.units.reads[i] if v in there and self._is_over(v, i + 1)]
+            for w in eqn.outvars:
+                after = (v for v in there if v in over or self._is_over(v, i))
+                given = over if not is_heavy(eqn) else after if w in self._turn.gradients else ()
+                if (v := next((v for v in given if _kind(v) == _kind(w)), None)) is not None:
+                    found.add(w)
+                    there = there - {v} | {w}
+        return found
+
+    def _is_over(self, v: Var, i: int) -> bool:
+        """Whether nothing reads a value from a kernel on."""
+        return all(j < i for j in self.units.readers.get(v, ()))
 
     def _sizes(self, values) -> tuple[int, int]:
         """Bytes of the small and of the large among values."""
@@ -256,16 +368,26 @@ class _Traced:
     def _is_large(self, v: Var) -> bool:
         return _compat.nbytes(v.aval) > self._half
 
-    def _last_reader(self, v: Var) -> int:
-        return max(self.units.readers[v])
-
 
 def _shape_of(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else ""
 
 
-def _without_checkpoint(eqn, operands):
-    checkpoint = _compat.checkpoint_in(eqn)
-    if checkpoint is None:
-        return None
-    return evaluated(_compat.ClosedJaxpr(checkpoint.jaxpr, ()), operands, _without_checkpoint)
+def _ends(steps: Sequence[int]) -> tuple[int, int] | None:
+    """The first and the last, if there are any."""
+    return (min(steps), max(steps)) if steps else None
+
+
+def _kind(v: Var) -> Any:
+    return _compat.shape_of(v.aval), v.aval.dtype  # pyright: ignore
+
+
+def _made_from(v: Var, made: Mapping[Var, JaxprEqn]) -> set[Var]:
+    """A value, and all that equations make it from."""
+    found, todo = set(), [v]
+    while todo:
+        w = todo.pop()
+        if w not in found:
+            found.add(w)
+            todo += variables(made[w]) if w in made else []
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,10 @@ from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._inline import inlined, now
+from jaxoff._layer import Layer, Turn, layer_of
 from jaxoff._program import Program
-from jaxoff._units import Units, is_heavy
+from jaxoff._timeline import Call, Point, Timeline
+from jaxoff._units import variables
 
 _FORWARD, _BACKWARD = "jaxoff.forward.", "jaxoff.backward."
 
@@ -29,6 +32,7 @@ class Part:
       carried: by input of a turn, whether only `jax.checkpoint` keeps it for the backward pass. The program's
         own inputs, weights among them, live anyway.
       differentiated: by input of a turn, whether its gradient is needed.
+      num_rows: how many of the inputs, the last ones, are rows of stacks.
       source: where it is written.
     """
 
@@ -36,26 +40,8 @@ class Part:
     turns: int
     carried: tuple[bool, ...]
     differentiated: tuple[bool, ...]
+    num_rows: int
     source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """A moment of a step outside of parts, or while one of them runs.
-
-    Attributes:
-      what: the operation, for people.
-      nbytes: what is alive, without the residuals and the working set of parts.
-      holds: by number of the kind of part, how many of them hold their residuals.
-      kind: of the part that runs, or None.
-      backward: whether its backward pass runs.
-    """
-
-    what: str
-    nbytes: int
-    holds: tuple[int, ...]
-    kind: int | None = None
-    backward: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +49,17 @@ class Divided:
     """A step divided.
 
     Attributes:
-      kinds: parts that differ.
-      counts: by kind, how many parts are of it.
+      layers: parts that differ.
+      counts: by layer, how many parts are like it.
+      runs: by layer, how often they run in a step: more than once in a loop over microbatches.
       points: in order.
       argument_nbytes: of the arguments and constants, which live all the time.
       outside_ms: how long what is in no part takes, estimated.
     """
 
-    kinds: tuple[Part, ...]
+    layers: tuple[Layer, ...]
     counts: tuple[int, ...]
+    runs: tuple[int, ...]
     points: tuple[Point, ...]
     argument_nbytes: int
     outside_ms: float
@@ -178,25 +166,45 @@ class _Outside:
         self._outs = frozenset(v for v in (now(renamed, v) for v in step.outvars) if isinstance(v, Var))
         self._inputs = {*step.invars, *step.constvars}
         self._parts, self._device = parts, device
-        self._units = Units(self._eqns, self._outs)
-        self._kinds: list[Part] = []
-        self._kind_of: dict[int, int] = {}
+        calls = {i: call for i, eqn in enumerate(self._eqns) if (call := self._call(eqn))}
+        self._timeline = Timeline(self._eqns, self._inputs, self._outs, calls)
 
     def divided(self) -> Divided:
-        calls = {i: call for i in self._units.all if (call := _call(self._eqns[i]))}
-        known: dict[Any, int] = {}
-        for i, (number, backward) in calls.items():
-            if backward:
-                part = self._part(i, self._parts[number])
+        numbers: dict[Any, int] = {}
+        kinds: dict[int, Part] = {}
+        kind_of: dict[int, int] = {}
+        for i, call in self._timeline.calls.items():
+            if call.backward:
+                part = self._part(i, self._parts[call.part])
                 key = str(part.turn), dataclasses.replace(part, turn=None)  # pyright: ignore
-                if key not in known:
-                    known[key] = len(self._kinds)
-                    self._kinds.append(part)
-                self._kind_of[number] = known[key]
-        counts = [list(self._kind_of.values()).count(k) for k in range(len(self._kinds))]
-        ms = sum(self._units.ms(i, self._device) for i in self._units.all if i not in calls)
-        nbytes = sum(_compat.nbytes(v.aval) for v in self._inputs)
-        return Divided(tuple(self._kinds), tuple(counts), tuple(self._points(calls)), nbytes, ms)
+                kind_of[call.part] = numbers.setdefault(key, len(numbers))
+                kinds.setdefault(kind_of[call.part], part)
+        counts = collections.Counter(kind_of.values())
+        return Divided(
+            layers=tuple(layer_of(_differentiated(part), self._device) for part in kinds.values()),
+            counts=tuple(counts[kind] for kind in kinds),
+            runs=(1,) * len(kinds),
+            points=tuple(self._timeline.points(kind_of)),
+            argument_nbytes=sum(_compat.nbytes(v.aval) for v in self._inputs),
+            outside_ms=self._timeline.ms(self._device),
+        )
+
+    def _call(self, eqn: JaxprEqn) -> Call | None:
+        """The pass of a part that an equation stands for."""
+        target = str(eqn.params.get("target_name", ""))
+        for prefix in (_FORWARD, _BACKWARD):
+            if target.startswith(prefix):
+                part, backward = int(target.removeprefix(prefix)), prefix == _BACKWARD
+                operands, cotangents = variables(eqn), frozenset[Var]()
+                if backward:
+                    count = len(self._parts[part].invars)
+                    operands = [v for v in eqn.invars[:count] if isinstance(v, Var)]
+                    cotangents = frozenset(v for v in eqn.invars[count:] if isinstance(v, Var))
+                # Operands of loops stay until the backward pass whatever is planned.
+                is_loop = _compat.scan_in(self._parts[part]) is not None
+                kept = frozenset(operands) - cotangents if backward and not is_loop else frozenset()
+                return Call(part, backward, kept, cotangents if backward else frozenset(operands))
+        return None
 
     def _part(self, i: int, eqn: JaxprEqn) -> Part:
         used = {v for e in self._eqns for v in e.invars if isinstance(v, Var)} | self._outs
@@ -204,65 +212,57 @@ class _Outside:
         needed = tuple(_is_inexact(v.aval) and next(gradients) for v in eqn.invars)
         layout, source = _compat.scan_in(eqn), _compat.source_line(eqn)
         if layout is None:
-            kept = [not self._is_input(v) for v in self._eqns[i].invars[: len(eqn.invars)]]
+            kept = [not self._timeline.is_input(v) for v in self._eqns[i].invars[: len(eqn.invars)]]
             checkpoint = _compat.checkpoint_in(eqn)
             assert checkpoint is not None
             turn = ClosedJaxpr(checkpoint.jaxpr, ())
-            return Part(turn, 1, tuple(kept), needed, source)
+            return Part(turn, 1, tuple(kept), needed, 0, source)
         carried = range(layout.num_consts, layout.num_consts + layout.num_carry)
         kept = tuple(k in carried for k in range(len(needed)))
-        return Part(eqn.params["jaxpr"], layout.length, kept, needed, source)
-
-    def _is_input(self, atom: Any) -> bool:
-        """Whether a value is an argument, or a view of one."""
-        todo = [atom]
-        while todo:
-            v = todo.pop()
-            if isinstance(v, Var) and v not in self._inputs:
-                i = self._units.maker[v]
-                if i in self._units.reads:
-                    return False
-                todo += self._eqns[i].invars
-        return True
-
-    def _points(self, calls: dict[int, tuple[int, bool]]):
-        order = self._units.all
-        when = {call: t for t, i in enumerate(order) if (call := calls.get(i))}
-        last: dict[Var, int] = {}
-        for t, i in enumerate(order):
-            number, backward = calls.get(i, (0, False))
-            # What a part outside of loops keeps is counted as its residuals.
-            kept = len(self._parts[number].invars) if backward else 0
-            for v in self._units.reads[i]:
-                operands = self._eqns[i].invars
-                if not (v in operands[:kept] and v not in operands[kept:] and not self._stays(number)):
-                    last[v] = t
-        last |= dict.fromkeys(self._outs, len(order))
-        live = 0
-        for t, i in enumerate(order):
-            made = sum(_compat.nbytes(v.aval) for v in self._eqns[i].outvars if v in last)
-            dying = [v for v in self._units.reads[i] if last.get(v) == t and v not in self._inputs]
-            freed = sum(_compat.nbytes(v.aval) for v in dying)
-            in_place = i in calls or not is_heavy(self._eqns[i])
-            reused = min(freed, made) if in_place else 0
-            holds = [0] * len(self._kinds)
-            for number, kind in self._kind_of.items():
-                holds[kind] += when[number, False] <= t <= when[number, True]
-            number, backward = calls.get(i, (None, False))
-            kind = None if number is None else self._kind_of.get(number)
-            what = f"{self._eqns[i].primitive.name} {_compat.source_line(self._eqns[i])}".strip()
-            yield Point(what, live + made - reused, tuple(holds), kind, backward)
-            live += made - freed
-
-    def _stays(self, number: int) -> bool:
-        """Whether what a part reads lives until its backward pass whatever is planned: operands of loops."""
-        return _compat.scan_in(self._parts[number]) is not None
+        # What goes from turn to turn has a gradient there, whether or not the first one's is used.
+        floating = (_is_inexact(v.aval) for v in eqn.invars)
+        needed = tuple(n or (k and f) for n, k, f in zip(needed, kept, floating, strict=True))
+        num_rows = len(eqn.invars) - carried.stop
+        return Part(eqn.params["jaxpr"], layout.length, kept, needed, num_rows, source)
 
 
-def _call(eqn: JaxprEqn) -> tuple[int, bool] | None:
-    """The number of the part that an equation stands for, and whether backward."""
-    target = str(eqn.params.get("target_name", ""))
-    for prefix in (_FORWARD, _BACKWARD):
-        if target.startswith(prefix):
-            return int(target.removeprefix(prefix)), prefix == _BACKWARD
-    return None
+def _differentiated(part: Part) -> Turn:
+    """Differentiates a turn of a part as if everything were kept."""
+    operands = [_compat.struct_of(v.aval) for v in part.turn.jaxpr.invars]
+    results = [_compat.struct_of(v.aval) for v in part.turn.jaxpr.outvars]
+
+    def both(operands, cotangents):
+        def run(*free):
+            rest = iter(free)
+            full = [next(rest) if d else x for x, d in zip(operands, part.differentiated, strict=True)]
+            out = evaluated(part.turn, full, _without_checkpoint)
+            return [x for x in out if _is_inexact(x)], out
+
+        free = [x for x, d in zip(operands, part.differentiated, strict=True) if d]
+        _, pullback, out = jax.vjp(run, *free, has_aux=True)
+        return out, pullback(cotangents)
+
+    cotangents = [x for x in results if _is_inexact(x)]
+    jaxpr = jax.make_jaxpr(both)(operands, cotangents).jaxpr
+    jaxpr, _ = _compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    renamed = {}
+    eqns = tuple(inlined(jaxpr.eqns, renamed))
+    outs = [now(renamed, v) for v in jaxpr.outvars]
+    kept = zip(jaxpr.invars[: len(operands)], part.carried, strict=True)
+    return Turn(
+        turns=part.turns,
+        eqns=eqns,
+        carried=tuple(v for v, carried in kept if carried),
+        cotangents=tuple(jaxpr.invars[len(operands) :]),
+        results=frozenset(v for v in outs[: len(results)] if isinstance(v, Var)),
+        gradients=frozenset(v for v in outs[len(results) :] if isinstance(v, Var)),
+        source=part.source,
+        rows=tuple(jaxpr.invars[len(operands) - part.num_rows : len(operands)]),
+    )
+
+
+def _without_checkpoint(eqn, operands):
+    checkpoint = _compat.checkpoint_in(eqn)
+    if checkpoint is None:
+        return None
+    return evaluated(ClosedJaxpr(checkpoint.jaxpr, ()), operands, _without_checkpoint)

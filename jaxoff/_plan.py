@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 from jaxoff._cost import H200, Device, SharedLink
 from jaxoff._errors import near_miss
-from jaxoff._layer import UNNAMED, UNNAMED_DOTS, layer_of
+from jaxoff._layer import UNNAMED, UNNAMED_DOTS
 from jaxoff._parts import divide
 from jaxoff._plan_model import Choice, Cost, LayerModel, Model, Moment, Times
 from jaxoff._policy import Placement, Policy
 from jaxoff._program import Program
 from jaxoff._search import fastest, smallest
 from jaxoff._table import human, printed
+from jaxoff._train_step import divide_step, is_train_step
 
 type Verb = Literal["save", "offload", "recompute"]
 
@@ -114,7 +115,7 @@ class Plan:
 
     @property
     def step_ms(self) -> float:
-        """The time of the function and its gradients, predicted."""
+        """The time of a step, predicted: of the train step, or of the loss and its gradients."""
         return self.times.total
 
     def choice(self, name: str) -> Verb:
@@ -192,7 +193,7 @@ def plan(
     link: int | SharedLink | None = None,
     device: Device = H200,
     fixed: Mapping[str, Verb] | None = None,
-    margin: float = 0.03,
+    margin: float = 0.04,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     **kwargs,
@@ -200,34 +201,37 @@ def plan(
     """Finds the placement of named residuals with which a step is fastest and fits into memory.
 
     Each name inside of `jax.checkpoint`, in scanned layers or in layers one after the other, is saved,
-    offloaded or recomputed; outputs of dots without a name are saved, all of them, or recomputed. The
-    policies that the function has now do not matter. Nothing is compiled or allocated: times and bytes come
-    from the traced program and the device's profile, by the model in `jaxoff._plan_model`, and the choice is
-    the best of all by that model, found by an integer program.
+    offloaded or recomputed; outputs of dots without a name are saved, all of them, or recomputed. Nothing is
+    compiled or allocated: times and bytes come from the traced program and the device's profile, by the model
+    in `jaxoff._plan_model`, and the choice is the best of all by that model, found by an integer program.
 
     Args:
-      fun: a loss: a function of arrays, not yet differentiated, with `jax.checkpoint` around its layers.
+      fun: a loss: a function of arrays, not yet differentiated, with `jax.checkpoint` around its layers,
+        under any policy. Or a whole train step, which differentiates inside and may have an optimizer and a
+        loop over microbatches: its layers are under `jaxoff.policy()`, which keeps nothing. What its
+        `jax.jit` or `jaxoff.jit` donates is written over; without one, new weights are beside the old ones.
       *args, **kwargs: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s.
-      device_bytes: the budget of device memory, bytes, for the arguments, the function and its gradients, and
-        `resident_bytes`.
+      device_bytes: the budget of device memory, bytes, for all that the step holds and `resident_bytes`. The
+        step of a loss is the loss and its gradients.
       host_bytes: the budget of pinned host memory, bytes; None for none. XLA's own is
         XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, by default 64.
-      resident_bytes: what else is on the device all the time: an optimizer's state, a second copy of weights.
+      resident_bytes: what else is on the device all the time: with a loss, an optimizer's state.
       link: how many GPUs of the host copy at once, or the rates that one of them then gets; None for one.
       device: speeds; see `Device.of` and `Device.measure`.
       fixed: by name, "save", "offload" or "recompute" where that is decided. Marks are honoured anyway.
-      margin: the part of the budget that is left free, since predicted peaks are so precise.
-      argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
-        argument.
-      has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
+      margin: the part of the budget that is left free: predicted peaks have been up to 4% short.
+      argnums: the positional arguments to differentiate a loss for, as for `jax.grad`. None: every
+        floating-point argument.
+      has_aux: whether a loss returns `(output, auxiliary)`, as for `jax.grad`.
 
     Returns:
       A `Plan`; its `policy` is what to hand to `jax.checkpoint`, and the step goes through `jaxoff.jit`.
 
     Raises:
       BudgetError: if nothing fits; it says the smallest budget that does, and what takes the space.
-      ValueError: for a function without `jax.checkpoint`, a fixed name that it does not have or a placement
-        that is none, a budget or margin out of range, and argnums out of range.
+      ValueError: for a function without `jax.checkpoint`, a train step whose layers keep something, a fixed
+        name that it does not have or a placement that is none, a budget or margin out of range, and argnums
+        out of range or given with a train step.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxoff
@@ -242,8 +246,16 @@ def plan(
       >>> plan.choice("x_in"), plan.peak_bytes < 12e9
       ('offload', True)
       >>> fast = jaxoff.plan(loss, w, x, device_bytes=40e9)
-      >>> fast.choice("x_in"), fast.step_ms < plan.step_ms
+      >>> fast.choice("act"), fast.step_ms < plan.step_ms
       ('save', True)
+
+      A whole step:
+
+      >>> def step(w, x):
+      ...     return w - jax.grad(loss)(w, x)
+      >>> whole = jaxoff.plan(jaxoff.jit(step, donate_argnums=0), w, x, device_bytes=12e9)
+      >>> whole.choice("x_in")
+      'offload'
 
     References:
       Jain et al., Checkmate (MLSys 2020), https://arxiv.org/abs/1910.02653: rematerialisation as an integer
@@ -271,9 +283,16 @@ class Planner:
             device = dataclasses.replace(device, **rates)
         elif link is not None:
             device = device.sharing(link)
-        found = divide(Program.trace(fun, args, kwargs, argnums, has_aux), device)
-        kinds = zip(found.kinds, found.counts, strict=True)
-        models = tuple(LayerModel(layer_of(kind, device), count, device) for kind, count in kinds)
+        program = Program.trace(fun, args, kwargs, argnums, has_aux)
+        is_step = is_train_step(program.primal.jaxpr)
+        if is_step and (has_aux or argnums is not None):
+            raise ValueError(
+                "argnums and has_aux say how a loss is differentiated; got them with a function that "
+                "differentiates its layers itself. Leave them out."
+            )
+        found = divide_step(program.primal, device) if is_step else divide(program, device)
+        kinds = zip(found.layers, found.counts, found.runs, strict=True)
+        models = tuple(LayerModel(layer, count, device, runs) for layer, count, runs in kinds)
         model = Model(models, found.points, found.argument_nbytes, int(resident_bytes), found.outside_ms)
         return cls(model, device)
 
@@ -385,7 +404,7 @@ class Planner:
 
 def _copied_ms(kind: LayerModel, n: int, choice: Choice) -> float:
     moved = n in kind.use(choice).moved
-    return moved * kind.layer.turns * kind.count * (kind.d2h_ms(n) + kind.h2d_ms(n))
+    return moved * kind.turns * (kind.d2h_ms(n) + kind.h2d_ms(n))
 
 
 def split(peak: Moment) -> str:

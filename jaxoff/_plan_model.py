@@ -18,9 +18,9 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from jaxoff._cost import Device
-from jaxoff._layer import Layer, Step, Value
-from jaxoff._parts import Point
+from jaxoff._layer import Layer, Shared, Step, Value
 from jaxoff._policy import Placement
+from jaxoff._timeline import Point
 
 type Choice = Mapping[str, Placement]
 
@@ -127,10 +127,16 @@ class LayerModel:
       layer: the turn.
       count: how many parts are like it.
       device: speeds.
+      runs: how often each runs in a step.
     """
 
-    def __init__(self, layer: Layer, count: int, device: Device):
-        self.layer, self.count, self.device = layer, count, device
+    def __init__(self, layer: Layer, count: int, device: Device, runs: int = 1):
+        self.layer, self.count, self.device, self.runs = layer, count, device, runs
+
+    @property
+    def turns(self) -> int:
+        """How many turns of such parts a step has."""
+        return self.layer.turns * self.count * self.runs
 
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:
@@ -219,6 +225,27 @@ class LayerModel:
         """Whether the backward pass needs a value, or one that is made from it."""
         return self.layer.values[n].first is not None or any(map(self.is_reached, self.readers[n]))
 
+    @functools.cache  # noqa: B019
+    def copied_row(self, n: int) -> tuple[int, int] | None:
+        """The steps between which a turn has a copy of a saved value: a row of a stack that kernels read."""
+        if self.layer.turns == 1:
+            return None
+        read = [v.whole for m, v in enumerate(self.layer.values) if m == n or n in self.names_of(m)]
+        ends = [s for whole in read if whole is not None for s in whole]
+        return (min(ends), max(ends)) if ends else None
+
+    @functools.cache  # noqa: B019
+    def names_of(self, n: int) -> frozenset[int]:
+        """The values that a value is another name of."""
+        other = self.layer.values[n].same_as
+        return frozenset() if other is None else self.names_of(other) | {other}
+
+    @functools.cache  # noqa: B019
+    def hidden(self, n: int) -> int:
+        """The last step at which a value is there anyway under another name; -1 if at none."""
+        lasts = (self.layer.values[other].last for other in self.names_of(n))
+        return max((last for last in lasts if last is not None), default=-1)
+
     def starts(self, use: Use) -> dict[int, int]:
         """The step before which each value is made again: at first use in order, else at the beginning."""
         if not use.ordered:
@@ -237,8 +264,16 @@ class LayerModel:
         return late + max((s.small for s in steps), default=0) + max((s.large for s in steps), default=0)
 
     def written(self, step: Step, ordered: bool) -> int:
-        """Of a step, gradients that take no memory of their own: in stock order they go into their stacks."""
-        return 0 if ordered else step.written
+        """What of a step takes no memory of its own.
+
+        In stock order gradients go into their stacks; in jaxoff's, sums of cotangents into the memory of one.
+        """
+        return step.handed_on if ordered else step.written
+
+    def is_shared(self, shared: Shared, use: Use) -> bool:
+        """Whether XLA makes one kernel of several: barriers between them prevent it in jaxoff's order."""
+        names = self.names_of(shared.value) | {shared.value}
+        return not (use.ordered or names.isdisjoint(use.saved) or use.again.isdisjoint(shared.again))
 
     def working_nbytes(self, use: Use) -> tuple[int, str]:
         """The working set of the backward pass, and the step at which most of it is in use.
@@ -260,6 +295,11 @@ class LayerModel:
         """Bytes of small and of large values, by step of the backward pass."""
         small = [step.small - self.written(step, use.ordered) for step in self.layer.backward]
         large = [step.large for step in self.layer.backward]
+        for s, step in enumerate(self.layer.backward):
+            for shared in step.shared:
+                if self.is_shared(shared, use):
+                    small[s] += shared.small
+                    large[s] += shared.large
 
         def add(n: int, first: int, last: int) -> None:
             value = self.layer.values[n]
@@ -268,11 +308,12 @@ class LayerModel:
 
         starts = self.starts(use)
         for n, start in starts.items():
-            if (last := self.layer.values[n].last) is not None:
-                add(n, start, last)
+            last, hidden = self.layer.values[n].last, self.hidden(n)
+            if last is not None and not (self.names_of(n) & (use.saved | use.moved)):
+                add(n, max(start, hidden + 1), last)
         for n in use.saved:
-            first, last = self.reach(n)
-            add(n, first if use.ordered else 0, last)
+            if (whole := self.copied_row(n)) is not None:
+                add(n, *whole)
         for n in use.moved:
             first = min([self.reach(n)[0], *(starts[r] for r in self.readers[n] if r in starts)])
             value = self.layer.values[n]
@@ -326,7 +367,7 @@ class Model:
         uses = [kind.use(choice) for kind in self.layers]
         times = Times(self.outside_ms)
         for kind, use in zip(self.layers, uses, strict=True):
-            times += kind.times(use) * (kind.layer.turns * kind.count)
+            times += kind.times(use) * kind.turns
         host = sum(kind.count * kind.host_nbytes(use) for kind, use in zip(self.layers, uses, strict=True))
         return Cost(times, max(self.timeline(choice), key=lambda moment: moment.nbytes), host)
 

@@ -10,6 +10,7 @@ solution breaks the budget for that, the step at which it does is written out, a
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -154,7 +155,7 @@ class _Kind:
 
     def _time(self) -> None:
         program, model, layer = self._program, self._model, self.layer
-        turns = layer.turns * model.count
+        turns = model.turns
         exposed = program.variable(np.inf), program.variable(np.inf)
         again = [(v, layer.values[n].ms) for n, v in self.again.items()]
         sent = [(v, model.d2h_ms(n)) for n, v in self.moved.items()]
@@ -220,22 +221,38 @@ class _Kind:
             gigabytes, held = value.nbytes / _GB, terms[value.is_large]
             if not model.is_reached(n):
                 continue
-            if value.last is not None and s <= value.last and value.first is not None:
+            if value.last is not None and model.hidden(n) < s <= value.last and value.first is not None:
                 if not ordered or value.first <= s:
-                    held.append((self.again[n], gigabytes))
+                    held.append((self._alone(n, self.again[n]), gigabytes))
                 elif n in made:
-                    held.append((made[n], gigabytes))
-            first, last = model.reach(n)
-            if (first if ordered else 0) <= s <= last:
+                    held.append((self._alone(n, made[n]), gigabytes))
+            row, (first, _) = model.copied_row(n), model.reach(n)
+            if row is not None and row[0] <= s <= row[1]:
                 held.append((self.saved[n], gigabytes))
             if ordered and whole:
                 held.append((self._copies(n, s), gigabytes))
             elif ordered:
                 held.append((self.moved[n], model.copies(n, first, s) * gigabytes))
+        for shared in () if ordered else step.shared:
+            variable = self._program.variable()
+            names = model.names_of(shared.value) | {shared.value}
+            for name, n in itertools.product(names, shared.again):
+                self._program.at_least(variable, [(self.saved[name], 1.0), (self.again[n], 1.0)], -1.0)
+            terms[False].append((variable, shared.small / _GB))
+            terms[True].append((variable, shared.large / _GB))
         own = (step.small - model.written(step, ordered)) / _GB, step.large / _GB
         for size, is_large in ((self.small, False), (self.large, True)):
             off = [(self.ordered, _MUCH if ordered else -_MUCH)]
             self._program.at_least(size, [*terms[is_large], *off], own[is_large] - (_MUCH if ordered else 0))
+
+    def _alone(self, n: int, made: int) -> int:
+        """The variable that says that a value is made again and no other name of it is kept."""
+        names = self._model.names_of(n)
+        if not names:
+            return made
+        alone, kept = self._program.variable(), [v[m] for v in (self.saved, self.moved) for m in names]
+        self._program.at_least(alone, [(made, 1.0), *((v, -1.0) for v in kept)])
+        return alone
 
     def _copies(self, n: int, s: int) -> int:
         """The variable that says how many copies of a moved value are on the device at a step."""

@@ -11,7 +11,7 @@ from jaxoff._errors import near_miss
 
 
 def user_function(text: str) -> tuple[Any, ...]:
-    """What a function returns that `module:function` names: a loss and its arguments.
+    """What a function returns that `module:function` names: a loss or a train step, and its arguments.
 
     Modules of the current folder are found, too.
 
@@ -33,7 +33,7 @@ def user_function(text: str) -> tuple[Any, ...]:
     found = function()
     if not isinstance(found, tuple) or len(found) < 2 or not callable(found[0]):
         raise ValueError(
-            f"{text} returns (loss, *arguments): a function and at least one argument of it, arrays or "
-            f"jax.ShapeDtypeStructs; got {type(found).__name__}."
+            f"{text} returns (loss, *arguments) or (train step, *arguments): a function and at least one "
+            f"argument of it, arrays or jax.ShapeDtypeStructs; got {type(found).__name__}."
         )
     return found

@@ -282,8 +282,10 @@ def predicted(job: Job) -> summary.Prediction | None:
     """What the plan says of a step."""
     if job.plan is None:
         return None
-    plan, step_ms = job.plan, job.program.planned_step_ms(job.plan)
-    return summary.Prediction(plan.device.name, step_ms, plan.peak_bytes, plan.host_bytes, plan.device_bytes)
+    plan = job.plan
+    return summary.Prediction(
+        plan.device.name, plan.step_ms, plan.peak_bytes, plan.host_bytes, plan.device_bytes
+    )
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -1,11 +1,17 @@
 """The planner's predicted peak against that of programs compiled for an H200."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 
 import jaxoff
+from bench.frontier_points import Point, planner_of
+from bench.step_models import Workload
 
 pytestmark = pytest.mark.aot
 
@@ -56,8 +62,12 @@ def planned(**fixed):
 
 
 def compiled(policy):
-    step = jaxoff.jit(jax.value_and_grad(loss(policy), (0, 1)))
-    memory = jaxoff.target("h200").compile(step, *arguments()).memory_analysis()
+    return compiled_step(jaxoff.jit(jax.value_and_grad(loss(policy), (0, 1))), *arguments())
+
+
+def compiled_step(step, *args):
+    """Bytes of device and of host memory."""
+    memory = jaxoff.target("h200").compile(step, *args).memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return held - memory.alias_size_in_bytes, memory.host_temp_size_in_bytes
 
@@ -91,3 +101,67 @@ def test_what_is_planned_fits_its_budget(gigabytes):
     found = jaxoff.plan(loss(jaxoff.policy()), *arguments(), device_bytes=gigabytes * 1e9)
     assert "offload" in {row.choice for row in found.rows}
     assert compiled(found.policy)[0] <= gigabytes * 1e9
+
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def train_step(state, xs, policy):
+    """Gradients of narrow weights, summed over microbatches, and an update of wide ones."""
+    weights, moments = state
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
+
+    def add(total, x):
+        grads = jax.grad(loss(policy))(narrow, x)
+        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), None
+
+    grads, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, weights), xs)
+    updates, moments = OPTIMIZER.update(grads, moments, weights)
+    return optax.apply_updates(weights, updates), moments
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        dict(x_in=MOVE, attn=MOVE, mlp_in=MOVE),
+        pytest.param(dict(x_in=SAVE, pre=SAVE), marks=pytest.mark.long),
+    ],
+    ids=lambda fixed: ",".join(f"{name}={choice}" for name, choice in fixed.items()),
+)
+def test_the_peak_of_a_train_step_is_that_of_the_compiled_program(fixed):
+    weights, x = arguments()
+    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), weights)
+    args = (weights, jax.eval_shape(OPTIMIZER.init, weights)), jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
+
+    def jitted(policy):
+        return jaxoff.jit(functools.partial(train_step, policy=policy), donate_argnums=0)
+
+    others = dict.fromkeys(("qkv", "pre", "(dots)"), "recompute")
+    found = jaxoff.plan(jitted(jaxoff.policy()), *args, device_bytes=1e12, fixed=others | fixed)
+    peak, host = compiled_step(jitted(found.policy), *args)
+    assert found.peak_bytes == pytest.approx(peak, rel=PRECISION)
+    assert found.host_bytes == host
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("workload", "choices"),
+    [
+        ("nano-b4-l2", {}),
+        ("nano-b4-l2", {"attn.norm_in": MOVE, "attn.proj_in": MOVE, "mlp.norm_in": MOVE, "moe.act": SAVE}),
+        ("mixtral-b4-l2", {}),
+    ],
+)
+def test_the_peak_of_experts_is_that_of_the_compiled_program(workload, choices, monkeypatch):
+    """The block of the model, with the kernels and the attention that it has on the GPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    layers, target = Workload.parse(workload), jaxoff.target("h200")
+    with target.tracing():
+        planner = planner_of(layers)
+    others = dict.fromkeys(planner.model.labels, "recompute")
+    found = planner.plan(1e12, None, others | choices, 0.0)
+    point = Point(workload, "plan", dataclasses.asdict(found.policy))
+    memory = target.compile(point.step(layers).jitted, *layers.shapes("scanned")).memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert found.peak_bytes == pytest.approx(held - memory.alias_size_in_bytes, rel=PRECISION)
+    assert found.host_bytes == memory.host_temp_size_in_bytes

@@ -8,10 +8,11 @@ from jax import lax
 
 import jaxoff
 from jaxoff._cost import Device
-from jaxoff._layer import Layer, Step, Value, layer_of
-from jaxoff._parts import Point, divide
+from jaxoff._layer import Layer, Step, Value
+from jaxoff._parts import divide
 from jaxoff._plan_model import LayerModel, Model
 from jaxoff._program import Program
+from jaxoff._timeline import Point
 
 ROWS, WIDTH, HIDDEN, LAYERS = 64, 32, 128, 4
 X_NBYTES, ACT_NBYTES, W_NBYTES = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN, 4 * WIDTH * HIDDEN
@@ -56,8 +57,8 @@ def divided(fun, *args, device=DEVICE):
 
 def turn(fun, *args, device=DEVICE):
     """The one kind of layer of a function."""
-    (kind,) = divided(fun, *args, device=device).kinds
-    return layer_of(kind, device)
+    (found,) = divided(fun, *args, device=device).layers
+    return found
 
 
 def chain(num_names: int, turns: int, nbytes: Sequence[int], ms: Sequence[float]) -> Layer:

@@ -40,7 +40,7 @@ def test_a_fast_link_takes_what_does_not_fit():
     budget = smallest(device=FAST_LINK)
     found = planned(device_bytes=budget, device=FAST_LINK)
     assert found.choice("x_in") == "offload"
-    assert found.peak_bytes <= 0.97 * budget
+    assert found.peak_bytes <= 0.96 * budget
     assert found.host_bytes == (LAYERS + 1) * X_NBYTES * (1 + 4 * (found.choice("act") == "offload"))
     # Over a link that takes nothing, the same budget would be missed or cost time.
     slow = planned(device_bytes=2 * budget, device=dataclasses.replace(DEVICE, d2h_gbps=1e-9, h2d_gbps=1e-9))
@@ -129,8 +129,8 @@ def test_a_budget_that_is_too_small_names_the_smallest():
         "Take a smaller batch",
     ):
         assert part in message
-    assert smallest(resident_bytes=10**6) == pytest.approx(least + 10**6 / 0.97, abs=2)
-    assert smallest(margin=0.0) == pytest.approx(0.97 * least, abs=2)
+    assert smallest(resident_bytes=10**6) == pytest.approx(least + 10**6 / 0.96, abs=2)
+    assert smallest(margin=0.0) == pytest.approx(0.96 * least, abs=2)
 
 
 def test_a_host_budget_is_kept():

@@ -8,7 +8,7 @@ import pytest
 
 import jaxoff
 from jaxoff._cost import Device
-from jaxoff._layer import UNNAMED_DOTS, layer_of
+from jaxoff._layer import UNNAMED_DOTS
 from jaxoff._plan_model import SLOWED, LayerModel, Model
 from tests.jaxoff.planned import (
     ACT_NBYTES,
@@ -33,10 +33,7 @@ INSTANT = dataclasses.replace(DEVICE, d2h_gbps=1e9, h2d_gbps=1e9)
 
 def model(fun=None, device=DEVICE, resident=0):
     found = divided(fun or scanned(), *arguments(), device=device)
-    kinds = [
-        LayerModel(layer_of(kind, device), n, device)
-        for kind, n in zip(found.kinds, found.counts, strict=True)
-    ]
+    kinds = [LayerModel(kind, n, device) for kind, n in zip(found.layers, found.counts, strict=True)]
     return Model(tuple(kinds), found.points, found.argument_nbytes, resident, found.outside_ms)
 
 
@@ -61,7 +58,7 @@ def test_residual_bytes_are_those_of_the_differentiated_program(x_in, act):
 def test_layers_one_after_the_other_are_of_one_kind():
     found = divided(unrolled, *arguments())
     assert sorted(found.counts) == [1, LAYERS - 1]  # the first one's input is the program's
-    assert [kind.turns for kind in found.kinds] == [1, 1]
+    assert [kind.turns for kind in found.layers] == [1, 1]
     assert {point.holds for point in found.points if point.kind is None} >= {(LAYERS - 1, 1), (0, 0)}
 
 
@@ -170,6 +167,68 @@ def test_what_is_moved_is_on_the_device_only_around_its_use():
     )
 
 
+def test_another_name_of_a_value_is_in_its_memory():
+    kind = model().layers[0]
+    (n,) = [n for n, value in enumerate(kind.layer.values) if value.label == "x_in"]
+    other = kind.layer.values[n].same_as
+    assert other is not None
+    assert kind.layer.values[other].carried
+    values = [dataclasses.replace(value, same_as=None) for value in kind.layer.values]
+    apart = LayerModel(dataclasses.replace(kind.layer, values=tuple(values)), 1, DEVICE)
+    # The row is copied for the product that reads it, and is nowhere else before.
+    assert (kind.layer.values[n].last, kind.copied_row(0)) == (4, (4, 4))
+    assert apart.by_step(apart.use({}))[0][3] == kind.by_step(kind.use({}))[0][3] + X_NBYTES
+
+
+def squared(x, w):
+    pre = jaxoff.name(x @ w["up"], "pre")
+    return x + jaxoff.name(jnp.square(jax.nn.relu(pre)), "act") @ w["down"], None
+
+
+def test_a_row_of_a_stack_is_copied_for_products_only():
+    kind = model(scanned(squared)).layers[0]
+    number = {value.label: n for n, value in enumerate(kind.layer.values)}
+    assert kind.copied_row(number["pre"]) is None
+    assert kind.copied_row(number["act"]) == (0, 0)  # the gradient of the second weights
+    # A layer that is in no loop has no stack.
+    alone = model(unrolled).layers[0]
+    assert {alone.copied_row(n) for n in range(len(alone.layer.values))} == {None}
+
+
+def test_weights_are_copied_out_of_their_stacks():
+    def rows(fun):
+        layers = [kind.layer for kind in model(fun).layers]
+        return [
+            v.nbytes
+            for layer in layers
+            for v in layer.values
+            if not v.reads and not v.carried and not v.label
+        ]
+
+    assert rows(scanned()) == [W_NBYTES, W_NBYTES]
+    assert rows(unrolled) == []
+
+
+def test_kernels_that_read_the_same_row_are_one_that_writes_over_nothing():
+    kind = model(scanned(squared)).layers[0]
+    ((shared, step),) = [(shared, step) for step in kind.layer.backward for shared in step.shared]
+    assert shared.large == ACT_NBYTES
+    saved, again, ordered = (kind.use(choice) for choice in ({"pre": SAVE}, {}, {"pre": SAVE, "act": MOVE}))
+    assert kind.is_shared(shared, saved)
+    assert not kind.is_shared(shared, again)
+    assert not kind.is_shared(shared, ordered)
+    s = kind.layer.backward.index(step)
+    assert kind.by_step(saved)[1][s] == step.large + ACT_NBYTES
+
+
+def test_a_cotangent_is_counted_once():
+    """The one that a layer is given, and the one that it hands on, are in the memory of the loop."""
+    whole = model()
+    forward, backward = (p for p in whole.points if p.kind is not None)
+    assert backward.nbytes - forward.nbytes == LAYERS * 2 * W_NBYTES + 4
+    assert whole.layers[0].layer.backward[0].small == W_NBYTES
+
+
 def test_marks_decide():
     def body(x, w):
         x = jaxoff.mark_not_offload(jaxoff.name(x, "x_in"))
@@ -191,7 +250,7 @@ def test_the_dense_step_takes_about_what_was_measured():
     x = jax.ShapeDtypeStruct((4 * 4096, 4096), jnp.bfloat16)
     weights = {"up": wide, "down": jax.ShapeDtypeStruct((12, 16384, 4096), jnp.bfloat16)}
     h200 = Device.of("h200")
-    found = layer_of(divided(scanned(layer), weights, x, device=h200).kinds[0], h200)
+    (found,) = divided(scanned(layer), weights, x, device=h200).layers
     product_ms = 1e3 * 2 * 16384 * 4096 * 16384 / 650e12
     assert found.forward_ms == pytest.approx(2 * product_ms, rel=0.25)
     assert found.backward_ms == pytest.approx(4 * product_ms, rel=0.15)

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 
 from jaxoff._cost import Device
-from jaxoff._layer import UNNAMED_DOTS, Layer, Step, Value
+from jaxoff._layer import UNNAMED_DOTS, Layer, Shared, Step, Value
 from jaxoff._search import fastest, smallest
 from tests.jaxoff.planned import chain, model_of
 
@@ -41,6 +41,8 @@ def values(draw, number, steps, labels):
     nbytes = draw(st.integers(0, 5)) * GB // 5
     reads = draw(st.sets(st.integers(0, number - 1), max_size=2)) if number else ()
     used = sorted(draw(st.lists(st.integers(0, steps - 1), max_size=2)))
+    whole = (used[0], used[-1]) if used and draw(st.booleans()) else None
+    same_as = min(reads) if len(reads) == 1 and draw(st.booleans()) else None
     return Value(
         nbytes,
         nbytes > GB // 2,
@@ -52,6 +54,8 @@ def values(draw, number, steps, labels):
         draw(st.sampled_from([None, None, None, "device", "host"])),
         carried=not number,
         made_ms=float(number),
+        whole=whole,
+        same_as=same_as,
     )
 
 
@@ -61,10 +65,17 @@ def layers(draw, labels):
     made = tuple(draw(values(number, steps, labels)) for number in range(draw(st.integers(1, 8))))
     sizes = st.integers(0, 3).map(lambda n: n * GB // 4)
 
-    def passed(number):
-        return tuple(Step("", draw(sizes), draw(sizes), 0, 3.0 * (i + 1)) for i in range(number))
+    def shared():
+        value, again = (draw(st.integers(0, len(made) - 1)) for _ in range(2))
+        return Shared(value, (again,), draw(sizes), draw(sizes)) if value < again else None
 
-    return Layer(draw(st.sampled_from([1, 3])), made, passed(len(made)), passed(steps), "")
+    def passed(number):
+        for i in range(number):
+            small = draw(sizes)
+            of = tuple(filter(None, [shared()]))
+            yield Step("", small, draw(sizes), small // 2, 3.0 * (i + 1), small // 4, of)
+
+    return Layer(draw(st.sampled_from([1, 3])), made, tuple(passed(len(made))), tuple(passed(steps)), "")
 
 
 MODELS = st.lists(
