@@ -61,7 +61,8 @@ class Exchanges:
         exchanges = [i for i in self._before if is_exchange(self._eqns[i])]
         large = [i for i in exchanges if self.nbytes(i) >= large_nbytes]
         found: dict[int, None] = {}
-        for i in sorted(large, key=lambda i: (len(self._before[i].intersection(large)), not in_order[i])):
+        lead_on = {j for i in large for j in self._before[i]}  # those to another exchange come first
+        for i in sorted(large, key=lambda i: (i not in lead_on, len(self._before[i].intersection(large)))):
             needs = self._heavy_before(i)
             if in_order[i]:
                 found |= dict.fromkeys(needs)
