@@ -19,7 +19,8 @@ _LINK_SHARE = 0.15
 
 def is_exchange(eqn: JaxprEqn) -> bool:
     """Whether an equation sends values between devices and waits for theirs."""
-    return eqn.primitive.name in _EXCHANGES and bool(_axes_of(eqn))
+    named = eqn.primitive.name in _EXCHANGES and bool(_axes_of(eqn))
+    return named and _compat.nbytes(eqn.outvars[0].aval) > 0
 
 
 def _axes_of(eqn: JaxprEqn) -> list[str]:

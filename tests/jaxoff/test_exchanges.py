@@ -122,6 +122,11 @@ def test_an_axis_of_one_device_exchanges_nothing():
     assert not any(eqn.primitive.name == "dynamic_update_slice" for eqn in eqns)
 
 
+def test_an_empty_exchange_is_none():
+    eqns = in_order(lambda x, w: (exchanged(x), exchanged(x[:, :0])))
+    assert [is_exchange(eqn) for eqn in eqns if eqn.primitive.name == "all_to_all"].count(True) == 1
+
+
 def test_an_exchange_goes_no_sooner_than_there_is_memory():
     """Beside the widest product it would take more than the program does in its own order."""
 
