@@ -275,7 +275,7 @@ def barrier(operands: list[Any], like: JaxprEqn) -> tuple[list[Var], JaxprEqn]:
     return outs, eqn
 
 
-def _varying_axes(aval: Any) -> tuple[str, ...]:
+def varying_axes(aval: Any) -> tuple[str, ...]:
     """The mesh axes over which a value differs between devices, inside `jax.shard_map`."""
     return tuple(sorted(getattr(getattr(aval, "mat", None), "varying", ())))
 
@@ -289,7 +289,7 @@ def empty(aval: Any, rows: int | None, *, is_whole: bool) -> jax.Array:
       is_whole: whether the compiler leaves it on one device.
     """
     scalar = _primitives.empty2_p.bind(dtype=aval.dtype, memory_space=aval.memory_space)
-    if varying := _varying_axes(aval):
+    if varying := varying_axes(aval):
         scalar = jax.lax.pcast(scalar, varying, to="varying")
     lead = () if rows is None else (rows,)
     shape, spec = (*lead, *aval.shape), jax.P(*(None for _ in lead), *aval.sharding.spec)
@@ -333,7 +333,7 @@ _mlir.register_lowering(_unwritten_p, _allocated, platform="cuda")
 
 def trace_like(eqn: JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
     """The program of a function where an equation stands, under the axes of the same mesh."""
-    mesh, varies = eqn.ctx.cur_abstract_mesh, any(map(_varying_axes, jax.tree.leaves(avals)))
+    mesh, varies = eqn.ctx.cur_abstract_mesh, any(map(varying_axes, jax.tree.leaves(avals)))
     with eqn.ctx.manager, _config._check_vma(varies):
         return jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*avals)
 

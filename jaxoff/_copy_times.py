@@ -50,9 +50,10 @@ class CopyTimes:
     def _end(self) -> float:
         return self._ends[-1] if self._ends else 0.0
 
-    def add(self, i: int, end: float) -> None:
-        """Adds a unit of the chain that is done at a time."""
-        self._ends.append(end)
+    def add(self, i: int, end: float, *, is_link: bool = True) -> None:
+        """Adds a unit that is done at a time; a link has the next place in the chain."""
+        if is_link:
+            self._ends.append(end)
         self._made |= dict.fromkeys(self._eqns[i].outvars, end)
         self._read_by |= dict.fromkeys(self._units.reads[i], end)
 

@@ -5,6 +5,9 @@ Each is a function to be traced into a program that is put in order; see `jaxoff
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,9 +24,30 @@ def known_late(turn, value):
 
     No barrier: XLA evaluates the places of slices itself, and cannot evaluate a barrier.
     """
+    return jnp.maximum(turn, -bit_of(value).astype(turn.dtype))
+
+
+def once_known(values, bits):
+    """Values, of each the first element written back once some bits are known; and those elements.
+
+    Where the edges of a graph are by use of data, a barrier makes nothing wait.
+    """
+    bit = functools.reduce(operator.or_, bits)
+    values = lax.optimization_barrier(values)  # or what makes them waits, in one kernel with the write
+    elements = [lax.slice(value, [0] * value.ndim, [1] * value.ndim) for value in values]
+
+    def written(value, element):
+        # For XLA, which cannot see through a barrier, these are two values to choose from.
+        chosen = lax.select(jnp.full(element.shape, bit), element, lax.optimization_barrier(element))
+        return lax.dynamic_update_slice(value, lax.optimization_barrier(chosen), [0] * value.ndim)
+
+    return [*map(written, values, elements)], elements
+
+
+def bit_of(value):
+    """Something about a value that nothing knows before it is there."""
     element = _first_element(value)
-    odd = element != element if jnp.issubdtype(value.dtype, jnp.floating) else element.astype(bool)
-    return jnp.maximum(turn, -odd.astype(turn.dtype))
+    return element != element if jnp.issubdtype(value.dtype, jnp.floating) else element.astype(bool)
 
 
 def _first_element(value):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
+from jaxoff._exchanges import is_exchange
 from jaxoff._straight import Straight
 from jaxoff._units import Units, is_heavy, new_nbytes
 
@@ -30,6 +31,32 @@ def held_nbytes(
     return held
 
 
+class Held:
+    """The memory that an order holds so far, without results: in a loop those are written in place.
+
+    Attributes:
+      nbytes: on the device.
+      fullest: the most that it ever was.
+    """
+
+    def __init__(self, eqns: Sequence[JaxprEqn], outs: frozenset[Var]):
+        self._eqns, self._outs = eqns, outs
+        self._alive: dict[Var, int] = {}
+        self.nbytes = self.fullest = 0
+
+    def make(self, i: int) -> None:
+        """Adds the results of a unit."""
+        for v in self._eqns[i].outvars:
+            if not _compat.is_host(v.aval) and new_nbytes(self._eqns[i]) and v not in self._outs:
+                self._alive[v] = _compat.nbytes(v.aval)
+                self.nbytes += self._alive[v]
+        self.fullest = max(self.fullest, self.nbytes)
+
+    def free(self, v: Var) -> None:
+        """Takes away a value that nothing reads any more."""
+        self.nbytes -= self._alive.pop(v, 0)
+
+
 def beside(order: Sequence[int], program: Straight, units: Units, large_nbytes: int) -> dict[int, int]:
     """By light unit, a later one that XLA can make one kernel with it, for which there is memory by then.
 
@@ -50,13 +77,14 @@ def beside(order: Sequence[int], program: Straight, units: Units, large_nbytes: 
             return False
         return len(eqn.outvars) == 1 and new_nbytes(eqn) >= large_nbytes
 
-    def comes_from_the_host(v: Var) -> bool:
-        return v in units.maker and _compat.transfer_in(eqns[units.maker[v]]) == "H2D"
+    def comes_from_elsewhere(v: Var) -> bool:
+        maker = eqns[units.maker[v]] if v in units.maker else None
+        return maker is not None and (_compat.transfer_in(maker) == "H2D" or is_exchange(maker))
 
     pairs: dict[int, int] = {}
     for later in filter(is_candidate, order):
         reads = units.reads[later]
-        if any(map(comes_from_the_host, reads)):
+        if any(map(comes_from_elsewhere, reads)):
             continue
         made = max((place[units.maker[v]] for v in reads if v in units.maker), default=-1)
         shared = (j for v in reads if _compat.shape_of(v.aval) for j in units.readers[v])

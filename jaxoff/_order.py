@@ -14,24 +14,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._copy_times import CopyTimes, Reloads
+from jaxoff._copy_waits import CopyWaits
 from jaxoff._cost import Device
-from jaxoff._edges import known_late, write_an_element
-from jaxoff._held import beside
+from jaxoff._edges import bit_of, known_late, once_known, write_an_element
+from jaxoff._exchanges import Exchanges, is_exchange
+from jaxoff._held import Held, beside
 from jaxoff._inline import Renamed, now, traced
 from jaxoff._straight import Ordered, Straight
-from jaxoff._units import Units, is_heavy, is_narrow_form, new_nbytes, variables
+from jaxoff._units import Units, all_slices_converted, is_heavy, is_narrow_form, new_nbytes
 
 # Values of fewer bytes are not worth a place in the chain.
 LARGE_NBYTES = 1 << 20
 # How many equations ahead may be taken first while a copy is on its way.
 _LOOKAHEAD = 8
-# Outside of loops, a unit hides a copy of at most so many times its length; what finds none to hide behind is
-# waited for so many times the copy's length after it should have ended.
-_HIDDEN, _PATIENCE = 1.25, 2.0
 
 
 def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> Ordered:
@@ -39,6 +39,9 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
 
     An equation that has to wait for a copy from the host lets a later one go first. What frees as much memory
     as it takes comes at once. A copy from the host starts as late as it can and still be in time.
+
+    What leads to an exchange between devices goes first, as far as it takes no more memory than the program
+    in its own order does at its fullest. An exchange is no part of the chain: only what reads it waits.
 
     Args:
       program: the program.
@@ -51,12 +54,17 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
     # First as if every copy were there, to see when each is needed; then with the copies in that order.
     units, reloads = Units(program.eqns, program.outs | program.copies), Reloads()
     pairs: dict[int, int] = {}
+    room = 0
+    if any(is_exchange(program.eqns[i]) for i in units.all):
+        plain = Order(program, units, device, large_nbytes, reloads, pairs)
+        plain.run()
+        room = plain.held.fullest
     for _ in range(3):
-        draft = Order(program, units, device, large_nbytes, reloads, pairs)
+        draft = Order(program, units, device, large_nbytes, reloads, pairs, room)
         draft.run()
         reloads = draft.times.reloads()
         pairs = pairs or beside(list(draft.placed), program, units, large_nbytes)
-    return Order(program, units, device, large_nbytes, reloads, pairs).run()
+    return Order(program, units, device, large_nbytes, reloads, pairs, room).run()
 
 
 def estimated(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> CopyTimes:
@@ -71,6 +79,7 @@ class Order:
 
     Attributes:
       times: of the copies.
+      held: the memory.
       placed: the units, in order.
     """
 
@@ -82,11 +91,14 @@ class Order:
         large_nbytes: int,
         reloads: Reloads,
         pairs: Mapping[int, int],
+        room: int = 0,
     ):
         self.times = CopyTimes(program.eqns, units, device)
         self._eqns, self._program, self._device, self._plan = program.eqns, program, device, reloads
         self._large_nbytes, self._pairs = large_nbytes, pairs
         self._units, self._maker = units, units.maker
+        self._exchanges, self._room = Exchanges(program, units, large_nbytes, device), room
+        self.held = Held(program.eqns, program.outs)
         self._reads, self._between, self._readers = units.reads, units.between, units.readers
         self._displaced = {i: v for made, v in program.displaces.items() for i in units.making(made)}
         self._unread = {v: len(readers) for v, readers in self._readers.items()}
@@ -97,12 +109,12 @@ class Order:
         self._before_last: Var | None = None  # and before the light links that can be one kernel with it
         self._length = 0
         self._level: dict[Var, int] = {}  # the last place in the chain that a value is known to follow
-        self._arrives: dict[Var, float] = {}
+        self._arrives: dict[Var, float] = {}  # when copies from the host, and exchanges, are there
         self._time = 0.0
-        self._leaving: dict[Var, float] = {}  # copies to the host under way, and when to wait for them
-        self._sent_by = 0.0  # when the last of them is
+        self._waits = CopyWaits(program.eqns, self.times, device)
         self._made_small: list[Var] = []  # little of something large, for the next heavy unit to wait for
-        self._coming: dict[Var, float] = {}  # copies from the host under way, and when they began
+        self._bits: dict[int, Var] = {}  # by exchange, a bit of what it brings
+        self._shown: Renamed = {}  # by link that an exchange sends, an element of it for others to wait for
         self._left: Renamed = {}  # by copy, what stands for it once it is waited for
         self._renamed: Renamed = {}  # by result, or by stack that was written to, what it has become
 
@@ -111,8 +123,8 @@ class Order:
         self._store_arguments()
         waiting = [i for i in self._units.all if self._program.in_order[i] and is_heavy(self._eqns[i])]
         while waiting:
-            ahead = waiting[:_LOOKAHEAD]
-            ready = {i: self._ready_at(i) for i in ahead}
+            ahead = self._leading(waiting) + waiting[:_LOOKAHEAD]
+            ready = {i: self._units.ready_at(i, self.placed, self._arrives) for i in ahead}
             first = next((i for i in ahead if ready[i] <= self._time), min(ahead, key=lambda i: ready[i]))
             self._time = max(self._time, ready[first])
             self._place(first)
@@ -120,6 +132,13 @@ class Order:
         for i in self._units.all:
             self._place(i)
         return Ordered(self._out, self._renamed, frozenset(self.times.late(self._program.follows)))
+
+    def _leading(self, waiting: list[int]) -> list[int]:
+        """What goes first: it leads to exchanges for which, and for others beside them, there is room."""
+        leading = [i for i in self._exchanges.leading if i not in self.placed] if self._room else []
+        others = (new_nbytes(self._eqns[i]) for i in waiting[:_LOOKAHEAD] if i not in leading)
+        room = self._room - self.held.nbytes - max(others, default=0)
+        return self._exchanges.for_which_is_room(leading[:_LOOKAHEAD], room)
 
     def _start_reloads(self) -> None:
         """Says when copies from the host arrive; puts first what is not to start later."""
@@ -144,18 +163,6 @@ class Order:
             if is_write and self._maker.keys().isdisjoint(self._reads[i]):
                 self._emit(i, {}, is_link=False)
 
-    def _ready_at(self, i: int) -> float:
-        """When the copies from the host have arrived that a unit, or one that it still needs, waits for."""
-        time, todo, seen = 0.0, [i], set()
-        while todo:
-            for v in self._reads[todo.pop()]:
-                time = max(time, self._arrives.get(v, 0.0))
-                j = self._maker.get(v)
-                if j is not None and j not in self.placed and j not in seen:
-                    seen.add(j)
-                    todo.append(j)
-        return time
-
     def _place(self, i: int) -> None:
         """Places a unit and what it needs, then all that frees at least as much memory as it takes."""
         todo = [i]
@@ -170,10 +177,14 @@ class Order:
             if j not in self.placed:
                 self._add(j)
                 todo += reversed(self._free_after(j))
+                todo += self._free_after_exchanges()
                 todo += [self._pairs[j]] if j in self._pairs else []
 
     def _add(self, i: int) -> None:
         eqn = self._eqns[i]
+        if is_exchange(eqn):
+            self._start_exchange(i)
+            return
         if not self._is_link(eqn):
             self._emit(i, {})
             return
@@ -183,25 +194,27 @@ class Order:
         began = self._time
         self._time += self._units.ms(i, self._device)
         if self._program.holds_copies and is_heavy(eqn):
-            self._hide_copies(eqn, began)
+            self._waits.hide(eqn, began, self._time)
         self.times.add(i, self._time)
 
-    def _hide_copies(self, eqn: JaxprEqn, began: float) -> None:
-        """Waits for a copy of each direction at the end of a unit that is long enough to hide it.
+    def _start_exchange(self, i: int) -> None:
+        """Starts an exchange with other devices behind the one before; only what reads it waits for it."""
+        eqn = self._eqns[i]
+        self._emit(i, {})
+        eqns, (bit,) = traced(bit_of, [eqn.outvars[0]], like=eqn)
+        self._out += eqns
+        self._left[eqn.outvars[0]], self._bits[i] = self._barrier(eqn.outvars[0], bit, i)
+        end = self._exchanges.start(i, self._time)
+        self._time = self._time if self._room else end
+        self._arrives |= dict.fromkeys(eqn.outvars, end)
+        self.times.add(i, end, is_link=False)
 
-        XLA's scheduler starts a copy just before the unit that comes before the wait, or just after that if
-        the copy takes more new memory than the unit.
-        """
-        hidden_ms = (self._time - began) * _HIDDEN
-        waiting = (v for v, until in self._leaving.items() if until > self._time)
-        sent = [v for v in waiting if self.times.sent[self._maker[v]] <= began]
-        if sent and hidden_ms >= self._device.d2h_ms(_compat.nbytes(sent[0].aval)):
-            self._leaving[sent[0]] = self._time
-        made = new_nbytes(eqn)
-        coming = [v for v, start in self._coming.items() if start <= began and _compat.nbytes(v.aval) <= made]
-        if coming and hidden_ms >= self._device.h2d_ms(_compat.nbytes(coming[0].aval)):
-            del self._coming[coming[0]]
-            self._leaving[coming[0]] = self._time
+    def _free_after_exchanges(self) -> list[int]:
+        """The units that exchanges which are over by now make free."""
+        over = self._exchanges.over(self._time)
+        for v in (v for i in over for v in self._reads[i] if not self._unread[v]):
+            self.held.free(v)
+        return [j for i in over for j in reversed(self._free_after(i))]
 
     def _start_due_reloads(self) -> None:
         for j, start in self._plan.starts.items():
@@ -224,7 +237,7 @@ class Order:
 
     def _is_link(self, eqn: JaxprEqn) -> bool:
         """Whether an equation has a place in the chain."""
-        if _compat.transfer_in(eqn):
+        if _compat.transfer_in(eqn) or is_exchange(eqn):
             return False
         made = [_compat.nbytes(v.aval) for v in eqn.outvars if not _compat.is_host(v.aval)]
         largest = max(made, default=0)
@@ -291,7 +304,7 @@ class Order:
             reads = [v for v in reads if v not in both] or reads
         loose = [v for v in reads if self._level.get(v, 0) < self._length]
         tied = [v for v in loose if v in self._maker and _compat.nbytes(v.aval) >= self._large_nbytes]
-        arrived = [v for v, done in self._leaving.items() if done <= self._time]
+        arrived = self._waits.due(self._time)
         if is_heavy(self._eqns[i]):
             arrived += [v for v in self._made_small if v not in self._left]
         others = [v for v in reads if v is not self._program.turn]
@@ -305,7 +318,7 @@ class Order:
             for v in arrived:
                 held = now(behind, now(self._left, latest))
                 behind[latest], self._left[v] = self._barrier(held, now(self._left, v), i)
-                self._leaving.pop(v, None)
+                self._waits.end(v)
         return self._turn_behind_the_last(i) | behind
 
     def _continues_the_last(self, i: int) -> bool:
@@ -340,18 +353,10 @@ class Order:
         """
         if self._program.turn not in self._reads[i] or self._last is None:
             return {}
-        slices, converted = 0, 0
-        sliced: set[Var] = set()
-        for eqn in (self._eqns[j] for j in self._between[i]):
-            is_slice = eqn.primitive.name == "dynamic_slice"
-            if is_slice or not sliced.isdisjoint(variables(eqn)):
-                sliced.update(eqn.outvars)
-                if _compat.nbytes(eqn.outvars[0].aval) >= self._large_nbytes:
-                    slices += is_slice
-                    converted += eqn.primitive.name == "convert_element_type"
-        if not 0 < slices <= converted:
+        if not all_slices_converted((self._eqns[j] for j in self._between[i]), self._large_nbytes):
             return {}
-        eqns, (late,) = traced(known_late, [self._program.turn, self._last], like=self._eqns[i])
+        given = [self._program.turn, now(self._shown, self._last)]
+        eqns, (late,) = traced(known_late, given, like=self._eqns[i])
         self._out += eqns
         return {self._program.turn: late}
 
@@ -362,7 +367,7 @@ class Order:
             tied[v] = now(self._left, v)
             for wait in waits:
                 if wait is not None:
-                    tied[v], _ = self._barrier(tied[v], wait, i)
+                    tied[v], _ = self._barrier(tied[v], now(self._shown, wait), i)
         return tied
 
     def _barrier(self, v: Var, other: Var, i: int) -> list[Var]:
@@ -382,10 +387,27 @@ class Order:
         if stack is None or self._last is None:
             return
         spare = self._program.spare[stack]
-        operands = now(self._renamed, stack), self._last, self._program.turn
+        operands = now(self._renamed, stack), now(self._shown, self._last), self._program.turn
         write = functools.partial(write_an_element, spare.first, spare.step)
         eqns, (self._renamed[stack],) = traced(write, operands, like=self._eqns[i])
         self._out += eqns
+
+    def _behind_the_last_exchange(self, i: int, operands: list[Any]) -> list[Any]:
+        """Operands of an exchange that are there once the last one is over.
+
+        All devices have to exchange in one order, and the edges of a CUDA graph know nothing of barriers.
+        """
+        bits = [self._bits[j] for j in self._exchanges.to_wait_for(i)]
+        varying = {axis for bit in bits for axis in _compat.varying_axes(bit.aval)}
+        values = [v for v in operands if isinstance(v, Var) and _compat.nbytes(v.aval)]
+        values = [v for v in values if varying <= {*_compat.varying_axes(v.aval)}]  # else it would vary, too
+        if not bits or not values:
+            return operands
+        eqns, results = traced(once_known, [values, bits], like=self._eqns[i])
+        self._out += eqns
+        self._shown |= zip(values, results[len(values) :], strict=True)
+        written = dict(zip(values, results, strict=False))
+        return [now(written, v) for v in operands]
 
     def _emit(self, i: int, behind: Renamed, *, is_link: bool | None = None) -> None:
         self.placed[i] = None
@@ -400,7 +422,11 @@ class Order:
             self._out.append(eqn.replace(invars=[now(renamed, v) for v in eqn.invars], outvars=outs))
             renamed.update(zip(eqn.outvars, outs, strict=True))
         eqn = self._eqns[i]
-        self._out.append(eqn.replace(invars=[now(renamed, v) for v in eqn.invars]))
+        operands = [now(renamed, v) for v in eqn.invars]
+        if is_exchange(eqn):
+            operands = self._behind_the_last_exchange(i, operands)
+        self._out.append(eqn.replace(invars=operands))
+        self.held.make(i)
         level = max((self._level.get(now(behind, v), 0) for v in self._reads[i]), default=0)
         if self._is_link(eqn) if is_link is None else is_link:
             self._length += 1
@@ -410,14 +436,12 @@ class Order:
             self._behind = behind
             self._last = max(eqn.outvars, key=lambda v: _compat.nbytes(v.aval))
         self._level |= dict.fromkeys(eqn.outvars, level)
-        if self._program.holds_copies and _compat.transfer_in(eqn) == "D2H":
-            sent_ms = self._device.d2h_ms(_compat.nbytes(eqn.outvars[0].aval))
-            self._sent_by = max(self._time, self._sent_by) + sent_ms
-            self._leaving[eqn.outvars[0]] = self._sent_by + _PATIENCE * sent_ms
-        if self._program.holds_copies and _compat.transfer_in(eqn) == "H2D":
-            self._coming[eqn.outvars[0]] = self._time
+        if self._program.holds_copies:
+            self._waits.start(eqn, self._time)
         for v in self._reads[i]:
             self._unread[v] -= 1
-            self._coming.pop(v, None)
-            if v in self._arrives:
+            if not self._unread[v] and not is_exchange(eqn):
+                self.held.free(v)
+            self._waits.read(v)
+            if v in self._arrives and not is_exchange(self._eqns[self._maker[v]]):
                 self.times.needed.setdefault(self._maker[v], self._length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
@@ -86,6 +86,18 @@ class Units:
     def making(self, v: Var) -> Iterator[int]:
         """The units that make a value, from the last one back to the kernel."""
         return (i for _, i in back_to_the_kernel(v, self.maker, self._eqns) if i in self.reads)
+
+    def ready_at(self, i: int, placed: Container[int], arrives: Mapping[Var, float]) -> float:
+        """When what a unit, or one that it still needs, waits for has arrived."""
+        time, todo, seen = 0.0, [i], set()
+        while todo:
+            for v in self.reads[todo.pop()]:
+                time = max(time, arrives.get(v, 0.0))
+                j = self.maker.get(v)
+                if j is not None and j not in placed and j not in seen:
+                    seen.add(j)
+                    todo.append(j)
+        return time
 
     def ms(self, i: int, device: Device) -> float:
         """About how long a unit takes."""
@@ -204,6 +216,20 @@ def dependents(eqns: Sequence[JaxprEqn], of: set[Var]) -> list[bool]:
         if depends:
             found.update(eqn.outvars)
     return out
+
+
+def all_slices_converted(eqns: Iterable[JaxprEqn], large_nbytes: int) -> bool:
+    """Whether equations take large slices, and give all of them another dtype."""
+    slices, converted = 0, 0
+    sliced: set[Var] = set()
+    for eqn in eqns:
+        is_slice = eqn.primitive.name == "dynamic_slice"
+        if is_slice or not sliced.isdisjoint(variables(eqn)):
+            sliced.update(eqn.outvars)
+            if _compat.nbytes(eqn.outvars[0].aval) >= large_nbytes:
+                slices += is_slice
+                converted += eqn.primitive.name == "convert_element_type"
+    return 0 < slices <= converted
 
 
 def new_nbytes(eqn: JaxprEqn) -> int:
