@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 from jaxoff import _compat
-from jaxoff._compat import JaxprEqn
+from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
+from jaxoff._edges import bit_of, once_known
+from jaxoff._inline import Renamed, now, traced
 from jaxoff._straight import Straight
 from jaxoff._units import Units, is_heavy
 
@@ -28,6 +33,45 @@ def _axes_of(eqn: JaxprEqn) -> list[str]:
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     sizes = eqn.ctx.cur_abstract_mesh.shape
     return [axis for axis in (axes if isinstance(axes, (tuple, list)) else [axes]) if sizes.get(axis, 2) > 1]
+
+
+def waiting(
+    eqn: JaxprEqn, operands: list[Any], bits: Sequence[Var]
+) -> tuple[list[JaxprEqn], list[Any], Renamed]:
+    """Operands of an exchange that are there once some bits, of the exchanges before it, are known.
+
+    All devices have to exchange in one order, and the edges of a CUDA graph know nothing of barriers.
+
+    Returns:
+      Equations, the operands, and by operand the element of it that was written back.
+    """
+    varying = {axis for bit in bits for axis in _compat.varying_axes(bit.aval)}
+    values = [v for v in operands if isinstance(v, Var) and _compat.nbytes(v.aval)]
+    values = [v for v in values if varying <= {*_compat.varying_axes(v.aval)}]  # else it would vary, too
+    if not bits or not values:
+        return [], operands, {}
+    eqns, results = traced(once_known, [values, list(bits)], like=eqn)
+    written: Renamed = dict(zip(values, results, strict=False))
+    elements: Renamed = dict(zip(values, results[len(values) :], strict=True))
+    return eqns, [now(written, v) for v in operands], elements
+
+
+def one_after_another(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
+    """The same equations, of which each exchange waits for the last one over the same axis."""
+    found: list[JaxprEqn] = []
+    last: dict[str, Any] = {}  # by axis, a bit of what it brought
+    for eqn in eqns:
+        if not is_exchange(eqn):
+            found.append(eqn)
+            continue
+        axes = _axes_of(eqn)
+        more, operands, _ = waiting(
+            eqn, list(eqn.invars), [*dict.fromkeys(last[a] for a in axes if a in last)]
+        )
+        known, (bit,) = traced(bit_of, [eqn.outvars[0]], like=eqn)
+        found += [*more, eqn.replace(invars=operands), *known]
+        last |= dict.fromkeys(axes, bit)
+    return found
 
 
 class Exchanges:

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._copy_times import CopyTimes, Reloads
 from jaxoff._copy_waits import CopyWaits
 from jaxoff._cost import Device
-from jaxoff._edges import bit_of, known_late, once_known, write_an_element
-from jaxoff._exchanges import Exchanges, is_exchange
+from jaxoff._edges import bit_of, known_late, write_an_element
+from jaxoff._exchanges import Exchanges, is_exchange, waiting
 from jaxoff._held import Held, beside
 from jaxoff._inline import Renamed, now, traced
 from jaxoff._straight import Ordered, Straight
@@ -392,23 +391,6 @@ class Order:
         eqns, (self._renamed[stack],) = traced(write, operands, like=self._eqns[i])
         self._out += eqns
 
-    def _behind_the_last_exchange(self, i: int, operands: list[Any]) -> list[Any]:
-        """Operands of an exchange that are there once the last one is over.
-
-        All devices have to exchange in one order, and the edges of a CUDA graph know nothing of barriers.
-        """
-        bits = [self._bits[j] for j in self._exchanges.to_wait_for(i)]
-        varying = {axis for bit in bits for axis in _compat.varying_axes(bit.aval)}
-        values = [v for v in operands if isinstance(v, Var) and _compat.nbytes(v.aval)]
-        values = [v for v in values if varying <= {*_compat.varying_axes(v.aval)}]  # else it would vary, too
-        if not bits or not values:
-            return operands
-        eqns, results = traced(once_known, [values, bits], like=self._eqns[i])
-        self._out += eqns
-        self._shown |= zip(values, results[len(values) :], strict=True)
-        written = dict(zip(values, results, strict=False))
-        return [now(written, v) for v in operands]
-
     def _emit(self, i: int, behind: Renamed, *, is_link: bool | None = None) -> None:
         self.placed[i] = None
         if _compat.transfer_in(self._eqns[i]) == "H2D":
@@ -424,7 +406,10 @@ class Order:
         eqn = self._eqns[i]
         operands = [now(renamed, v) for v in eqn.invars]
         if is_exchange(eqn):
-            operands = self._behind_the_last_exchange(i, operands)
+            bits = [self._bits[j] for j in self._exchanges.to_wait_for(i)]
+            waits, operands, elements = waiting(eqn, operands, bits)
+            self._out += waits
+            self._shown |= elements
         self._out.append(eqn.replace(invars=operands))
         self.held.make(i)
         level = max((self._level.get(now(behind, v), 0) for v in self._reads[i]), default=0)

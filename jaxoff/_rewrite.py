@@ -8,6 +8,7 @@ from typing import Any
 from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
+from jaxoff._exchanges import one_after_another
 from jaxoff._inline import Renamed, called, inlined, now, scalars_apart
 from jaxoff._loops import Loop, handed, row_nbytes, written_out
 from jaxoff._order import LARGE_NBYTES, ordered
@@ -109,17 +110,16 @@ class _Rewriter:
         """Orders what stands before and between the loops of a program on several devices, a loop one unit.
 
         Otherwise sums start from zeros that XLA makes at the very beginning, and collectives keep memory of
-        their own. After the last loop gradients are added up over devices: in place, as long as none has to
-        wait for another.
+        their own. After the last loop gradients are added up over devices, in place: each as soon as its
+        exchange has its turn.
 
         Args:
           jaxpr: the program.
           end: the number of its equations up to the last loop.
         """
         renamed: Renamed = {}
-        rest = jaxpr.eqns[end:]
         eqns, scalars = scalars_apart(inlined(jaxpr.eqns[:end], renamed))
-        rest = [eqn.replace(invars=[now(renamed, v) for v in eqn.invars]) for eqn in rest]
+        rest = one_after_another(inlined(jaxpr.eqns[end:], renamed))
         outs: Any = [now(renamed, v) for v in jaxpr.outvars]
         read: Any = [*outs, *(v for eqn in rest for v in eqn.invars)]
         ordered = self._ordered(jaxpr.replace(outvars=read), eqns, {}, [True] * len(eqns), holds_copies=False)

@@ -1,6 +1,7 @@
 """Loops with collectives in a `jax.shard_map`: written out and ordered as others, and what is around them."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from jaxoff import _compat
+from jaxoff._exchanges import is_exchange
 from tests.jaxoff.matrix import assert_close
+from tests.jaxoff.test_exchanges import by_data
 from tests.jaxoff.test_loops import INSTANT, SLOW, behind, program_of, variable_in
 from tests.jaxoff.test_order import BOTH, arguments, deep, layer
+from tests.jaxoff.test_units import depends
 
 RING = [(0, 1), (1, 0)]
 
@@ -30,7 +34,7 @@ def stage(x, w):
     return out + lax.pmean(jnp.mean(x), "pipe"), extra
 
 
-def step(policy=BOTH, body=stage):
+def step(policy=BOTH, body=stage, after=lambda gradients: gradients):
     """The gradients of each device's share, taken inside."""
 
     def local(w, x):
@@ -39,7 +43,7 @@ def step(policy=BOTH, body=stage):
             bias = jnp.sum(jax.tree.leaves(w)[0][0, :, :1])
             return jnp.sum(jaxoff.scan(lambda x, w: body(x + bias, w), x, w, policy=policy)[0])
 
-        return jax.grad(share, (0, 1))(w, x)
+        return after(jax.grad(share, (0, 1))(w, x))
 
     specs = P(None, "pipe"), P("pipe")
     return jax.shard_map(local, mesh=mesh(), in_specs=specs, out_specs=specs, check_vma=False)
@@ -103,3 +107,23 @@ def test_no_barrier_is_over_a_stack_on_the_host():
     barriers = [eqn for eqn in deep(body) if eqn.primitive.name == "optimization_barrier"]
     assert barriers
     assert not any(_compat.is_host(v.aval) for eqn in barriers for v in eqn.invars)
+
+
+def test_sums_after_the_last_loop_follow_each_other_by_data():
+    """Nothing else keeps two of them in one order on all devices."""
+
+    def averaged(gradients):
+        total = lax.pmean(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(gradients)), "pipe")
+        return jax.tree.map(
+            lambda leaf: jax.jit(lax.pmean, static_argnums=1)(leaf, "pipe") * total, gradients
+        )
+
+    program, body = rewritten(after=averaged)
+    eqns = by_data(body.eqns)
+    (*_, last) = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "while"]
+    sums = [i for i, eqn in enumerate(eqns) if is_exchange(eqn) and i > last]
+    assert len(sums) == 1 + len(jax.tree.leaves(arguments()))
+    assert all(depends(eqns, second, first) for first, second in itertools.pairwise(sums))
+    args = arguments()
+    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    assert_close(got, jax.tree.leaves(jax.jit(step(after=averaged))(*args)))
