@@ -34,7 +34,6 @@ from bench.step import compiled_facts, time_in_turns, traced
 from bench.step_checks import compare_bits
 from bench.step_variants import DETERMINISTIC, Program
 from models.divided import CAPACITY, Layout
-from models.errors import InputError
 from models.mesh import AXES, MeshShape
 
 type Row = dict[str, Any]
@@ -210,6 +209,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8, help="of a step")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a microbatch, each device's own")
     parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence")
+    parser.add_argument("--logits-chunk", type=int, default=0, help="tokens with logits at a time; 0: all")
     parser.add_argument("--offload", default=OFFLOAD, help="names that go to the host")
     parser.add_argument("--save", default=SAVE, help="names that stay; the rest is recomputed")
     parser.add_argument(
@@ -232,8 +232,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             o.widths, o.seq = "tiny", 16
         policy = jaxoff.policy(offload=o.offload.split(","), save=o.save.split(","))
         layout = Layout(o.mesh, o.virtual, o.capacity)
-        o.workload = Workload(o.widths, o.layers, layout, o.microbatches, o.batch, o.seq, policy)
-    except InputError as error:
+        o.workload = Workload(
+            o.widths, o.layers, layout, o.microbatches, o.batch, o.seq, policy, o.logits_chunk
+        )
+    except ValueError as error:
         parser.error(str(error))
     return o
 

@@ -76,6 +76,7 @@ class Workload:
       batch: sequences of a microbatch on each device that has sequences of its own.
       seq: tokens a sequence.
       policy: where residuals live.
+      logits_chunk: of the model's config.
     """
 
     widths: str
@@ -85,6 +86,7 @@ class Workload:
     batch: int
     seq: int
     policy: jaxoff.Policy
+    logits_chunk: int = 0
 
     def __post_init__(self):
         self.layout.check(self.config, self.batch * self.shape.batch, self.microbatches)
@@ -92,7 +94,7 @@ class Workload:
     @property
     def config(self) -> Config:
         preset, overrides = WIDTHS[self.widths]
-        return Config.preset(preset, num_layers=self.layers, **overrides)
+        return Config.preset(preset, num_layers=self.layers, logits_chunk=self.logits_chunk, **overrides)
 
     @property
     def shape(self) -> MeshShape:
@@ -101,6 +103,7 @@ class Workload:
     @property
     def name(self) -> str:
         step = f"v{self.layout.virtual}-m{self.microbatches}-b{self.batch}"
+        step += f"-logits{self.logits_chunk}" if self.logits_chunk else ""
         return f"{self.widths}-l{self.layers}-{self.shape}-{step}"
 
     @property

@@ -21,7 +21,7 @@ _POSITIVE = (
     "rope_theta",
     "rms_eps",
 )
-_NOT_NEGATIVE = ("d_shared", "first_k_dense", "aux_loss_coef", "z_loss_coef", "mtp_weight")
+_NOT_NEGATIVE = ("d_shared", "first_k_dense", "aux_loss_coef", "z_loss_coef", "mtp_weight", "logits_chunk")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +80,9 @@ class Config:
       mtp_weight: weight of its cross entropy in the loss.
       rope_theta, rms_eps: base of the rotary embedding's wavelengths; what the norms add to the mean square.
       max_seq_len: longest sequence that the model accepts.
+      logits_chunk: how many tokens of each sequence have logits at a time, 0 for all of them. The rest is
+        computed after them, and again for the gradient: the less memory, the more often the gradient of the
+        head's weights is added up.
       dtype: what activations are kept and multiplied in, "bfloat16" or "float32".
       param_dtype: what parameters are kept in; they are cast where they are used.
       attention: "cudnn", "xla", or "auto" for cuDNN on a GPU where it supports the shapes, XLA elsewhere.
@@ -115,6 +118,7 @@ class Config:
     rope_theta: float = 10_000.0
     rms_eps: float = 1e-5
     max_seq_len: int = 8192
+    logits_chunk: int = 0
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
     attention: str = "auto"

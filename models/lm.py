@@ -290,7 +290,25 @@ def _head_loss(model: LM, norm: RMSNorm, x_BSD: jax.Array, targets_BS: jax.Array
     def loss(params, x, targets):
         return cross_entropy(_logits(*nnx.merge(graph, params), x), targets)
 
-    return _checkpointed(loss, model.policy)(params, x_BSD, targets_BS)
+    length, chunk = x_BSD.shape[1], model.config.logits_chunk
+    if not 0 < chunk < length:
+        return _checkpointed(loss, model.policy)(params, x_BSD, targets_BS)
+    # Without a policy, too, or the logits of all chunks would be kept for the backward pass.
+    policy = model.policy or jax.checkpoint_policies.nothing_saveable
+    whole = length - length % chunk
+
+    def chunks(values):
+        divided = values[:, :whole].reshape(values.shape[0], -1, chunk, *values.shape[2:])
+        return jnp.moveaxis(divided, 1, 0)
+
+    def turn(_, part):
+        return (), loss(params, *part)
+
+    _, losses_NBC = scan_under(policy, turn, (), (chunks(x_BSD), chunks(targets_BS)))
+    losses = [jnp.moveaxis(losses_NBC, 0, 1).reshape(-1, whole)]
+    if whole < length:
+        losses.append(jax.checkpoint(loss, policy=policy)(params, x_BSD[:, whole:], targets_BS[:, whole:]))
+    return jnp.concatenate(losses, axis=1)
 
 
 def _mtp_loss(model: LM, mtp: MTP, hidden_BSD: jax.Array, tokens_BL: jax.Array) -> tuple[jax.Array, Any]:

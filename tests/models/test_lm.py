@@ -156,6 +156,25 @@ def test_a_model_without_policy_agrees_closely():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("policy", [None, jaxoff.policy(offload=["*.norm_in"])], ids=["none", "offload"])
+def test_logits_in_chunks_make_the_same_loss_in_less_memory(policy):
+    """Of 32 tokens, and of the prediction head's 31, which no chunk of 8 divides."""
+    narrow = dict(SMALL, num_layers=1, first_k_dense=1, mtp_layers=1, num_experts=2, dtype="float32")
+
+    def compiled(chunk):
+        config = Config.preset("tiny", vocab_size=4096, logits_chunk=chunk, **narrow)
+        params, loss = program(config, policy)
+        batch = tokens(2, 33, vocab=4096)
+        step = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, batch).compile()
+        return step.memory_analysis().temp_size_in_bytes, step(params, batch)
+
+    (most, whole), (least, parts) = compiled(0), compiled(8)
+    logits = 4 * 2 * 32 * 4096
+    assert least < most - logits
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 def test_a_policy_that_cannot_be_hashed_or_called_is_refused():
     for wrong in ("save_all", ["moe.*"]):
         with pytest.raises(TypeError, match="policy must be None, or callable and hashable"):
