@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import jaxoff
 from bench.step_models import Workload, loss
 from bench.step_variants import Step
 from jaxoff import Policy
-from jaxoff._plan import Planner
+from jaxoff._plan import MARGIN, Planner
 from jaxoff._search import fastest
 
 type Role = Literal["plan", "stock", "maxtext", "single", "bound"]
@@ -96,12 +97,13 @@ def planner_of(workload: Workload) -> Planner:
 
 
 def budgets_of(planner: Planner, number: int) -> list[int]:
-    """Even budgets from the peak of making everything again to that of the fastest placement."""
+    """Even budgets that fit from the peak of making everything again to that of the fastest placement."""
     low = planner.model.cost({}).peak.nbytes
     most = fastest(planner.model, 10**15, int(HOST_BYTES), {})
     assert most is not None
     high = max(low, planner.model.cost(most).peak.nbytes)
-    return [int(1.04 * (low + (high - low) * i / max(1, number - 1))) for i in range(number)]
+    peaks = (low + (high - low) * i / max(1, number - 1) for i in range(number))
+    return [math.ceil(1.001 * peak / (1 - MARGIN)) for peak in peaks]
 
 
 def points_of(workload: Workload, roles: Sequence[Role], budgets: Sequence[int]) -> list[Point]:
@@ -119,7 +121,7 @@ def points_of(workload: Workload, roles: Sequence[Role], budgets: Sequence[int])
 
 def _plans(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
     for number, budget in enumerate(budgets, 1):
-        plan = planner.plan(budget, HOST_BYTES, {}, 0.03)
+        plan = planner.plan(budget, HOST_BYTES, {}, MARGIN)
         predicted = {"ms": plan.step_ms, "peak_bytes": plan.peak_bytes, "host_bytes": plan.host_bytes}
         fields = dataclasses.asdict(plan.policy)
         name = f"plan {number}: {budget / 1e9:.1f} GB"

@@ -22,6 +22,8 @@ from jaxoff._train_step import divide_step, is_train_step
 
 type Verb = Literal["save", "offload", "recompute"]
 
+# The part of a budget that is left free: predicted peaks have been so much short.
+MARGIN = 0.04
 _VERBS: dict[Placement, Verb] = {"device": "save", "host": "offload", "recompute": "recompute"}
 _PLACES: dict[str, Placement] = {verb: place for place, verb in _VERBS.items()}
 
@@ -193,7 +195,7 @@ def plan(
     link: int | SharedLink | None = None,
     device: Device = H200,
     fixed: Mapping[str, Verb] | None = None,
-    margin: float = 0.04,
+    margin: float = MARGIN,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     **kwargs,
