@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from bench.step_models import Workload
 pytestmark = pytest.mark.aot
 
 LAYERS, BATCH, LENGTH, WIDTH = 12, 4, 4096, 4096
+HAS_CUDNN = bool(importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn"))
 # Within so much of the compiled program's.
 PRECISION = 0.03
 
@@ -144,6 +146,7 @@ def test_the_peak_of_a_train_step_is_that_of_the_compiled_program(fixed):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(not HAS_CUDNN, reason="needs cuDNN: pip install 'jax[cuda13]' (no GPU needed)")
 @pytest.mark.parametrize(
     ("workload", "choices"),
     [
