@@ -70,7 +70,9 @@ def test_the_policy_of_a_plan_leaves_loss_and_gradients_as_they_are():
     results = []
     for choice in ("save", "offload", "recompute"):
         policy = planned(fixed=dict.fromkeys(("x_in", "act", "out"), choice)).policy
-        results.append(jaxoff.jit(jax.value_and_grad(scanned(policy=policy)))(w, x))
+        # At level 0, as the tests compile, some values without a name round differently in other company.
+        options = {"xla_backend_optimization_level": 1}
+        results.append(jaxoff.jit(jax.value_and_grad(scanned(policy=policy)), compiler_options=options)(w, x))
     for other in results[1:]:
         jax.tree.map(np.testing.assert_array_equal, results[0], other)
 
