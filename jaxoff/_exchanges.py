@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxoff import _compat
@@ -25,7 +25,7 @@ _LINK_SHARE = 0.15
 def is_exchange(eqn: JaxprEqn) -> bool:
     """Whether an equation sends values between devices and waits for theirs."""
     named = eqn.primitive.name in _EXCHANGES and bool(_axes_of(eqn))
-    return named and any(_compat.nbytes(v.aval) for v in eqn.outvars)
+    return named and _compat.nbytes(eqn.outvars[0].aval) > 0
 
 
 def _axes_of(eqn: JaxprEqn) -> list[str]:
@@ -54,16 +54,6 @@ def waiting(
     written: Renamed = dict(zip(values, results, strict=False))
     elements: Renamed = dict(zip(values, results[len(values) :], strict=True))
     return eqns, [now(written, v) for v in operands], elements
-
-
-def one_value_each(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """The same equations, of which each exchange is of one value: XLA gets one for each anyway."""
-    for eqn in eqns:
-        if is_exchange(eqn) and len(eqn.invars) == len(eqn.outvars) > 1:
-            for v, out in zip(eqn.invars, eqn.outvars, strict=True):
-                yield eqn.replace(invars=[v], outvars=[out])
-        else:
-            yield eqn
 
 
 def one_after_another(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:

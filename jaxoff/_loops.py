@@ -28,7 +28,6 @@ from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._cost import Device
 from jaxoff._edges import copied
-from jaxoff._exchanges import one_value_each
 from jaxoff._inline import Renamed, inlined, now, traced
 from jaxoff._order import estimated, ordered
 from jaxoff._straight import Spare, Straight
@@ -61,7 +60,7 @@ class Loop:
             return None
         body = eqn.params["jaxpr"].jaxpr
         renamed: Renamed = {}
-        eqns = list(one_value_each(inlined(body.eqns, renamed)))
+        eqns = list(inlined(body.eqns, renamed))
         if _compat.has_side_effects(body):
             return None
         return Loop(eqn, layout, body.replace(eqns=eqns, outvars=[now(renamed, v) for v in body.outvars]))

@@ -8,7 +8,7 @@ from typing import Any
 from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
-from jaxoff._exchanges import one_after_another, one_value_each
+from jaxoff._exchanges import one_after_another
 from jaxoff._inline import Renamed, called, inlined, now, scalars_apart
 from jaxoff._loops import Loop, handed, row_nbytes, written_out
 from jaxoff._order import LARGE_NBYTES, ordered
@@ -118,8 +118,8 @@ class _Rewriter:
           end: the number of its equations up to the last loop.
         """
         renamed: Renamed = {}
-        eqns, scalars = scalars_apart(one_value_each(inlined(jaxpr.eqns[:end], renamed)))
-        rest = one_after_another(one_value_each(inlined(jaxpr.eqns[end:], renamed)))
+        eqns, scalars = scalars_apart(inlined(jaxpr.eqns[:end], renamed))
+        rest = one_after_another(inlined(jaxpr.eqns[end:], renamed))
         outs: Any = [now(renamed, v) for v in jaxpr.outvars]
         read: Any = [*outs, *(v for eqn in rest for v in eqn.invars)]
         ordered = self._ordered(jaxpr.replace(outvars=read), eqns, {}, [True] * len(eqns), holds_copies=False)
@@ -135,12 +135,12 @@ class _Rewriter:
         outer = list(inlined(jaxpr.eqns, renamed, checkpoints=False))
         backward = next((i for i, eqn in enumerate(outer) if _compat.is_backward(eqn)), len(outer))
         made = {v: i for i, eqn in enumerate(outer) for v in eqn.outvars}
-        head = list(one_value_each(inlined(outer[:backward], renamed)))
+        head = list(inlined(outer[:backward], renamed))
         newest: set[Var] = set()
         if backward < len(outer):
             operands = [v for v in outer[backward].invars if isinstance(v, Var)]
             newest = {now(renamed, max(operands, key=lambda v: made.get(v, -1)))}
-        tail = list(one_value_each(inlined(outer[backward:], renamed)))
+        tail = list(inlined(outer[backward:], renamed))
         in_order = [True] * len(head) + dependents(tail, newest)
         return self._ordered(jaxpr, head + tail, renamed, in_order, holds_copies=True)
 

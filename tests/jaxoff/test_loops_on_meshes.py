@@ -114,8 +114,9 @@ def test_sums_after_the_last_loop_follow_each_other_by_data():
 
     def averaged(gradients):
         total = lax.pmean(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(gradients)), "pipe")
-        means = jax.jit(lambda leaves: lax.pmean(leaves, "pipe"))(gradients)  # one equation
-        return jax.tree.map(lambda leaf: leaf * total, means)
+        return jax.tree.map(
+            lambda leaf: jax.jit(lax.pmean, static_argnums=1)(leaf, "pipe") * total, gradients
+        )
 
     program, body = rewritten(after=averaged)
     eqns = by_data(body.eqns)
