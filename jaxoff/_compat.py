@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -84,6 +84,11 @@ def shape_of(aval: Any) -> tuple[int, ...]:
 def nbytes(aval: Any) -> int:
     """Bytes of an abstract array."""
     return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def nbytes_of(values: Iterable[Any]) -> int:
+    """The bytes of some variables together."""
+    return sum(nbytes(v.aval) for v in values)
 
 
 def has_side_effects(jaxpr: Jaxpr) -> bool:

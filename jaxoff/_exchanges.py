@@ -123,7 +123,7 @@ class Exchanges:
 
     def nbytes(self, i: int) -> int:
         """Bytes that an exchange brings."""
-        return sum(_compat.nbytes(v.aval) for v in self._eqns[i].outvars)
+        return _compat.nbytes_of(self._eqns[i].outvars)
 
     def for_which_is_room(self, units: list[int], nbytes: int) -> list[int]:
         """The units before the first exchange that brings more."""

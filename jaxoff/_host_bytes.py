@@ -23,12 +23,12 @@ def peak_host_nbytes(closed: ClosedJaxpr) -> int:
 def _peak(jaxpr: Jaxpr) -> int:
     always = _on_host(jaxpr.constvars, jaxpr.invars, *(eqn.outvars for eqn in jaxpr.eqns if _is_loop(eqn)))
     live = always | _on_host(jaxpr.outvars)
-    peak = size = _nbytes(live)
+    peak = size = _compat.nbytes_of(live)
     for eqn in reversed(jaxpr.eqns):
         made, read = live.intersection(eqn.outvars) - always, _on_host(eqn.invars) - live
         live -= made
         live |= read
-        size += _nbytes(read) - _nbytes(made)
+        size += _compat.nbytes_of(read) - _compat.nbytes_of(made)
         peak = max(peak, size + _within(eqn))
     return peak
 
@@ -39,7 +39,7 @@ def _within(eqn: JaxprEqn) -> int:
     for body in _compat.sub_jaxprs(eqn):
         # A turn's results are parts of the loop's; those of a call are its own until then.
         outside = _on_host(body.constvars, body.invars, body.outvars if _is_loop(eqn) else ())
-        beyond.append(_peak(body) - _nbytes(outside))
+        beyond.append(_peak(body) - _compat.nbytes_of(outside))
     return max(beyond, default=0) * _compat.num_shards(eqn)
 
 
@@ -49,7 +49,3 @@ def _is_loop(eqn: JaxprEqn) -> bool:
 
 def _on_host(*groups: Iterable[Any]) -> set[Var]:
     return {v for group in groups for v in group if isinstance(v, Var) and _compat.is_host(v.aval)}
-
-
-def _nbytes(variables: Iterable[Var]) -> int:
-    return sum(_compat.nbytes(v.aval) for v in variables)

@@ -185,7 +185,7 @@ class _Outside:
             counts=tuple(counts[kind] for kind in kinds),
             runs=(1,) * len(kinds),
             points=tuple(self._timeline.points(kind_of)),
-            argument_nbytes=sum(_compat.nbytes(v.aval) for v in self._inputs),
+            argument_nbytes=_compat.nbytes_of(self._inputs),
             outside_ms=self._timeline.ms(self._device),
         )
 

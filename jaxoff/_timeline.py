@@ -124,10 +124,12 @@ class Timeline:
         held, last = self._held(), self._last_readers()
         live, num_kinds = 0, len(set(kinds.values()))
         for t, i in enumerate(order):
-            made = _nbytes(v for v in self._eqns[i].outvars if v in last and v not in self._in_place)
+            made = _compat.nbytes_of(
+                v for v in self._eqns[i].outvars if v in last and v not in self._in_place
+            )
             dying = [v for v in self._units.reads[i] if last.get(v) == t and v not in self._inputs]
-            freed = _nbytes(dying)
-            reused = min(_nbytes(v for v in dying if self._may_be_taken(v, i)), made)
+            freed = _compat.nbytes_of(dying)
+            reused = min(_compat.nbytes_of(v for v in dying if self._may_be_taken(v, i)), made)
             holds = [0] * num_kinds
             for part, (first, until) in held.items():
                 holds[kinds[part]] += first <= t <= until
@@ -192,7 +194,3 @@ class Loop:
         """The moments of a turn."""
         for point in self.body.points(kinds):
             yield dataclasses.replace(point, nbytes=point.nbytes + self.slices_nbytes)
-
-
-def _nbytes(values) -> int:
-    return sum(_compat.nbytes(v.aval) for v in values)

@@ -71,7 +71,7 @@ def divide_step(closed: ClosedJaxpr, device: Device) -> Divided:
         counts=tuple(counts[kind] for kind in range(len(layers))),
         runs=tuple(steps.found[part].runs for part in first),
         points=tuple(timeline.points(kind_of)),
-        argument_nbytes=sum(_compat.nbytes(v.aval) for v in arguments),
+        argument_nbytes=_compat.nbytes_of(arguments),
         outside_ms=max(0.0, timeline.ms(device) - twice),
     )
 
@@ -124,7 +124,7 @@ class _Steps:
                 arguments = {*body.invars, *body.constvars}
                 turn = self.timeline(body, arguments, range(layout.num_carry), runs * layout.length)
                 rows = body.invars[layout.num_consts + layout.num_carry :]
-                nbytes = sum(_compat.nbytes(v.aval) for v in rows)
+                nbytes = _compat.nbytes_of(rows)
                 loops[i] = Loop(layout.length, turn, nbytes, _carry(eqn))
         outs = frozenset(program.results)
         reused = {v for k in in_place if isinstance(v := program.outs[k], Var)}

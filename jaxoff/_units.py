@@ -41,7 +41,7 @@ def is_heavy(eqn: JaxprEqn) -> bool:
 def is_narrow_form(eqn: JaxprEqn) -> bool:
     """Whether an equation rounds a value to fewer bytes."""
     is_rounding = eqn.primitive.name == "convert_element_type"
-    return is_rounding and _nbytes(eqn.outvars) < _nbytes(variables(eqn))
+    return is_rounding and _compat.nbytes_of(eqn.outvars) < _compat.nbytes_of(variables(eqn))
 
 
 class Units:
@@ -145,7 +145,9 @@ def _before_widening(v: Var, maker: Mapping[Var, JaxprEqn]) -> Var:
     found = v
     while (eqn := maker.get(found)) is not None and eqn.primitive.name in _VIEWS and variables(eqn):
         found = variables(eqn)[0]
-        if eqn.primitive.name == "convert_element_type" and _nbytes([found]) < _nbytes(eqn.outvars):
+        if eqn.primitive.name == "convert_element_type" and _compat.nbytes_of([found]) < _compat.nbytes_of(
+            eqn.outvars
+        ):
             return found
     return v
 
@@ -188,19 +190,15 @@ def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) ->
     needed_by: dict[Var, set[int]] = {}
     for i, eqn in reversed(list(enumerate(eqns))):
         needs = set().union(*(needed_by.get(v, ()) for v in eqn.outvars))
-        widens = _nbytes(variables(eqn)) < _nbytes(eqn.outvars)
+        widens = _compat.nbytes_of(variables(eqn)) < _compat.nbytes_of(eqn.outvars)
         if i not in found and len(needs) > 1 and not widens and not made.isdisjoint(eqn.outvars):
             terms = set().union(*(of[v] for v in eqn.outvars))
-            kept, nbytes = _nbytes(terms & made), _nbytes(eqn.outvars)
-            if kept > nbytes or (kept == nbytes and _nbytes(terms) >= 2 * nbytes):
+            kept, nbytes = _compat.nbytes_of(terms & made), _compat.nbytes_of(eqn.outvars)
+            if kept > nbytes or (kept == nbytes and _compat.nbytes_of(terms) >= 2 * nbytes):
                 more.add(i)
         for v in variables(eqn):
             needed_by.setdefault(v, set()).update({i} if i in found or i in more else needs)
     return more
-
-
-def _nbytes(values: Iterable[Var]) -> int:
-    return sum(_compat.nbytes(v.aval) for v in values)
 
 
 def variables(eqn: JaxprEqn) -> list[Var]:
@@ -235,7 +233,7 @@ def all_slices_converted(eqns: Iterable[JaxprEqn], large_nbytes: int) -> bool:
 def new_nbytes(eqn: JaxprEqn) -> int:
     """Bytes of new memory for the results of a light equation; an update in place takes none."""
     in_place = eqn.primitive.name == "dynamic_update_slice"
-    return 0 if in_place else _nbytes(eqn.outvars)
+    return 0 if in_place else _compat.nbytes_of(eqn.outvars)
 
 
 def _unit_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], device: Device) -> float:
@@ -243,6 +241,6 @@ def _unit_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], device: Device) -> floa
     if not is_heavy(eqn):
         updates = eqn.primitive.name == "dynamic_update_slice"
         made = eqn.invars[1:2] if updates else eqn.outvars
-        return device.pass_ms(sum(_compat.nbytes(v.aval) for v in made))
+        return device.pass_ms(_compat.nbytes_of(made))
     converted = (e.outvars[0].aval for e in between if e.primitive.name == "convert_element_type")
     return device.compute_ms(eqn) + sum(device.pass_ms(_compat.nbytes(aval)) for aval in converted)

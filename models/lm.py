@@ -307,7 +307,7 @@ def _head_loss(model: LM, norm: RMSNorm, x_BSD: jax.Array, targets_BS: jax.Array
     _, losses_NBC = scan_under(policy, turn, (), (chunks(x_BSD), chunks(targets_BS)))
     losses = [jnp.moveaxis(losses_NBC, 0, 1).reshape(-1, whole)]
     if whole < length:
-        losses.append(jax.checkpoint(loss, policy=policy)(params, x_BSD[:, whole:], targets_BS[:, whole:]))
+        losses.append(_checkpointed(loss, policy)(params, x_BSD[:, whole:], targets_BS[:, whole:]))
     return jnp.concatenate(losses, axis=1)
 
 

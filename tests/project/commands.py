@@ -20,7 +20,7 @@ from pathlib import Path
 
 import typer.main
 
-from tests.project.readme import BlockError
+from tests.project.readme import BlockError, as_a_reader
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -210,7 +210,7 @@ def run_program(program: Program, folder: Path, *, timeout_s: float, quick_compi
     Raises:
       BlockError: where it fails.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = as_a_reader()
     if quick_compiles:
         flags = os.environ.get("XLA_FLAGS", "").split()
         environment["XLA_FLAGS"] = " ".join(flag for flag in flags if "device_count" not in flag)

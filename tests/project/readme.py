@@ -127,19 +127,22 @@ def _trimmed(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines()).rstrip()
 
 
+def as_a_reader() -> dict[str, str]:
+    """The environment without the tests' fake devices and their way to compile."""
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+
+
 def run_python(blocks: Sequence[Block]) -> list[str]:
     """What each Python block prints.
 
     Raises:
       BlockError: where one raises or warns.
     """
-    # As a reader would: without the fake devices of the tests.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     root = str(Path(__file__).parents[2])
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", DRIVER],
         input=json.dumps([block.code for block in blocks]),
-        env=environment | {"PYTHONPATH": root},
+        env=as_a_reader() | {"PYTHONPATH": root},
         capture_output=True,
         text=True,
         timeout=300,

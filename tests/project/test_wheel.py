@@ -1,7 +1,6 @@
 """The wheel, built and installed outside the checkout."""
 
 import email
-import os
 import subprocess
 import sys
 import sysconfig
@@ -11,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.project.readme import as_a_reader
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jaxoff", "models", "pallas_kernels")
 
 
 def run(*command, cwd):
-    # As a user has it: without the tests' way to compile.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=cwd, env=as_a_reader(), capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         pytest.fail(
             f"{' '.join(map(str, command))}\nexit status {done.returncode}\n{done.stdout}\n{done.stderr}"
