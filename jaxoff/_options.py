@@ -6,7 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxoff import _requirements
-from jaxoff._settings import CAPTURED_BY_DEFAULT, COMMAND_BUFFER, PIPELINING_LEVELS, SCHEDULING_MODE, is_true
+from jaxoff._settings import (
+    CAPTURED_BY_DEFAULT,
+    COMMAND_BUFFER,
+    PIPELINING,
+    PIPELINING_LEVELS,
+    SCHEDULING_MODE,
+    is_true,
+)
 
 # Edges of CUDA graphs by use of data instead of by the scheduler's order. Collectives have to be in the
 # graph, too, or the copies of a loop wait for them.
@@ -48,10 +55,7 @@ def harms(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterat
       level: jax's own, `jax.config.jax_optimization_level`.
     """
     if level in PIPELINING_LEVELS:
-        yield (
-            f"jax_optimization_level={level} switches on pipelining passes, that of host copies among them, "
-            "which computed wrong results in several releases of XLA. Leave it unset."
-        )
+        yield f"jax_optimization_level={level} {PIPELINING}"
     if is_true(str(given.get(_PIPELINED, "false"))):
         yield (
             f"{_PIPELINED} is on: it computed wrong results in several releases of XLA. Leave it out: the "

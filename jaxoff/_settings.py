@@ -13,6 +13,10 @@ Source = Literal["XLA_FLAGS", "jax.config", "environment"]
 Judgement = tuple[Verdict, str]
 
 PIPELINING_LEVELS = ("O1", "O2", "O3")
+PIPELINING = (
+    "switches on pipelining passes, that of host copies among them, which has a history of wrong results. "
+    "Leave it unset and set the passes you want by their own flags."
+)
 COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
 SCHEDULING_MODE = "xla_gpu_command_buffer_scheduling_mode"
 CAPTURED_BY_DEFAULT = frozenset(
@@ -137,10 +141,7 @@ def _pipelined_host_offloading(value: str | None, _: Environment) -> Judgement:
 
 def _optimization_level(value: str | None, _: Environment) -> Judgement:
     if value in PIPELINING_LEVELS:
-        return "harms", (
-            f"{value} switches on pipelining passes, that of host copies among them, which has a history of "
-            "wrong results. Leave it unset and set the passes you want by their own flags."
-        )
+        return "harms", f"{value} {PIPELINING}"
     return "neutral", "No pipelining passes switched on: right."
 
 
