@@ -67,6 +67,8 @@ VARIANTS: dict[str, Variant] = {
     "captured": Variant("jaxoff captured", "ours", "scanned", "host", strategy="captured"),
     "ordered": Variant("jaxoff ordered", "ours", "unrolled", "host", strategy="layers"),
     "auto": Variant("jaxoff auto", "ours", "scanned", "host", strategy="auto"),
+    # The same program with everything on the device; not a twin: those are stock.
+    "auto_saved": Variant("jaxoff, saved", "bound", "scanned", "device", strategy="auto"),
 }
 
 
@@ -110,7 +112,8 @@ def _policy(placement: Placement, moves: Moves) -> Any:
 
 def stack_of(variant: Variant, moves: Moves) -> Callable[[Layer, Any, Any], Any]:
     if variant.strategy is not None:
-        return _ours(variant.strategy, jaxoff.policy(offload=moves.offload, save=moves.save))
+        policy = jaxoff.policy(offload=moves.offload, save=moves.save)
+        return _ours(variant.strategy, policy.on_device() if variant.placement == "device" else policy)
 
     def checkpointed(layer, **kwargs):
         if variant.placement == "none":

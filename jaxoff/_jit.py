@@ -32,11 +32,11 @@ def jit(
 ) -> Any:
     """`jax.jit`, with copies between device and pinned host memory beside the compute.
 
-    Where the program moves residuals, and only there, two things change. Barriers put its large values into
-    one order, in which memory is used again and a copy starts as late as it can and still be in time; what is
-    computed is the same, and un-named values may round elsewhere. And XLA gets the options that this kind of
-    program needs: for layers in a loop, CUDA graphs whose edges are those of the data (CONCURRENT),
-    collectives among them. Differentiate inside, as in `jaxoff.jit(jax.value_and_grad(loss))`: outside of it
+    Where the program moves residuals, and in loops of `jaxoff.scan` that keep all of theirs on the device,
+    barriers put its large values into one order, in which memory is used again and a copy starts as late as
+    it can and still be in time; what is computed is the same, and un-named values may round elsewhere. Where
+    it moves residuals, XLA also gets the options that this kind of program needs: for layers in a loop, CUDA
+    graphs whose edges are those of the data (CONCURRENT), collectives among them. Differentiate inside, as in `jaxoff.jit(jax.value_and_grad(loss))`: outside of it
     there is no backward pass to see.
 
     Args:
@@ -152,7 +152,7 @@ class Jitted:
 
             closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
             program = rewrite(closed, device, one_device=devices == 1)
-            wanted = _options.for_program(program.scanned, _JAXLIB, devices)
+            wanted = _options.for_program(program.loops, program.scanned, _JAXLIB, devices)
             if wanted != options:
                 raise _NeedsOptionsError(wanted)
             self._check(closed, program)

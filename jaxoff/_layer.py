@@ -10,7 +10,7 @@ from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._marks import Tag
-from jaxoff._policy import DOTS, Placement
+from jaxoff._policy import DOTS, PALLAS, Placement
 from jaxoff._units import Units, dependents, is_heavy, variables
 
 # Stands for the outputs of dots and convolutions that have no name.
@@ -37,6 +37,7 @@ class Value:
       made_ms: when the forward pass has made it.
       whole: the first and the last step of the backward pass at which a kernel reads it whole. Others read a
         row of a stack where it is.
+      copied: as `whole`, by kernels not of Pallas. Out of graphs, XLA lets those read a row where it is, too.
       same_as: the number of a value that this is another name of, in the same memory.
     """
 
@@ -53,6 +54,7 @@ class Value:
     source: str = ""
     made_ms: float = 0.0
     whole: tuple[int, int] | None = None
+    copied: tuple[int, int] | None = None
     same_as: int | None = None
 
 
@@ -105,6 +107,7 @@ class Layer:
       values: of the forward pass.
       forward, backward: the steps of the two passes; the backward pass if nothing is made again.
       source: where it is written.
+      in_order: whether `jaxoff.jit` puts its turns in order even if it moves nothing.
     """
 
     turns: int
@@ -112,6 +115,7 @@ class Layer:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     source: str
+    in_order: bool = False
 
     @property
     def forward_ms(self) -> float:
@@ -140,6 +144,7 @@ class Turn:
       source: where it is written.
       rows: inputs that a loop takes out of stacks of the program's, such as weights.
       forward: the forward pass, where `eqns` lack what only its results need.
+      in_order: whether it is one of a `jaxoff.scan`.
     """
 
     turns: int
@@ -151,6 +156,7 @@ class Turn:
     source: str
     rows: tuple[Var, ...] = ()
     forward: Turn | None = None
+    in_order: bool = False
 
 
 def layer_of(turn: Turn, device: Device) -> Layer:
@@ -188,6 +194,7 @@ class _Traced:
             forward=tuple(whole.steps(whole.forward)),
             backward=tuple(self.steps(self.backward)),
             source=self._turn.source,
+            in_order=self._turn.in_order,
         )
 
     def made_ms(self) -> dict[str, list[float]]:
@@ -206,11 +213,14 @@ class _Traced:
         step = {i: s for s, i in enumerate(self.backward)}
         read: dict[Var, list[int]] = {}
         whole: dict[Var, list[int]] = {}
+        copied: dict[Var, list[int]] = {}
         for i in self.backward:
             for v in self.units.reads[i]:
                 read.setdefault(v, []).append(step[i])
                 if is_heavy(self.eqns[i]):
                     whole.setdefault(v, []).append(step[i])
+                    if not _is_pallas(self.eqns[i]):
+                        copied.setdefault(v, []).append(step[i])
         number = self._number
         for v in self._turn.carried:
             number[v] = len(number)
@@ -224,6 +234,7 @@ class _Traced:
                 last,
                 carried=True,
                 whole=_ends(whole.get(v, ())),
+                copied=_ends(copied.get(v, ())),
             )
         for v in self._turn.rows:
             if sizes := self._copied(v):
@@ -257,6 +268,7 @@ class _Traced:
                 source=_compat.source_line(eqn),
                 made_ms=0.0 if text is None else next(made_at[text], 0.0),
                 whole=_ends([s for v in eqn.outvars for s in whole.get(v, ())]),
+                copied=_ends([s for v in eqn.outvars for s in copied.get(v, ())]),
                 same_as=same_as,
             )
 
@@ -376,6 +388,13 @@ def _shape_of(aval: Any) -> str:
 def _ends(steps: Sequence[int]) -> tuple[int, int] | None:
     """The first and the last, if there are any."""
     return (min(steps), max(steps)) if steps else None
+
+
+def _is_pallas(eqn: JaxprEqn) -> bool:
+    """Whether a kernel is one of Pallas, perhaps in other equations."""
+    return eqn.primitive.name in PALLAS or any(
+        _is_pallas(inner) for jaxpr in _compat.sub_jaxprs(eqn) for inner in jaxpr.eqns
+    )
 
 
 def _kind(v: Var) -> Any:

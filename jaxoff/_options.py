@@ -30,20 +30,20 @@ _BARRIERS_STAY = (("xla_disable_hlo_passes", "tuple-simplifier"),)
 _PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
 
 
-def for_program(scanned: int, jaxlib: str, devices: int = 1) -> tuple[tuple[str, Any], ...]:
-    """The options for a program with so many loops that move residuals, pairs of a name and a value.
+def for_program(loops: int, scanned: int, jaxlib: str, devices: int = 1) -> tuple[tuple[str, Any], ...]:
+    """The options for a program with so many loops, pairs of a name and a value.
 
     Outside of loops the scheduler's order stands, which barriers fix.
 
     Args:
-      scanned: how many loops.
+      loops: how many are written out.
+      scanned: how many move residuals.
       jaxlib: its version.
       devices: how many the program runs on.
     """
-    if not scanned:
-        return ()
+    stay = _BARRIERS_STAY if (loops or scanned) and _requirements.release(jaxlib) >= (0, 12) else ()
     several = _ONE_GRAPH if devices > 1 else ()
-    return _CONCURRENT + several + (_BARRIERS_STAY if _requirements.release(jaxlib) >= (0, 12) else ())
+    return _CONCURRENT + several + stay if scanned else stay
 
 
 def harms(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterator[str]:

@@ -16,6 +16,7 @@ from jaxoff._cost import Device
 from jaxoff._inline import inlined, now
 from jaxoff._layer import Layer, Turn, layer_of
 from jaxoff._program import Program
+from jaxoff._scan import is_in_scan
 from jaxoff._timeline import Call, Point, Timeline
 from jaxoff._units import variables
 
@@ -34,6 +35,7 @@ class Part:
       differentiated: by input of a turn, whether its gradient is needed.
       num_rows: how many of the inputs, the last ones, are rows of stacks.
       source: where it is written.
+      in_order: whether it is a `jaxoff.scan`.
     """
 
     turn: ClosedJaxpr
@@ -42,6 +44,7 @@ class Part:
     differentiated: tuple[bool, ...]
     num_rows: int
     source: str
+    in_order: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +226,8 @@ class _Outside:
         floating = (_is_inexact(v.aval) for v in eqn.invars)
         needed = tuple(n or (k and f) for n, k, f in zip(needed, kept, floating, strict=True))
         num_rows = len(eqn.invars) - carried.stop
-        return Part(eqn.params["jaxpr"], layout.length, kept, needed, num_rows, source)
+        turn: ClosedJaxpr = eqn.params["jaxpr"]
+        return Part(turn, layout.length, kept, needed, num_rows, source, is_in_scan(eqn))
 
 
 def _differentiated(part: Part) -> Turn:
@@ -258,6 +262,7 @@ def _differentiated(part: Part) -> Turn:
         gradients=frozenset(v for v in outs[len(results) :] if isinstance(v, Var)),
         source=part.source,
         rows=tuple(jaxpr.invars[len(operands) - part.num_rows : len(operands)]),
+        in_order=part.in_order,
     )
 
 

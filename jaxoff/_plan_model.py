@@ -108,16 +108,21 @@ class Use:
     Attributes:
       again: those made again in the backward pass.
       saved, moved: those that wait on the device and in host memory.
+      ordered: whether `jaxoff.jit` puts the turn in order.
     """
 
     again: frozenset[int]
     saved: frozenset[int]
     moved: frozenset[int]
+    ordered: bool
 
     @property
-    def ordered(self) -> bool:
-        """Whether `jaxoff.jit` puts the turn in order: it moves something."""
-        return bool(self.moved)
+    def packed(self) -> bool:
+        """Whether turns in order run one kernel after the other: a value may take any place free by then.
+
+        In graphs with edges by data, which copies need, XLA gives every value a place for the whole turn.
+        """
+        return self.ordered and not self.moved
 
 
 class LayerModel:
@@ -161,7 +166,8 @@ class LayerModel:
             if value.first is not None or any(reader in again for reader in self.readers[n]):
                 place = self.placed(value, choice)
                 (again if place == "recompute" else kept[place]).add(n)
-        return Use(frozenset(again), frozenset(kept["device"]), frozenset(kept["host"]))
+        ordered = self.layer.in_order or bool(kept["host"])
+        return Use(frozenset(again), frozenset(kept["device"]), frozenset(kept["host"]), ordered)
 
     def d2h_ms(self, n: int) -> float:
         return self.device.d2h_ms(self.layer.values[n].nbytes)
@@ -226,11 +232,12 @@ class LayerModel:
         return self.layer.values[n].first is not None or any(map(self.is_reached, self.readers[n]))
 
     @functools.cache  # noqa: B019
-    def copied_row(self, n: int) -> tuple[int, int] | None:
+    def copied_row(self, n: int, packed: bool = False) -> tuple[int, int] | None:
         """The steps between which a turn has a copy of a saved value: a row of a stack that kernels read."""
         if self.layer.turns == 1:
             return None
-        read = [v.whole for m, v in enumerate(self.layer.values) if m == n or n in self.names_of(m)]
+        names = [v for m, v in enumerate(self.layer.values) if m == n or n in self.names_of(m)]
+        read = [v.copied if packed else v.whole for v in names]
         ends = [s for whole in read if whole is not None for s in whole]
         return (min(ends), max(ends)) if ends else None
 
@@ -253,9 +260,18 @@ class LayerModel:
         starts: dict[int, int] = {}
         for n in sorted(use.again, reverse=True):
             first = self.layer.values[n].first
-            later = [starts[reader] for reader in self.readers[n] if reader in use.again]
+            later = [starts[r] for r in self.readers[n] if r in use.again and not self.is_read_anew(n)]
             starts[n] = min([*later, *([first] if first is not None else [])])
         return starts
+
+    @functools.cache  # noqa: B019
+    def is_read_anew(self, n: int) -> bool:
+        """Whether turns in order read a value twice, for others that are made again and for itself.
+
+        By programs compiled for an H200, large rows of stacks such as the weights of experts.
+        """
+        value = self.layer.values[n]
+        return value.is_large and not value.reads and not value.carried and value.first is not None
 
     def forward_nbytes(self, use: Use) -> int:
         """The working set of the forward pass."""
@@ -278,18 +294,21 @@ class LayerModel:
     def working_nbytes(self, use: Use) -> tuple[int, str]:
         """The working set of the backward pass, and the step at which most of it is in use.
 
-        XLA gives every value a place for the whole turn, and small ones are seldom put where large ones have
+        Where every value has a place for the whole turn, small ones are seldom put where large ones have
         been: the most that the large ones take at once, and the most that the small ones do.
         """
         if not self.layer.backward:
             return 0, ""
         small, large = self.by_step(use)
-        fullest = max(range(len(small)), key=lambda s: small[s] + large[s])
-        return max(small) + max(large), self.layer.backward[fullest].what
+        both = [sum(sizes) for sizes in zip(small, large, strict=True)]
+        what = self.layer.backward[both.index(max(both))].what
+        return (max(both) if use.packed else max(small) + max(large)), what
 
     def fullest(self, use: Use) -> set[int]:
-        """The steps of the backward pass at which the small and the large values take most."""
-        return {sizes.index(max(sizes)) for sizes in self.by_step(use)}
+        """The steps of the backward pass at which the small and the large values take most, or both do."""
+        small, large = self.by_step(use)
+        both = [sum(sizes) for sizes in zip(small, large, strict=True)]
+        return {sizes.index(max(sizes)) for sizes in (both, small, large)}
 
     def by_step(self, use: Use) -> tuple[list[int], list[int]]:
         """Bytes of small and of large values, by step of the backward pass."""
@@ -312,8 +331,8 @@ class LayerModel:
             if last is not None and not (self.names_of(n) & (use.saved | use.moved)):
                 add(n, max(start, hidden + 1), last)
         for n in use.saved:
-            if (whole := self.copied_row(n)) is not None:
-                add(n, *whole)
+            if (row := self.copied_row(n, use.packed)) is not None:
+                add(n, *row)
         for n in use.moved:
             first = min([self.reach(n)[0], *(starts[r] for r in self.readers[n] if r in starts)])
             value = self.layer.values[n]

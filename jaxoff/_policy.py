@@ -24,7 +24,8 @@ MEMORY_KINDS = ("pinned_host", "device")
 DOTS = frozenset(
     {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated", "scaled_matmul_wrapper"}
 )
-KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map", "ffi_call", "dot_product_attention_fwd_wrapper"})
+PALLAS = frozenset({"pallas_call", "core_map", "mpmd_map"})
+KERNELS = PALLAS | {"ffi_call", "dot_product_attention_fwd_wrapper"}
 # Views cost nothing to make again, and a saved view of a moved value would keep the value on the device.
 VIEWS = frozenset(
     {"reshape", "transpose", "squeeze", "slice", "rev", "broadcast_in_dim", "expand_dims", "copy"}

@@ -1,4 +1,4 @@
-"""Programs rewritten so that the copies of their residuals overlap with compute."""
+"""Programs rewritten so that layers need less memory, and copies of residuals overlap with compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxoff._exchanges import one_after_another
 from jaxoff._inline import Renamed, called, inlined, now, scalars_apart
 from jaxoff._loops import Loop, handed, row_nbytes, written_out
 from jaxoff._order import LARGE_NBYTES, ordered
-from jaxoff._scan import PLAIN_SCOPE
+from jaxoff._scan import PLAIN_SCOPE, is_in_scan
 from jaxoff._straight import Straight
 from jaxoff._units import dependents
 
@@ -23,12 +23,14 @@ class Rewritten:
 
     Attributes:
       jaxpr: the program.
+      loops: how many loops in it are written out.
       scanned: how many loops in it move residuals.
       flat: whether it moves residuals outside of loops.
       spare_nbytes: host memory that it takes beyond what the given program did, for spare rows of stacks.
     """
 
     jaxpr: ClosedJaxpr
+    loops: int
     scanned: int
     flat: bool
     spare_nbytes: int
@@ -37,7 +39,8 @@ class Rewritten:
 def rewrite(
     closed: ClosedJaxpr, device: Device, large_nbytes: int = LARGE_NBYTES, *, one_device: bool = True
 ) -> Rewritten:
-    """Orders the bodies of all scans that move residuals, and what moves residuals outside of them.
+    """Orders the bodies of all scans that move residuals or are differentiated `jaxoff.scan`s, and what moves
+    residuals outside of them.
 
     Args:
       closed: a program that nothing differentiates any more.
@@ -54,19 +57,21 @@ def rewrite(
     flat = "H2D" in _transfers(jaxpr)
     if flat and not _compat.has_side_effects(jaxpr):
         jaxpr = rewriter.flat(jaxpr)
-    return Rewritten(closed.replace(jaxpr=jaxpr), rewriter.scanned, flat, rewriter.spare_nbytes)
+    found = rewriter.written, rewriter.scanned, flat, rewriter.spare_nbytes
+    return Rewritten(closed.replace(jaxpr=jaxpr), *found)
 
 
 class _Rewriter:
     def __init__(self, device: Device, large_nbytes: int, one_device: bool):
         self._device, self._large_nbytes, self._one_device = device, large_nbytes, one_device
-        self.scanned = self.spare_nbytes = 0
+        self.written = self.scanned = self.spare_nbytes = 0
 
     def loops(self, jaxpr: Jaxpr) -> Jaxpr:
-        """Writes out the scans that move residuals; other equations stay as they are."""
-        moving = {i: eqn for i, eqn in enumerate(jaxpr.eqns) if _moves(eqn)}
-        loops = {i: loop for i, eqn in moving.items() if (loop := Loop.of(eqn))}
-        self.scanned += sum("H2D" in _transfers(eqn.params["jaxpr"].jaxpr) for eqn in moving.values())
+        """Writes out the scans of layers; other equations stay as they are."""
+        layers = {i: eqn for i, eqn in enumerate(jaxpr.eqns) if _is_of_layers(eqn)}
+        loops = {i: loop for i, eqn in layers.items() if (loop := Loop.of(eqn))}
+        self.written += len(loops)
+        self.scanned += sum("H2D" in _transfers(eqn.params["jaxpr"].jaxpr) for eqn in layers.values())
         if not loops:
             return jaxpr
         # Where the compiler divides values between devices, to take one element would need communication.
@@ -153,7 +158,7 @@ class _Rewriter:
 
 
 def _with_loops_together(jaxpr: Jaxpr) -> Jaxpr:
-    """Puts the equations of calls that hold a loop which moves residuals in their place.
+    """Puts the equations of calls that hold a loop of layers in their place.
 
     So that a loop which writes a stack and the one which reads it back stand side by side.
     """
@@ -161,7 +166,7 @@ def _with_loops_together(jaxpr: Jaxpr) -> Jaxpr:
     eqns = []
     for eqn in jaxpr.eqns:
         call = _compat.inlinable_call(eqn)
-        if call is not None and not call.checkpoint and any(map(_moves, call.jaxpr.eqns)):
+        if call is not None and not call.checkpoint and any(map(_is_of_layers, call.jaxpr.eqns)):
             body, results = called(call.jaxpr, [now(renamed, v) for v in eqn.invars], like=eqn)
             eqns += body
             renamed.update(zip(eqn.outvars, results, strict=True))
@@ -170,10 +175,12 @@ def _with_loops_together(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=[now(renamed, v) for v in jaxpr.outvars])
 
 
-def _moves(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scan that moves residuals, and not one that is left to XLA."""
-    plain = PLAIN_SCOPE in str(eqn.source_info.name_stack)
-    return _compat.scan_in(eqn) is not None and not plain and bool(_transfers(eqn.params["jaxpr"].jaxpr))
+def _is_of_layers(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a scan that moves residuals, or that of a differentiated `jaxoff.scan`."""
+    scopes = str(eqn.source_info.name_stack)
+    if _compat.scan_in(eqn) is None or PLAIN_SCOPE in scopes:
+        return False
+    return (is_in_scan(eqn) and "jvp(" in scopes) or bool(_transfers(eqn.params["jaxpr"].jaxpr))
 
 
 def _transfers(jaxpr: Jaxpr) -> set[str]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoff import _compat
+from jaxoff._compat import JaxprEqn
 from jaxoff._cost import H200, Device
 from jaxoff._errors import near_miss
 from jaxoff._keep_first import Block, Choice, check, policy_of_last
@@ -17,8 +18,9 @@ from jaxoff._keep_first import Block, Choice, check, policy_of_last
 _compat.exclude_from_source_lines(__file__)
 
 Strategy = Literal["auto", "captured", "ordered", "plain"]
-# The scope in which a loop stands whose copies are left to XLA.
+# The scopes in which a loop stands: one that is left to XLA, and one that `jaxoff.jit` may write out.
 PLAIN_SCOPE = "jaxoff_plain"
+LAYERS_SCOPE = "jaxoff_layers"
 
 
 def scan(
@@ -36,7 +38,8 @@ def scan(
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` over layers, each under `jax.checkpoint` with a policy.
 
-    Inside `jaxoff.jit` the copies of what the policy offloads run beside the compute.
+    Inside `jaxoff.jit` the copies of what the policy offloads run beside the compute. A loop that offloads
+    nothing takes less memory there than `jax.lax.scan`, and no more time.
 
     Args:
       body: `(carry, x) -> (carry, y)`, as for `jax.lax.scan`.
@@ -142,11 +145,14 @@ def layers(
     return x
 
 
+def is_in_scan(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the loop of a `jaxoff.scan`, or its backward pass, that is not left to XLA."""
+    return _compat.scan_in(eqn) is not None and LAYERS_SCOPE in str(eqn.source_info.name_stack)
+
+
 def _loop(body, init, xs, steps, reverse, strategy):
-    if strategy == "plain":
-        with jax.named_scope(PLAIN_SCOPE):
-            return lax.scan(body, init, xs, steps, reverse=reverse)
-    return lax.scan(body, init, xs, steps, reverse=reverse)
+    with jax.named_scope(PLAIN_SCOPE if strategy == "plain" else LAYERS_SCOPE):
+        return lax.scan(body, init, xs, steps, reverse=reverse)
 
 
 def _checkpointed(body, policies, prevent_cse=True):

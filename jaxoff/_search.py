@@ -20,8 +20,6 @@ from jaxoff._plan_model import SLOWED, Choice, LayerModel, Model
 from jaxoff._policy import Placement
 
 _GB = 1e9
-# Larger than any working set, GB; it switches constraints off.
-_MUCH = 1e3
 # HiGHS keeps constraints up to 1e-6.
 _TOLERANCE = 2e-6 * _GB
 
@@ -98,8 +96,8 @@ class _Kind:
 
     Attributes:
       again, saved, moved: by value, the variables that say so.
-      ordered: whether it moves anything.
-      small, large: of its working set in the backward pass, GB.
+      moving: whether it moves anything, or may take the memory of what does.
+      small, large, working: of its working set in the backward pass, GB.
     """
 
     def __init__(self, program: _Program, model: LayerModel, save: dict[str, int], move: dict[str, int]):
@@ -108,8 +106,11 @@ class _Kind:
         self.again = {n: program.variable() for n in range(len(values))}
         self.saved = {n: program.variable() for n in range(len(values))}
         self.moved = {n: program.variable() for n in range(len(values))}
-        self.ordered = program.variable(integer=True)
-        self.small, self.large = program.variable(_MUCH), program.variable(_MUCH)
+        self.moving = program.variable(integer=True)
+        self.small, self.large, self.working = (program.variable(np.inf) for _ in range(3))
+        steps = (s.small + s.large + sum(t.small + t.large for t in s.shared) for s in self.layer.backward)
+        # More than the working set can be: what it need not be at least is lower by as much.
+        self._much = (2 * sum(value.nbytes for value in values) + max(steps, default=0)) / _GB
         self._made_by: dict[int, dict[int, int]] = {}
         self._written_out: set[int] = set()
         for n, value in enumerate(values):
@@ -132,12 +133,15 @@ class _Kind:
             self._exact(states, always, kept, [r[0][0] for r in reasons if r], value.first is not None)
         self._time()
         for s in range(len(self.layer.backward)):
-            for ordered in (False, True):
+            for ordered in (True,) if self.layer.in_order else (False, True):
                 self._memory(s, ordered)
         moved = list(self.moved.values())
-        program.at_most([(self.ordered, 1.0), *((v, -1.0) for v in moved)], 0.0)
+        program.at_most([(self.moving, 1.0), *((v, -1.0) for v in moved)], 0.0)
         for variable in moved:
-            program.at_most([(variable, 1.0), (self.ordered, -1.0)], 0.0)
+            program.at_most([(variable, 1.0), (self.moving, -1.0)], 0.0)
+        # What is packed takes less: the most at one step, by `_memory`.
+        off, much = ([(self.moving, self._much)], self._much) if self.layer.in_order else ([], 0.0)
+        program.at_least(self.working, [(self.small, 1.0), (self.large, 1.0), *off], -much)
 
     def _exact(self, states, always, kept, readers, is_read: bool) -> None:
         """A value that nothing needs is in no state, and one is in the state that its label says."""
@@ -216,6 +220,7 @@ class _Kind:
         """
         step, model = self.layer.backward[s], self._model
         terms: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+        in_place: list[tuple[int, float]] = []  # rows that are not copied where values are packed
         made = self._made(s) if whole else {}
         for n, value in enumerate(self.layer.values):
             gigabytes, held = value.nbytes / _GB, terms[value.is_large]
@@ -224,11 +229,14 @@ class _Kind:
             if value.last is not None and model.hidden(n) < s <= value.last and value.first is not None:
                 if not ordered or value.first <= s:
                     held.append((self._alone(n, self.again[n]), gigabytes))
-                elif n in made:
+                elif n in made and not model.is_read_anew(n):
                     held.append((self._alone(n, made[n]), gigabytes))
             row, (first, _) = model.copied_row(n), model.reach(n)
             if row is not None and row[0] <= s <= row[1]:
                 held.append((self.saved[n], gigabytes))
+                copied = model.copied_row(n, packed=True)
+                if copied is None or not copied[0] <= s <= copied[1]:
+                    in_place.append((self.saved[n], -gigabytes))
             if ordered and whole:
                 held.append((self._copies(n, s), gigabytes))
             elif ordered:
@@ -242,8 +250,13 @@ class _Kind:
             terms[True].append((variable, shared.large / _GB))
         own = (step.small - model.written(step, ordered)) / _GB, step.large / _GB
         for size, is_large in ((self.small, False), (self.large, True)):
-            off = [(self.ordered, _MUCH if ordered else -_MUCH)]
-            self._program.at_least(size, [*terms[is_large], *off], own[is_large] - (_MUCH if ordered else 0))
+            off, constant = [], own[is_large]
+            if not self.layer.in_order:
+                off.append((self.moving, self._much if ordered else -self._much))
+                constant -= self._much if ordered else 0.0
+            self._program.at_least(size, [*terms[is_large], *off], constant)
+        if self.layer.in_order:
+            self._program.at_least(self.working, [*terms[False], *terms[True], *in_place], sum(own))
 
     def _alone(self, n: int, made: int) -> int:
         """The variable that says that a value is made again and no other name of it is kept."""
@@ -289,7 +302,7 @@ class _Search:
             if point.kind is not None:
                 kind = self._kinds[point.kind]
                 if point.backward:
-                    terms += [(kind.small, 1.0), (kind.large, 1.0)]
+                    terms.append((kind.working, 1.0))
                 else:
                     more, most = kind.forward()
                     terms, constant = terms + more, constant + most

@@ -23,6 +23,7 @@ from jaxoff._inline import Renamed, inlined, now
 from jaxoff._layer import Turn, layer_of
 from jaxoff._parts import Divided
 from jaxoff._policy import VIEWS, Policy
+from jaxoff._scan import is_in_scan
 from jaxoff._timeline import Call, Loop, Timeline
 from jaxoff._units import variables
 
@@ -177,6 +178,7 @@ class _Steps:
             gradients=frozenset(back.results),
             source=_compat.source_line(eqn),
             rows=tuple(v for k, v in enumerate(back.inputs) if k >= first and k not in stacks | cotangents),
+            in_order=is_in_scan(eqn),
         )
         like = [str(eqn.params["jaxpr"]), tuple(stacks), tuple(cotangents)]
         kept = frozenset(eqn.invars[k] for k in stacks)

@@ -89,6 +89,8 @@ def test_stacks_are_not_filled_with_zeros_first():
 
     assert fills(compiled("scan", POLICY)[0]) == 0
     assert fills(compiled("scan", POLICY, False, **CONCURRENT)[0]) == 2
+    assert fills(compiled("scan", POLICY.on_device())[0]) == 0
+    assert fills(compiled("scan", POLICY.on_device(), False)[0]) == 2
 
 
 def test_layers_in_a_loop_hold_less_than_in_stock_order():
@@ -96,6 +98,14 @@ def test_layers_in_a_loop_hold_less_than_in_stock_order():
     ours, stock, saved = facts("scan", POLICY), concurrent(POLICY), facts("scan", POLICY.on_device(), False)
     assert ours.device_temp_bytes + ACT_NBYTES <= stock.device_temp_bytes
     assert ours.device_temp_bytes + 0.9 * ours.d2h_bytes <= saved.device_temp_bytes
+
+
+def test_saved_layers_in_a_loop_hold_less_than_in_stock_order():
+    """An activation less at once, under the same options."""
+    saved = POLICY.on_device()
+    assert compiled("scan", saved)[1] == {}
+    ours, stock = facts("scan", saved), facts("scan", saved, False)
+    assert ours.device_temp_bytes + ACT_NBYTES <= stock.device_temp_bytes
 
 
 def test_layers_one_after_the_other_hold_less_and_their_copies_stand_apart():

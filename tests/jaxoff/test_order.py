@@ -109,11 +109,41 @@ def test_results_keep_their_bits(flat):
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
 
 
-def test_a_program_that_moves_nothing_stays_as_it_is():
-    step = jax.value_and_grad(loss_of(BOTH.on_device()))
-    plain = jax.make_jaxpr(step)(*arguments())
+def with_strategy(strategy, policy):
+    return lambda w, x: jnp.sum(jaxoff.scan(layer, x, w, policy=policy, strategy=strategy)[0])
+
+
+def with_stock_scan(w, x):
+    return jnp.sum(lax.scan(jax.checkpoint(layer, policy=BOTH.on_device(), prevent_cse=False), x, w)[0])
+
+
+def test_the_layers_of_a_scan_that_moves_nothing_are_in_order_too():
+    args = arguments()
+    step = jax.value_and_grad(loss_of(BOTH.on_device()), (0, 1))
+    program = rewritten(step, *args)
+    assert (program.loops, program.scanned, program.flat, program.spare_nbytes) == (2, 0, False, 0)
+    loops = [eqn for eqn in program.jaxpr.jaxpr.eqns if eqn.primitive.name in ("scan", "while")]
+    assert [eqn.primitive.name for eqn in loops] == ["while", "while"]
+    for eqn in loops:
+        body = eqn.params["body_jaxpr"].jaxpr
+        assert is_chained(body.replace(eqns=list(inlined(body.eqns, {})), outvars=[]))
+    got = jax.jit(_compat.jaxpr_as_fun(program.jaxpr))(*jax.tree.leaves(args))
+    assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        loss_of(BOTH.on_device()),
+        jax.value_and_grad(with_strategy("plain", BOTH.on_device())),
+        jax.value_and_grad(with_stock_scan),
+    ],
+    ids=["forward", "plain", "lax.scan"],
+)
+def test_other_programs_that_move_nothing_stay_as_they_are(fun):
+    plain = jax.make_jaxpr(fun)(*arguments())
     program = rewrite(plain, H200, large_nbytes=1)
-    assert (program.scanned, program.flat) == (0, False)
+    assert (program.loops, program.scanned, program.flat) == (0, 0, False)
     assert str(program.jaxpr) == str(plain)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import jaxoff
 from jaxoff._cost import Device
-from jaxoff._layer import UNNAMED_DOTS
+from jaxoff._layer import UNNAMED_DOTS, Layer, Step, Value
 from jaxoff._plan_model import SLOWED, LayerModel, Model
 from tests.jaxoff.planned import (
     ACT_NBYTES,
@@ -209,8 +209,13 @@ def test_weights_are_copied_out_of_their_stacks():
     assert rows(unrolled) == []
 
 
+def in_stock_order(w, x):
+    body = jax.checkpoint(squared, policy=jaxoff.policy(), prevent_cse=False)
+    return jax.lax.scan(body, x, w)[0].mean()
+
+
 def test_kernels_that_read_the_same_row_are_one_that_writes_over_nothing():
-    kind = model(scanned(squared)).layers[0]
+    kind = model(in_stock_order).layers[0]
     ((shared, step),) = [(shared, step) for step in kind.layer.backward for shared in step.shared]
     assert shared.large == ACT_NBYTES
     saved, again, ordered = (kind.use(choice) for choice in ({"pre": SAVE}, {}, {"pre": SAVE, "act": MOVE}))
@@ -254,3 +259,39 @@ def test_the_dense_step_takes_about_what_was_measured():
     product_ms = 1e3 * 2 * 16384 * 4096 * 16384 / 650e12
     assert found.forward_ms == pytest.approx(2 * product_ms, rel=0.25)
     assert found.backward_ms == pytest.approx(4 * product_ms, rel=0.15)
+
+
+def by_hand(values, steps, in_order=True):
+    backward = tuple(Step("b", small, large, 0, float(s)) for s, (small, large) in enumerate(steps))
+    forward = (Step("f", 0, 0, 0, 1.0),)
+    return LayerModel(Layer(3, tuple(values), forward, backward, "layer", in_order), 1, DEVICE)
+
+
+def working(kind, choice):
+    return kind.working_nbytes(kind.use(choice))[0]
+
+
+@pytest.mark.parametrize(("in_order", "packed"), [(True, 9), (False, 11)])
+def test_small_values_take_places_of_large_ones_in_order_and_out_of_graphs(in_order, packed):
+    value = Value(1, False, 0.0, (), 0, 0, "v")
+    kind = by_hand([value], [(4, 1), (0, 7), (2, 7)], in_order)
+    assert working(kind, {"v": SAVE}) == packed
+    assert working(kind, {"v": MOVE}) == 4 + 7 + 2  # two copies of what comes back ahead
+
+
+@pytest.mark.parametrize(("nbytes", "is_large", "held"), [(2, False, 1 + 2), (2, True, 1)])
+def test_a_large_row_is_read_again_where_a_turn_is_in_order(nbytes, is_large, held):
+    """By what is made again before the first step, and by the last one."""
+    row = Value(nbytes, is_large, 0.0, (), 2, 2)
+    made = Value(1, False, 1.0, (0,), 0, 1)
+    kind = by_hand([row, made], [(0, 0), (0, 0), (0, 0)])
+    small, large = kind.by_step(kind.use({}))
+    assert [a + b for a, b in zip(small, large, strict=True)] == [held, held, 2]
+
+
+def test_pallas_kernels_read_a_row_of_a_stack_where_it_is_unless_in_a_graph():
+    row = Value(8, True, 0.0, (), 0, 0, "act", whole=(0, 0), copied=None)
+    other = Value(1, False, 0.0, (), 1, 1, "x")
+    kind = by_hand([row, other], [(0, 0), (0, 0)])
+    assert working(kind, {"act": SAVE, "x": SAVE}) == 0
+    assert working(kind, {"act": SAVE, "x": MOVE}) >= 8

@@ -55,6 +55,7 @@ def values(draw, number, steps, labels):
         carried=not number,
         made_ms=float(number),
         whole=whole,
+        copied=draw(st.sampled_from([None, whole])),
         same_as=same_as,
     )
 
@@ -75,7 +76,8 @@ def layers(draw, labels):
             of = tuple(filter(None, [shared()]))
             yield Step("", small, draw(sizes), small // 2, 3.0 * (i + 1), small // 4, of)
 
-    return Layer(draw(st.sampled_from([1, 3])), made, tuple(passed(len(made))), tuple(passed(steps)), "")
+    turns, in_order = draw(st.sampled_from([1, 3])), draw(st.booleans())
+    return Layer(turns, made, tuple(passed(len(made))), tuple(passed(steps)), "", in_order)
 
 
 MODELS = st.lists(
