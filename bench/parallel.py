@@ -93,7 +93,10 @@ def link_gbps(mesh: jax.sharding.Mesh, nbytes: int = LINK_NBYTES, repeats: int =
 
 
 def derive(rows: list[Row], tokens: int) -> None:
-    """Overhead against the fastest saved twin, R of each GPU against the smallest one, and stock's time."""
+    """Overhead against the fastest saved twin, R of each GPU against the smallest one, and stock's time.
+
+    R is of the bytes that are in host memory at once: a loop over microbatches moves as many in each turn.
+    """
     twins = [row for row in rows if row["role"] == "twin"]
     fastest = min((row["ms"] for row in twins if row.get("ms")), default=None)
     stock = next((row["ms"] for row in rows if row["role"] == "stock" and row.get("ms")), None)
@@ -101,7 +104,7 @@ def derive(rows: list[Row], tokens: int) -> None:
     known = [row["peak_bytes"] for row in twins if row.get("peak_bytes") and None not in row["peak_bytes"]]
     peak = [min(each) for each in zip(*known, strict=True)]
     for row in rows:
-        ms, moved = row.get("ms"), row.get("moved_bytes")
+        ms, moved = row.get("ms"), min(row.get("moved_bytes") or 0, row.get("host_bytes") or 0)
         if ms:
             row["tokens_per_s"] = tokens / ms * 1e3
             row["overhead"] = ms / fastest - 1 if fastest else None

@@ -36,8 +36,8 @@ def jit(
     barriers put its large values into one order, in which memory is used again and a copy starts as late as
     it can and still be in time; what is computed is the same, and un-named values may round elsewhere. Where
     it moves residuals, XLA also gets the options that this kind of program needs: for layers in a loop, CUDA
-    graphs whose edges are those of the data (CONCURRENT), collectives among them. Differentiate inside, as in `jaxoff.jit(jax.value_and_grad(loss))`: outside of it
-    there is no backward pass to see.
+    graphs whose edges are those of the data (CONCURRENT), collectives among them. Differentiate inside, as in
+    `jaxoff.jit(jax.value_and_grad(loss))`: outside of it there is no backward pass to see.
 
     Args:
       fun: as for `jax.jit`; without it, a decorator.
