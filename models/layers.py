@@ -29,10 +29,11 @@ def pin(x: jax.Array) -> jax.Array:
 
 
 def fence(x: jax.Array) -> jax.Array:
-    """Keeps XLA from fusing a reduction with what reads its result.
+    """Keeps XLA from looking across a value.
 
-    Where it fuses, it picks the order of the additions by what else is in the fusion. That differs between
-    the forward pass and the place where the reduction is recomputed: other bits.
+    Where it fuses a reduction with what reads its result, it picks the order of the additions by what else is
+    in the fusion; and it gathers the constants of a chain of products. That differs between the forward pass
+    and the place where a value is recomputed: other bits.
     """
     return lax.optimization_barrier(x)
 

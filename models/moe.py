@@ -106,6 +106,7 @@ def router_stats(logits_TE: jax.Array, routing: Routing, axes: tuple[str, ...] =
     score = jnp.mean(routing.scores, axis=0)
     if axes:
         share, score = lax.pmean((share, score), axes)
+    share = fence(share)  # or XLA may divide after the product instead of before: other bits
     aux = experts * jnp.sum(share * score)
     return RouterStats(aux, jnp.mean(jnp.square(logsumexp(logits_TE))), load, jnp.int32(0))
 
