@@ -13,6 +13,10 @@ from jaxoff._marks import Tag
 from jaxoff._policy import DOTS, PALLAS, Placement
 from jaxoff._units import Units, dependents, is_heavy, variables
 
+# Of the rate of products in a row, where the card is at its power limit: XLA's between the other kernels of a
+# step, and grouped products of Pallas (bench/LOG.md).
+WITHIN_STEP, _PALLAS = 1.02, 0.9
+
 # Stands for the outputs of dots and convolutions that have no name.
 UNNAMED_DOTS = "(dots)"
 # All that stands for values without a name.
@@ -108,6 +112,7 @@ class Layer:
       forward, backward: the steps of the two passes; the backward pass if nothing is made again.
       source: where it is written.
       in_order: whether `jaxoff.jit` puts its turns in order even if it moves nothing.
+      paced_ms: the times of the two passes; None for those at which the last steps end.
     """
 
     turns: int
@@ -116,14 +121,20 @@ class Layer:
     backward: tuple[Step, ...]
     source: str
     in_order: bool = False
+    paced_ms: tuple[float, float] | None = None
 
     @property
     def forward_ms(self) -> float:
-        return self.forward[-1].ends_ms if self.forward else 0.0
+        return self.paced_ms[0] if self.paced_ms else _ends_ms(self.forward)
 
     @property
     def backward_ms(self) -> float:
-        return self.backward[-1].ends_ms if self.backward else 0.0
+        return self.paced_ms[1] if self.paced_ms else _ends_ms(self.backward)
+
+    @property
+    def forward_ends_ms(self) -> float:
+        """When the forward pass ends by the estimates of `jaxoff.jit`, which times copies by them."""
+        return _ends_ms(self.forward)
 
     def labels(self) -> dict[str, None]:
         """What decides, in the order in which it is made."""
@@ -195,7 +206,12 @@ class _Traced:
             backward=tuple(self.steps(self.backward)),
             source=self._turn.source,
             in_order=self._turn.in_order,
+            paced_ms=(whole.paced_ms(whole.forward), self.paced_ms(self.backward)),
         )
+
+    def paced_ms(self, pass_: Iterable[int]) -> float:
+        """How long the kernels of a pass take within a step."""
+        return sum(self._ms(i, within_step=True) for i in pass_)
 
     def made_ms(self) -> dict[str, list[float]]:
         """By name, when the forward pass makes the values that have it."""
@@ -258,7 +274,7 @@ class _Traced:
                     _compat.nbytes(v.aval) for v in eqn.outvars if v in read or v in self.units.readers
                 ),
                 is_large=any(map(self._is_large, eqn.outvars)),
-                ms=self._ms(i),
+                ms=self._ms(i, within_step=True),
                 reads=reads,
                 first=first,
                 last=last,
@@ -281,8 +297,9 @@ class _Traced:
         placed: dict[Any, Placement] = {"not_offload": "device", "offload": "host"}
         return tag.label or f"({tag.mark})", placed.get(tag.mark)
 
-    def _ms(self, i: int) -> float:
-        return 0.0 if self._is_another_name(i) else self.units.ms(i, self._device)
+    def _ms(self, i: int, *, within_step: bool = False) -> float:
+        device = pace_of(self.eqns[i], self._device) if within_step else self._device
+        return 0.0 if self._is_another_name(i) else self.units.ms(i, device)
 
     def _is_another_name(self, i: int) -> bool:
         """Whether a value is another one of the same size under a name."""
@@ -383,6 +400,16 @@ class _Traced:
 
 def _shape_of(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else ""
+
+
+def pace_of(eqn: JaxprEqn, device: Device) -> Device:
+    """A device at the rates that a kernel reaches between the others of a step."""
+    pace = _PALLAS if _is_pallas(eqn) else WITHIN_STEP
+    return dataclasses.replace(device, flops=pace * device.flops)
+
+
+def _ends_ms(steps: Sequence[Step]) -> float:
+    return steps[-1].ends_ms if steps else 0.0
 
 
 def _ends(steps: Sequence[int]) -> tuple[int, int] | None:

@@ -248,7 +248,7 @@ def plan(
       >>> plan.choice("x_in"), plan.peak_bytes < 12e9
       ('offload', True)
       >>> fast = jaxoff.plan(loss, w, x, device_bytes=40e9)
-      >>> fast.choice("act"), fast.step_ms < plan.step_ms
+      >>> fast.choice("(dots)"), fast.step_ms < plan.step_ms
       ('save', True)
 
       A whole step:

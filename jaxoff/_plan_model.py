@@ -199,7 +199,7 @@ class LayerModel:
 
     def is_sent_late(self, n: int) -> bool:
         """Whether a copy to the host does not end with the turn that makes the value."""
-        return self.layer.values[n].made_ms + _SEND_SLACK * self.d2h_ms(n) > self.layer.forward_ms
+        return self.layer.values[n].made_ms + _SEND_SLACK * self.d2h_ms(n) > self.layer.forward_ends_ms
 
     @functools.cache  # noqa: B019 - lives as long as the model
     def arrives(self, n: int, first: int) -> int:

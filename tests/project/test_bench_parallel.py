@@ -34,17 +34,20 @@ def test_what_cannot_run_is_refused(options, message, capsys):
 
 def test_figures_are_against_the_fastest_and_the_smallest_twin():
     rows = [
-        {"variant": "jaxoff", "role": "ours", "ms": 99.0, "temp_bytes": 600, "moved_bytes": 400},
-        {"variant": "stock_offload", "role": "stock", "ms": 121.0, "temp_bytes": 700, "moved_bytes": 400},
+        {"variant": "jaxoff", "role": "ours", "ms": 99.0, "temp_bytes": 600},
+        {"variant": "stock_offload", "role": "stock", "ms": 121.0, "temp_bytes": 700},
         {"variant": "saved", "role": "twin", "ms": 110.0, "temp_bytes": 900, "peak_bytes": [2000, 2100]},
         {"variant": "saved_concurrent", "role": "twin", "ms": 100.0, "temp_bytes": 1000},
     ]  # fmt: skip
     rows[0]["peak_bytes"], rows[3]["peak_bytes"] = [1600, None], [2200, 2050]
+    rows[0] |= {"moved_bytes": 800, "host_bytes": 400}  # of two microbatches, one after the other
+    rows[1] |= {"moved_bytes": 400, "host_bytes": 500}  # with a spare row
     parallel.derive(rows, tokens=1000)
     assert rows[0]["overhead"] == pytest.approx(-0.01)
     assert rows[0]["speedup"] == pytest.approx(121 / 99)
     assert rows[0]["r"] == [1.0, None]
     assert rows[0]["r_compiled"] == pytest.approx(0.75)
+    assert rows[1]["r_compiled"] == pytest.approx(0.5)
     assert rows[0]["tokens_per_s"] == pytest.approx(1000 / 0.099)
     assert rows[3]["overhead"] == 0.0
     assert "r" not in rows[3]
