@@ -18,6 +18,7 @@ all_gather all_gather_invariant all_gather_reduced all_to_all pmax pmin ppermute
 ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter
 """
 _EXCHANGES = frozenset(_NAMES.split())
+_GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
 # Between the GPUs of a host values go at about so much of the rate at which memory is read and written.
 _LINK_SHARE = 0.15
 
@@ -54,6 +55,43 @@ def waiting(
     written: Renamed = dict(zip(values, results, strict=False))
     elements: Renamed = dict(zip(values, results[len(values) :], strict=True))
     return eqns, [now(written, v) for v in operands], elements
+
+
+def cast_first(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Renamed) -> list[JaxprEqn]:
+    """The same equations, where what is gathered and only read as a narrower type is sent as that.
+
+    XLA does so, too, unless a barrier stands between the two.
+
+    Args:
+      eqns: in program order.
+      results: what is read after them.
+      renamed: what stands for a variable of theirs, filled with casts that are made before.
+    """
+    read_whole = {v for v in results if isinstance(v, Var)}
+    casts: dict[Var, list[JaxprEqn]] = {}
+    for eqn in eqns:
+        for v in eqn.invars:
+            if isinstance(v, Var) and eqn.primitive.name == "convert_element_type":
+                casts.setdefault(v, []).append(eqn)
+            elif isinstance(v, Var):
+                read_whole.add(v)
+    found, gone = [], set()
+    for eqn in eqns:
+        if id(eqn) in gone:
+            continue
+        eqn = eqn.replace(invars=[now(renamed, v) for v in eqn.invars])
+        reads = casts.get(eqn.outvars[0], []) if eqn.primitive.name in _GATHERS else []
+        dtypes = {cast.params["new_dtype"] for cast in reads}
+        if len(dtypes) == 1 and eqn.outvars[0] not in read_whole:
+            dtype, aval = dtypes.pop(), _compat.struct_of(eqn.outvars[0].aval)
+            if dtype.itemsize < aval.dtype.itemsize:
+                before, operands = traced(lambda x, d=dtype: x.astype(d), eqn.invars, like=eqn)
+                found += before
+                eqn = eqn.replace(invars=operands, outvars=[Var(eqn.outvars[0].aval.update(dtype=dtype))])
+                renamed.update((cast.outvars[0], eqn.outvars[0]) for cast in reads)
+                gone |= {id(cast) for cast in reads}
+        found.append(eqn)
+    return found
 
 
 def one_after_another(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:

@@ -28,6 +28,7 @@ from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._cost import Device
 from jaxoff._edges import copied
+from jaxoff._exchanges import cast_first
 from jaxoff._inline import Renamed, inlined, now, traced
 from jaxoff._order import estimated, ordered
 from jaxoff._straight import Spare, Straight
@@ -63,6 +64,7 @@ class Loop:
         eqns = list(inlined(body.eqns, renamed))
         if _compat.has_side_effects(body):
             return None
+        eqns = cast_first(eqns, [now(renamed, v) for v in body.outvars], renamed)
         return Loop(eqn, layout, body.replace(eqns=eqns, outvars=[now(renamed, v) for v in body.outvars]))
 
     @property

@@ -31,7 +31,8 @@ def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
 def spec_of(names: tuple[str, ...], shape: tuple[int, ...], mesh: MeshShape) -> P:
     """The partition of a parameter.
 
-    Experts are divided by `expert`, layers by `pipe`; of the rest, the largest axis that `fsdp` divides.
+    Experts are divided by `expert`, layers by `pipe`; of the rest, the first axis that `fsdp` divides: parts
+    of another one would be gathered by way of transposes.
 
     Args:
       names: the keys on the way to it.
@@ -44,11 +45,11 @@ def spec_of(names: tuple[str, ...], shape: tuple[int, ...], mesh: MeshShape) -> 
         spec[1], free = "pipe", free[_STAGE_AXES:]
     elif names[0] in _STACKS:
         free = free[_STACK_AXES:]
-    if names[-1] in ("w1", "w2") and len(free) == 3:
+    if names[-1] in ("w1", "w2") and len(free) == 3 and mesh.expert > 1:
         spec[free[0]], free = "expert", free[1:]
     fits = [axis for axis in free if shape[axis] % mesh.fsdp == 0]
     if mesh.fsdp > 1 and fits:
-        spec[max(fits, key=lambda axis: shape[axis])] = "fsdp"
+        spec[fits[0]] = "fsdp"
     return P(*spec)
 
 

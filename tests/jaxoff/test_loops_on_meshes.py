@@ -77,6 +77,30 @@ def test_loops_with_collectives_are_written_out():
     assert inside.count("all_gather") == 2 * inside.count("reduce_scatter") > 0  # once more going back
 
 
+def narrow_stage(x, w, *, wide_too):
+    """A layer that reads its gathered parameters as bfloat16, and perhaps as they are, too."""
+    w = jax.tree.map(lambda part: lax.all_gather(part, "pipe", axis=0, tiled=True), w)
+    out, extra = layer(x.astype(jnp.bfloat16), jax.tree.map(lambda part: part.astype(jnp.bfloat16), w))
+    return out.astype(x.dtype) + (w[0][0, 0] if wide_too else 0), extra
+
+
+@pytest.mark.parametrize("wide_too", [False, True])
+def test_what_is_read_narrower_only_is_gathered_narrower(wide_too):
+    body = functools.partial(narrow_stage, wide_too=wide_too)
+    program, mapped = rewritten(body=body)
+    gathered = [eqn for eqn in deep(mapped) if eqn.primitive.name == "all_gather"]
+    dtypes = {(eqn.outvars[0].aval.shape, str(eqn.outvars[0].aval.dtype)) for eqn in gathered}
+    up, down = (leaf.shape[1:] for leaf in arguments()[0])
+    # Where the backward pass gathers again, it reads both narrower only.
+    assert dtypes == {(up, "bfloat16"), (down, "bfloat16")} | ({(up, "float32")} if wide_too else set())
+    scattered = [eqn for eqn in deep(mapped) if eqn.primitive.name == "reduce_scatter"]
+    assert {str(eqn.outvars[0].aval.dtype) for eqn in scattered} == {"float32"}  # gradients are added up wide
+    args = arguments()
+    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    for a, b in zip(got, jax.tree.leaves(jax.jit(step(body=body))(*args)), strict=True):
+        assert jnp.allclose(a, b, rtol=2e-2, atol=2e-2 * jnp.max(jnp.abs(b)))
+
+
 def test_a_loop_with_another_effect_stays():
     def noisy(x, w):
         jax.debug.callback(lambda x: None, x[0, 0])
