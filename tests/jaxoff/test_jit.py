@@ -58,7 +58,7 @@ def test_what_is_left_of_barriers_stays_where_xla_would_take_it_away(jaxlib, kep
 def test_programs_without_such_a_loop_keep_the_default_options(fun):
     step = jaxoff.jit(fun)
     assert_equal(step(*arguments()), jax.jit(fun)(*arguments()))
-    assert options_of(step) == {}
+    assert options_of(step).keys() <= {"xla_disable_hlo_passes"}  # from jax 0.12 on, so that barriers stay
 
 
 def test_the_callers_options_win():
@@ -123,7 +123,7 @@ def test_one_function_for_programs_that_need_other_options():
     w, x = arguments()
     for rows in (16, 4, 16, 4):
         assert_close(step(w, x[:rows]), jax.grad(loss_of(BOTH))(w, x[:rows]))
-        assert bool(options_of(step)) == (rows > 8)
+        assert (SCHEDULING_MODE in options_of(step)) == (rows > 8)
 
 
 def test_it_traces_once_a_signature():
