@@ -107,14 +107,14 @@ class _Rewriter:
             end = len(eqns)
             renamed.update(zip(eqn.outvars, results, strict=True))
             lasts |= {(i, k): value for k, value in last.items()}
-        jaxpr = jaxpr.replace(eqns=eqns, outvars=[now(renamed, v) for v in jaxpr.outvars])
-        is_divided = any(_compat.is_manual(loop.eqn) for loop in loops.values())
-        return self._up_to_loops(jaxpr, end) if is_divided else jaxpr
+        outs = [now(renamed, v) for v in jaxpr.outvars]
+        return self._up_to_loops(jaxpr.replace(eqns=eqns, outvars=outs), end)
 
     def _up_to_loops(self, jaxpr: Jaxpr, end: int) -> Jaxpr:
-        """Orders what stands before and between the loops of a program on several devices, a loop one unit.
+        """Orders what stands before and between the loops of a program, a loop one unit.
 
-        Otherwise sums start from zeros that XLA makes at the very beginning, and collectives keep memory of
+        Otherwise sums start from zeros that XLA makes at the very beginning, the gradient of a model's head
+        keeps the logits through the backward loop, which needs none of it, and collectives keep memory of
         their own. After the last loop gradients are added up over devices, in place: each as soon as its
         exchange has its turn.
 

@@ -108,6 +108,27 @@ def test_saved_layers_in_a_loop_hold_less_than_in_stock_order():
     assert ours.device_temp_bytes + ACT_NBYTES <= stock.device_temp_bytes
 
 
+def test_the_gradient_of_a_head_does_not_keep_logits_through_the_backward_loop():
+    """The loop needs none of it, so that a graph with edges by data alone would leave it for later."""
+    vocab = 16 * HIDDEN
+
+    def loss(policy):
+        def compute(w, head, x):
+            x = jaxoff.scan(layer, x, w, policy=policy)[0]
+            logits = (x @ head).astype(jnp.float32)
+            return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[:, 0])
+
+        return jax.value_and_grad(compute, (0, 1))
+
+    def temp_bytes(jitted):
+        args = weights(LAYERS), struct(WIDTH, vocab), struct(ROWS, WIDTH)
+        return jaxoff.target("h200").compile(jitted, *args).memory_analysis().temp_size_in_bytes
+
+    ours = temp_bytes(jaxoff.jit(loss(POLICY), device=FAST_LINK))
+    saved = temp_bytes(jax.jit(loss(POLICY.on_device())))
+    assert ours <= saved - 2 * X_NBYTES, (ours, saved)
+
+
 def test_layers_one_after_the_other_hold_less_and_their_copies_stand_apart():
     ours, stock = facts("layers", POLICY), facts("layers", POLICY, False)
     # XLA folds a copy and its return where the last layer ends and its backward pass begins.
