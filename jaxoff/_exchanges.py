@@ -83,11 +83,11 @@ def cast_first(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Rename
         reads = casts.get(eqn.outvars[0], []) if eqn.primitive.name in _GATHERS else []
         dtypes = {cast.params["new_dtype"] for cast in reads}
         if len(dtypes) == 1 and eqn.outvars[0] not in read_whole:
-            dtype, aval = dtypes.pop(), _compat.struct_of(eqn.outvars[0].aval)
-            if dtype.itemsize < aval.dtype.itemsize:
+            dtype, aval = dtypes.pop(), eqn.outvars[0].aval
+            if dtype.itemsize < _compat.struct_of(aval).dtype.itemsize:
                 before, operands = traced(lambda x, d=dtype: x.astype(d), eqn.invars, like=eqn)
                 found += before
-                eqn = eqn.replace(invars=operands, outvars=[Var(eqn.outvars[0].aval.update(dtype=dtype))])
+                eqn = eqn.replace(invars=operands, outvars=[Var(aval.update(dtype=dtype))])
                 renamed.update((cast.outvars[0], eqn.outvars[0]) for cast in reads)
                 gone |= {id(cast) for cast in reads}
         found.append(eqn)

@@ -57,8 +57,9 @@ def rewrite(
     flat = "H2D" in _transfers(jaxpr)
     if flat and not _compat.has_side_effects(jaxpr):
         jaxpr = rewriter.flat(jaxpr)
-    found = rewriter.written, rewriter.scanned, flat, rewriter.spare_nbytes
-    return Rewritten(closed.replace(jaxpr=jaxpr), *found)
+    return Rewritten(
+        closed.replace(jaxpr=jaxpr), rewriter.written, rewriter.scanned, flat, rewriter.spare_nbytes
+    )
 
 
 class _Rewriter:

@@ -126,6 +126,25 @@ def test_one_function_for_programs_that_need_other_options():
         assert (SCHEDULING_MODE in options_of(step)) == (rows > 8)
 
 
+def test_effects_outside_of_the_loops_run_once():
+    """What stands before and between the loops is put in order, effects among it."""
+    seen = []
+
+    def noisy(x, where):
+        jax.debug.callback(lambda _: seen.append(where), x)
+        return x
+
+    def loss(w, x):
+        noisy(x[0, 0], "before")
+        out = jaxoff.scan(layer, x, w, policy=BOTH)[0]
+        return noisy(jnp.sum(out), "between")
+
+    got = jaxoff.jit(jax.grad(loss))(*arguments())
+    jax.effects_barrier()
+    assert sorted(seen) == ["before", "between"]
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(jax.grad(loss)(*arguments())))
+
+
 def test_it_traces_once_a_signature():
     traces = []
 
