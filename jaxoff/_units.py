@@ -26,7 +26,7 @@ _ROUNDING = ("convert_element_type", "reduce_precision")
 _MOVING_NAMES = """
 argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather
 random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or reduce_prod
-reduce_sum rev scatter scatter-add scatter_add sort top_k
+reduce_sum rev scatter scatter-add scatter_add sort top_k unwritten
 """
 _CHEAP = frozenset(_CHEAP_NAMES.split())
 _VIEWS = frozenset(_VIEW_NAMES.split())

@@ -16,7 +16,7 @@ from jaxoff._exchanges import is_exchange
 from tests.jaxoff.matrix import assert_close
 from tests.jaxoff.test_exchanges import by_data
 from tests.jaxoff.test_loops import INSTANT, SLOW, behind, program_of, variable_in
-from tests.jaxoff.test_order import BOTH, arguments, deep, layer
+from tests.jaxoff.test_order import BOTH, LAYERS, arguments, deep, layer
 from tests.jaxoff.test_units import depends
 
 RING = [(0, 1), (1, 0)]
@@ -124,6 +124,30 @@ def test_sums_of_the_backward_loop_start_from_zeros_made_after_the_forward_loop(
     assert zeros
     for eqn in zeros:
         assert any(made is forward for made in behind(body, eqn.invars)), eqn
+
+
+def test_stacks_of_gradients_are_not_allocated_while_an_exchange_is_under_way():
+    """They lead to an exchange and wait for nothing, but are no work."""
+
+    def local(w, x):
+        def share(w, x):
+            return jnp.sum(jaxoff.scan(layer, lax.ppermute(x, "pipe", RING), w, policy=BOTH)[0])
+
+        return jax.tree.map(lambda leaf: lax.psum(leaf, "pipe"), jax.grad(share)(w, x))
+
+    mapped = jax.shard_map(local, mesh=mesh(), in_specs=(P(), P("pipe")), out_specs=P(), check_vma=False)
+    program = program_of(mapped, *arguments(), one_device=False)
+    (eqn,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    eqns = eqn.params["jaxpr"].eqns
+    names = [eqn.primitive.name for eqn in eqns]
+    stacks = [
+        i
+        for i, eqn in enumerate(eqns)
+        if eqn.primitive.name == "unwritten" and eqn.outvars[0].aval.shape[0] == LAYERS
+    ]
+    assert names.index("ppermute") < names.index("while")
+    assert len(stacks) == len(arguments()[0])
+    assert min(stacks) > names.index("while")
 
 
 def test_no_barrier_is_over_a_stack_on_the_host():
