@@ -15,7 +15,7 @@ from bench.step_models import Workload, loss
 from bench.step_variants import Step
 from jaxoff import Policy
 from jaxoff._plan import MARGIN, Planner
-from jaxoff._search import fastest
+from jaxoff._search import fastest, smallest
 
 type Role = Literal["plan", "stock", "maxtext", "single", "bound"]
 
@@ -97,13 +97,19 @@ def planner_of(workload: Workload) -> Planner:
 
 
 def budgets_of(planner: Planner, number: int) -> list[int]:
-    """Even budgets that fit from the peak of making everything again to that of the fastest placement."""
-    low = planner.model.cost({}).peak.nbytes
-    most = fastest(planner.model, 10**15, int(HOST_BYTES), {})
-    assert most is not None
-    high = max(low, planner.model.cost(most).peak.nbytes)
-    peaks = (low + (high - low) * i / max(1, number - 1) for i in range(number))
-    return [math.ceil(1.001 * peak / (1 - MARGIN)) for peak in peaks]
+    """Even budgets from the peak of making everything again to what the fastest placement needs to fit.
+
+    The first one is more where no plan fits that peak with its margin.
+    """
+    model = planner.model
+
+    def fitting(choice: Any) -> float:
+        assert choice is not None
+        return 1.001 * model.cost(choice).peak.nbytes / (1 - MARGIN)
+
+    low = max(model.cost({}).peak.nbytes, fitting(smallest(model, int(HOST_BYTES), {})))
+    high = max(low, fitting(fastest(model, 10**15, int(HOST_BYTES), {})))
+    return [math.ceil(low + (high - low) * i / max(1, number - 1)) for i in range(number)]
 
 
 def points_of(workload: Workload, roles: Sequence[Role], budgets: Sequence[int]) -> list[Point]:

@@ -160,7 +160,7 @@ class Device:
     def compute_ms(self, eqn: JaxprEqn) -> float:
         """An estimate of an equation's time, in milliseconds: products by operations, the rest by bytes."""
         nbytes = sum(_compat.nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
-        return 1e3 * max(_product_flops(eqn) / self.flops, nbytes / (self.memory_gbps * 1e9))
+        return 1e3 * max(product_flops(eqn) / self.flops, nbytes / (self.memory_gbps * 1e9))
 
     def pass_ms(self, nbytes: int) -> float:
         """A kernel that makes so many bytes from as many, in milliseconds."""
@@ -178,7 +178,7 @@ class Device:
 H200 = Device.of("h200")
 
 
-def _product_flops(eqn: JaxprEqn) -> float:
+def product_flops(eqn: JaxprEqn) -> float:
     """Operations of a product, of attention, or of a kernel that looks like a product by its shapes."""
     name, shapes = eqn.primitive.name, [_compat.shape_of(v.aval) for v in eqn.invars if _has_shape(v.aval)]
     if not shapes:

@@ -9,13 +9,10 @@ from typing import Any
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
+from jaxoff._kernel_times import is_pallas, kernel_ms
 from jaxoff._marks import Tag
-from jaxoff._policy import DOTS, PALLAS, Placement
+from jaxoff._policy import DOTS, Placement
 from jaxoff._units import Units, dependents, is_heavy, variables
-
-# Of the rate of products in a row, where the card is at its power limit: XLA's between the other kernels of a
-# step, and grouped products of Pallas (bench/LOG.md).
-WITHIN_STEP, _PALLAS = 1.02, 0.9
 
 # Stands for the outputs of dots and convolutions that have no name.
 UNNAMED_DOTS = "(dots)"
@@ -39,6 +36,7 @@ class Value:
       carried: whether the layer takes it from the layer before.
       shape, source: for people.
       made_ms: when the forward pass has made it.
+      stored_ms: how long it takes to write it into the stack that saves it, if no elementwise kernel does.
       whole: the first and the last step of the backward pass at which a kernel reads it whole. Others read a
         row of a stack where it is.
       copied: as `whole`, by kernels not of Pallas. Out of graphs, XLA lets those read a row where it is, too.
@@ -57,6 +55,7 @@ class Value:
     shape: str = ""
     source: str = ""
     made_ms: float = 0.0
+    stored_ms: float = 0.0
     whole: tuple[int, int] | None = None
     copied: tuple[int, int] | None = None
     same_as: int | None = None
@@ -183,6 +182,7 @@ def layer_of(turn: Turn, device: Device) -> Layer:
 class _Traced:
     def __init__(self, turn: Turn, device: Device):
         self._turn, self._device, self.eqns = turn, device, turn.eqns
+        self._rows = frozenset(turn.rows)
         named = {eqn.outvars[0] for eqn in self.eqns if _compat.name_in(eqn) is not None}
         dots = {eqn.outvars[0] for eqn in self.eqns if eqn.primitive.name in DOTS}
         is_backward = dependents(self.eqns, set(turn.cotangents))
@@ -211,7 +211,7 @@ class _Traced:
 
     def paced_ms(self, pass_: Iterable[int]) -> float:
         """How long the kernels of a pass take within a step."""
-        return sum(self._ms(i, within_step=True) for i in pass_)
+        return sum(map(self._paced_ms, pass_))
 
     def made_ms(self) -> dict[str, list[float]]:
         """By name, when the forward pass makes the values that have it."""
@@ -235,7 +235,7 @@ class _Traced:
                 read.setdefault(v, []).append(step[i])
                 if is_heavy(self.eqns[i]):
                     whole.setdefault(v, []).append(step[i])
-                    if not _is_pallas(self.eqns[i]):
+                    if not is_pallas(self.eqns[i]):
                         copied.setdefault(v, []).append(step[i])
         number = self._number
         for v in self._turn.carried:
@@ -249,6 +249,7 @@ class _Traced:
                 first,
                 last,
                 carried=True,
+                stored_ms=self._stored_ms(_compat.nbytes(v.aval)),
                 whole=_ends(whole.get(v, ())),
                 copied=_ends(copied.get(v, ())),
             )
@@ -269,12 +270,11 @@ class _Traced:
             label, fixed = self._label(i)
             same_as = reads[0] if len(reads) == 1 and self._is_another_name(i) else None
             first, last = _ends(when) or (None, None)
+            nbytes = _compat.nbytes_of(v for v in eqn.outvars if v in read or v in self.units.readers)
             yield Value(
-                nbytes=sum(
-                    _compat.nbytes(v.aval) for v in eqn.outvars if v in read or v in self.units.readers
-                ),
+                nbytes=nbytes,
                 is_large=any(map(self._is_large, eqn.outvars)),
-                ms=self._ms(i, within_step=True),
+                ms=self._paced_ms(i),
                 reads=reads,
                 first=first,
                 last=last,
@@ -283,6 +283,7 @@ class _Traced:
                 shape=_shape_of(eqn.outvars[0].aval),
                 source=_compat.source_line(eqn),
                 made_ms=0.0 if text is None else next(made_at[text], 0.0),
+                stored_ms=self._stored_ms(nbytes) if self._is_of_heavy(i) else 0.0,
                 whole=_ends([s for v in eqn.outvars for s in whole.get(v, ())]),
                 copied=_ends([s for v in eqn.outvars for s in copied.get(v, ())]),
                 same_as=same_as,
@@ -297,9 +298,26 @@ class _Traced:
         placed: dict[Any, Placement] = {"not_offload": "device", "offload": "host"}
         return tag.label or f"({tag.mark})", placed.get(tag.mark)
 
-    def _ms(self, i: int, *, within_step: bool = False) -> float:
-        device = pace_of(self.eqns[i], self._device) if within_step else self._device
-        return 0.0 if self._is_another_name(i) else self.units.ms(i, device)
+    def _ms(self, i: int) -> float:
+        return 0.0 if self._is_another_name(i) else self.units.ms(i, self._device)
+
+    def _paced_ms(self, i: int) -> float:
+        """How long a kernel takes within a step."""
+        if self._is_another_name(i):
+            return 0.0
+        between = [self.eqns[j] for j in self.units.between[i]]
+        return kernel_ms(self.eqns[i], between, self.units.reads[i], self._device, self._rows)
+
+    def _stored_ms(self, nbytes: int) -> float:
+        return self._device.pass_ms(nbytes) if self._turn.turns > 1 else 0.0
+
+    def _is_of_heavy(self, i: int) -> bool:
+        """Whether a value, under whatever name, is an input or made by a kernel that is not elementwise."""
+        while self._is_another_name(i):
+            if (read := self.units.reads[i][0]) not in self.units.maker:
+                return True
+            i = self.units.maker[read]
+        return is_heavy(self.eqns[i])
 
     def _is_another_name(self, i: int) -> bool:
         """Whether a value is another one of the same size under a name."""
@@ -402,12 +420,6 @@ def _shape_of(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else ""
 
 
-def pace_of(eqn: JaxprEqn, device: Device) -> Device:
-    """A device at the rates that a kernel reaches between the others of a step."""
-    pace = _PALLAS if _is_pallas(eqn) else WITHIN_STEP
-    return dataclasses.replace(device, flops=pace * device.flops)
-
-
 def _ends_ms(steps: Sequence[Step]) -> float:
     return steps[-1].ends_ms if steps else 0.0
 
@@ -415,13 +427,6 @@ def _ends_ms(steps: Sequence[Step]) -> float:
 def _ends(steps: Sequence[int]) -> tuple[int, int] | None:
     """The first and the last, if there are any."""
     return (min(steps), max(steps)) if steps else None
-
-
-def _is_pallas(eqn: JaxprEqn) -> bool:
-    """Whether a kernel is one of Pallas, perhaps in other equations."""
-    return eqn.primitive.name in PALLAS or any(
-        _is_pallas(inner) for jaxpr in _compat.sub_jaxprs(eqn) for inner in jaxpr.eqns
-    )
 
 
 def _kind(v: Var) -> Any:

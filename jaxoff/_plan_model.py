@@ -65,6 +65,7 @@ class Times:
       recomputed: of kernels that run again.
       slowed: by which kernels take longer beside copies.
       exposed_forward, exposed_backward: copies that nothing hides.
+      stored: to write what is saved into the stacks of loops.
     """
 
     kernels: float = 0.0
@@ -72,6 +73,7 @@ class Times:
     slowed: float = 0.0
     exposed_forward: float = 0.0
     exposed_backward: float = 0.0
+    stored: float = 0.0
 
     @property
     def total(self) -> float:
@@ -186,6 +188,7 @@ class LayerModel:
             slowed=SLOWED * (sent + back),
             exposed_forward=max(0.0, sent - forward),
             exposed_backward=max(0.0, back - backward - again),
+            stored=sum(self.layer.values[n].stored_ms for n in use.saved),
         )
 
     def residual_nbytes(self, use: Use) -> int:

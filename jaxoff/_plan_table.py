@@ -32,8 +32,8 @@ def render(plan: Plan, terminal: bool) -> Iterator[Any]:
     yield table
     t, exposed = plan.times, plan.times.exposed_forward + plan.times.exposed_backward
     yield Text(
-        f"\nstep about {t.total:.1f} ms: kernels {t.kernels:.1f}, recomputed {t.recomputed:.1f}, slowed by "
-        f"copies {t.slowed:.1f}, copies exposed {exposed:.1f}"
+        f"\nstep about {t.total:.1f} ms: kernels {t.kernels:.1f}, recomputed {t.recomputed:.1f}, stored "
+        f"{t.stored:.1f}, slowed by copies {t.slowed:.1f}, copies exposed {exposed:.1f}"
     )
     yield Text(
         f"device peak {human(plan.peak_bytes)} of {human(plan.device_bytes)}: {split(plan.peak)}; "

@@ -166,7 +166,8 @@ class _Kind:
         back = [(v, model.h2d_ms(n)) for n, v in self.moved.items()]
         program.at_least(exposed[0], sent, -layer.forward_ms)
         program.at_least(exposed[1], [*back, *((v, -ms) for v, ms in again)], -layer.backward_ms)
-        for variable, ms in (*again, *((v, SLOWED * ms) for v, ms in (*sent, *back))):
+        stored = [(v, layer.values[n].stored_ms) for n, v in self.saved.items()]
+        for variable, ms in (*again, *stored, *((v, SLOWED * ms) for v, ms in (*sent, *back))):
             program.cost[variable] += turns * ms
         for variable in exposed:
             program.cost[variable] += turns

@@ -9,7 +9,7 @@ from typing import Any
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
-from jaxoff._layer import pace_of
+from jaxoff._kernel_times import kernel_ms
 from jaxoff._policy import VIEWS
 from jaxoff._units import Units, is_heavy, variables
 
@@ -85,7 +85,11 @@ class Timeline:
         """How long what is in no part takes, about."""
         outside = (i for i in self._units.all if i not in self.calls and i not in self._loops)
         loops = sum(loop.turns * loop.body.ms(device) for loop in self._loops.values())
-        return loops + sum(self._units.ms(i, pace_of(self._eqns[i], device)) for i in outside)
+        return loops + sum(self._ms(i, device) for i in outside)
+
+    def _ms(self, i: int, device: Device) -> float:
+        between = [self._eqns[j] for j in self._units.between[i]]
+        return kernel_ms(self._eqns[i], between, self._units.reads[i], device)
 
     def _converted(self) -> frozenset[Var]:
         """What parts and loops read as another type, such as all weights: they take it whole."""

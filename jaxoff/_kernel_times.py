@@ -1,0 +1,97 @@
+"""How long kernels take between the others of a step, for the planner: by operations and by bytes.
+
+The shares of a device's rates are those that traces of dense and MoE steps on an H200 show (bench/LOG.md).
+`jaxoff.jit`, which only asks when a copy is in time, goes by `Device.compute_ms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+from jax import lax
+
+from jaxoff import _compat
+from jaxoff._compat import JaxprEqn, Var
+from jaxoff._cost import Device, product_flops
+from jaxoff._policy import PALLAS
+from jaxoff._units import is_heavy, variables
+
+# Of the rate of products in a row, which the card's power limit holds down.
+PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.2, 1.12, 0.83, 0.66, 0.13
+# What of the time to read a product's operands and write its result is not hidden.
+TRAFFIC = 0.4
+_SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
+
+
+def kernel_ms(
+    eqn: JaxprEqn,
+    between: Sequence[JaxprEqn],
+    reads: Iterable[Var],
+    device: Device,
+    rows: Container[Var] = frozenset(),
+) -> float:
+    """About how long a unit takes, in ms, with the copies of what it reads that are made for it.
+
+    Args:
+      eqn: that computes it; see `jaxoff._units`.
+      between: the cheap equations that are computed for it.
+      reads: the stored values that it reads.
+      device: speeds.
+      rows: values that a loop takes out of stacks: a kernel that is not elementwise reads a copy.
+    """
+    made = _compat.nbytes_of(eqn.outvars)
+    if not is_heavy(eqn):
+        if eqn.primitive.name == "dynamic_update_slice":
+            return device.pass_ms(_compat.nbytes(eqn.invars[1].aval))
+        sliced = not _SLICES.isdisjoint(e.primitive.name for e in (eqn, *between))
+        sizes = (_compat.nbytes(v.aval) for v in reads)
+        return _traffic_ms(made + sum(min(n, made) if sliced else n for n in sizes), device)
+    ms = _copies_ms(eqn, between, rows, device)
+    if flops := product_flops(eqn):
+        ms += 1e3 * flops / (_share(eqn) * device.flops)
+        return ms + TRAFFIC * _traffic_ms(made + _compat.nbytes_of(variables(eqn)), device)
+    return ms + _traffic_ms(made + _compat.nbytes_of(variables(eqn)), device)
+
+
+def _share(eqn: JaxprEqn) -> float:
+    """What a kernel reaches of a device's rate of 16-bit products."""
+    name = eqn.primitive.name
+    if name.startswith("dot_product_attention"):
+        return _ATTENTION_BACK if "bwd" in name else _ATTENTION
+    if name == "dot_general" and _is_whole_float32(eqn):
+        return _WHOLE_FLOAT32
+    return _PALLAS if is_pallas(eqn) else PRODUCTS
+
+
+def _is_whole_float32(eqn: JaxprEqn) -> bool:
+    """Whether a product is computed in float32 throughout, off the matrix units."""
+    precision = eqn.params["precision"]
+    each = precision if isinstance(precision, tuple) else (precision,)
+    wide = _compat.struct_of(eqn.invars[0].aval).dtype.itemsize > 2
+    return wide and any(p in (lax.Precision.HIGHEST, lax.DotAlgorithmPreset.F32_F32_F32) for p in each)
+
+
+def _copies_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], rows: Container[Var], device: Device) -> float:
+    """Operands that are copied before, most of them as another type."""
+    ms, made = 0.0, {v: e for e in between for v in e.outvars}
+    for v in variables(eqn):
+        taken, converted = v, False
+        while taken in made and len(operands := variables(made[taken])) == 1:
+            if made[taken].primitive.name == "convert_element_type":
+                ms += _traffic_ms(_compat.nbytes_of([*operands, taken]), device)
+                converted = True
+            taken = operands[0]
+        if taken in rows and not converted:
+            ms += device.pass_ms(_compat.nbytes(v.aval))
+    return ms
+
+
+def _traffic_ms(nbytes: int, device: Device) -> float:
+    return nbytes / device.memory_gbps / 1e6
+
+
+def is_pallas(eqn: JaxprEqn) -> bool:
+    """Whether a kernel is one of Pallas, perhaps in other equations."""
+    return eqn.primitive.name in PALLAS or any(
+        is_pallas(inner) for jaxpr in _compat.sub_jaxprs(eqn) for inner in jaxpr.eqns
+    )
