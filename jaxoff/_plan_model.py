@@ -5,7 +5,8 @@ Per turn of a part, with R the values that are made again, O those moved to the 
     forward  = kernels + max(0, sum of c to the host over O - kernels)
     backward = kernels + R + max(0, sum of c from the host over O - kernels - R)
 
-and 2% of the time of the copies, by which kernels beside them are slower (bench/LOG.md).
+and 2% of the time of the copies, by which kernels beside them are slower, or what their traffic takes, and
+the time to write what is saved into stacks (bench/LOG.md).
 
 The peak is the largest of the moments of a step: arguments, gradients so far and what else is alive, the
 residuals of all parts whose backward pass is not over, and the working set of the part that runs.
@@ -177,6 +178,11 @@ class LayerModel:
     def h2d_ms(self, n: int) -> float:
         return self.device.h2d_ms(self.layer.values[n].nbytes)
 
+    def slowed_ms(self, n: int) -> float:
+        """By which kernels take longer beside the copies of a value: those read and write memory, too."""
+        copies = self.d2h_ms(n) + self.h2d_ms(n)
+        return max(SLOWED * copies, self.device.pass_ms(self.layer.values[n].nbytes))
+
     def times(self, use: Use) -> Times:
         """Of a turn."""
         forward, backward = self.layer.forward_ms, self.layer.backward_ms
@@ -185,7 +191,7 @@ class LayerModel:
         return Times(
             kernels=forward + backward,
             recomputed=again,
-            slowed=SLOWED * (sent + back),
+            slowed=sum(map(self.slowed_ms, use.moved)),
             exposed_forward=max(0.0, sent - forward),
             exposed_backward=max(0.0, back - backward - again),
             stored=sum(self.layer.values[n].stored_ms for n in use.saved),

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jaxoff._layer import UNNAMED_DOTS
-from jaxoff._plan_model import SLOWED, Choice, LayerModel, Model
+from jaxoff._plan_model import Choice, LayerModel, Model
 from jaxoff._policy import Placement
 
 _GB = 1e9
@@ -167,7 +167,8 @@ class _Kind:
         program.at_least(exposed[0], sent, -layer.forward_ms)
         program.at_least(exposed[1], [*back, *((v, -ms) for v, ms in again)], -layer.backward_ms)
         stored = [(v, layer.values[n].stored_ms) for n, v in self.saved.items()]
-        for variable, ms in (*again, *stored, *((v, SLOWED * ms) for v, ms in (*sent, *back))):
+        slowed = [(v, model.slowed_ms(n)) for n, v in self.moved.items()]
+        for variable, ms in (*again, *stored, *slowed):
             program.cost[variable] += turns * ms
         for variable in exposed:
             program.cost[variable] += turns
