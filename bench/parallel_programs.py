@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from bench.grouped_mlp import describe
-from bench.step_variants import CONCURRENT, NO_SLICE_FUSION, Form, Program, Role
+from bench.step_variants import CONCURRENT, NO_SLICE_FUSION, Form, Program, Role, compiling
 from models import Config
 from models.divided import Divided, Layout
 from models.mesh import BATCH, MeshShape
@@ -173,18 +173,14 @@ def compile_all(
         (workload.shardings, NamedSharding(workload.mesh, P(None, BATCH))),
     )
     done: dict[str, Program] = {}
-
-    def compiled(lowered) -> tuple[Any, float]:
-        start = time.perf_counter()
-        return lowered.compile(), time.perf_counter() - start
-
     with ThreadPoolExecutor(jobs) as pool:
         pending = {}
         for name, variant in variants.items():
             try:
                 start = time.perf_counter()
                 lowered = workload.jitted(variant, options).lower(*arguments)
-                pending[name] = time.perf_counter() - start, pool.submit(compiled, lowered)
+                lower_s = time.perf_counter() - start
+                pending[name] = lower_s, compiling(pool, lowered, alone=not pending)
             except Exception as error:  # whatever tracing or lowering raises
                 on_done(name, {"error": describe(error)})
         for name, (lower_s, future) in pending.items():

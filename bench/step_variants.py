@@ -6,7 +6,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
 import jax
@@ -184,7 +184,7 @@ def compile_all(
     Returns:
       The programs by name, without what failed.
     """
-    pending: dict[str, tuple[float, Future[tuple[jax.stages.Compiled, float]], str | None]] = {}
+    pending: dict[str, tuple[float, Future[Compiled], str | None]] = {}
     first: dict[tuple[str, str], str] = {}
     done: dict[str, Program] = {}
     with ThreadPoolExecutor(jobs) as pool:
@@ -196,7 +196,7 @@ def compile_all(
                     lowered = step.jitted.lower(*workload.shapes(step.form))
                 lower_s = time.perf_counter() - start
                 same = first.setdefault((lowered.as_text(), step.options), name)
-                future = pool.submit(_compile, lowered) if same == name else pending[same][1]
+                future = compiling(pool, lowered, alone=not pending) if same == name else pending[same][1]
                 pending[name] = lower_s, future, None if same == name else same
             except Exception as error:  # whatever tracing or lowering raises
                 on_done(name, {"error": describe(error)})
@@ -211,6 +211,22 @@ def compile_all(
     return done
 
 
-def _compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
+type Compiled = tuple[jax.stages.Compiled, float]
+
+
+def compiling(pool: ThreadPoolExecutor, lowered: jax.stages.Lowered, *, alone: bool) -> Future[Compiled]:
+    """A program and the seconds that it took to compile, soon.
+
+    A process remembers the kernels that XLA found fastest for a product. Programs that are compiled at once
+    all try them, beside each other's, and choose differently, which has made equal programs differ by 5%
+    (openxla/xla#41620): the first is compiled `alone`.
+    """
+    future = pool.submit(_compile, lowered)
+    if alone:
+        wait([future])
+    return future
+
+
+def _compile(lowered: jax.stages.Lowered) -> Compiled:
     start = time.perf_counter()
     return lowered.compile(), time.perf_counter() - start
