@@ -107,7 +107,7 @@ def budgets_of(planner: Planner, number: int) -> list[int]:
         assert choice is not None
         return 1.001 * model.cost(choice).peak.nbytes / (1 - MARGIN)
 
-    low = max(model.cost({}).peak.nbytes, fitting(smallest(model, int(HOST_BYTES), {})))
+    low = max(1.001 * model.cost({}).peak.nbytes, fitting(smallest(model, int(HOST_BYTES), {})))
     high = max(low, fitting(fastest(model, 10**15, int(HOST_BYTES), {})))
     return [math.ceil(low + (high - low) * i / max(1, number - 1)) for i in range(number)]
 

@@ -357,6 +357,10 @@ def transfer_in(eqn: JaxprEqn) -> str | None:
     return {(False, True): "D2H", (True, False): "H2D"}.get((source, target))
 
 
+def is_shard_map(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "shard_map"
+
+
 def jit_in(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program that a `jax.jit` equation calls, or None for another equation."""
     return eqn.params["jaxpr"] if eqn.primitive is _primitives.jit_p else None

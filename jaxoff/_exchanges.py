@@ -29,6 +29,11 @@ def is_exchange(eqn: JaxprEqn) -> bool:
     return named and _compat.nbytes(eqn.outvars[0].aval) > 0
 
 
+def exchange_ms(nbytes: int, device: Device) -> float:
+    """About how long it takes an exchange to bring so many bytes."""
+    return nbytes / (_LINK_SHARE * device.memory_gbps) / 1e6
+
+
 def _axes_of(eqn: JaxprEqn) -> list[str]:
     """The axes of the mesh over which an equation exchanges."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
@@ -171,7 +176,7 @@ class Exchanges:
     def start(self, i: int, time: float) -> float:
         """Starts an exchange at a time; says when it is over. They follow each other."""
         self._last |= dict.fromkeys(_axes_of(self._eqns[i]), i)
-        ms = self.nbytes(i) / (_LINK_SHARE * self._device.memory_gbps) / 1e6
+        ms = exchange_ms(self.nbytes(i), self._device)
         self._ends[i] = self._last_end = max(time, self._last_end) + ms
         return self._last_end
 

@@ -13,13 +13,16 @@ from jax import lax
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device, product_flops
+from jaxoff._exchanges import exchange_ms, is_exchange
 from jaxoff._policy import PALLAS
 from jaxoff._units import is_heavy, variables
 
 # Of the rate of products in a row, which the card's power limit holds down.
-PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.2, 1.12, 0.83, 0.66, 0.13
+PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.18, 1.12, 0.83, 0.66, 0.13
 # What of the time to read a product's operands and write its result is not hidden.
 TRAFFIC = 0.4
+# Of an exchange between devices, what products beside it hide.
+BESIDE = 0.5
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
 
 
@@ -47,6 +50,8 @@ def kernel_ms(
         sizes = (_compat.nbytes(v.aval) for v in reads)
         return _traffic_ms(made + sum(min(n, made) if sliced else n for n in sizes), device)
     ms = _copies_ms(eqn, between, rows, device)
+    if is_exchange(eqn):
+        return ms + (1 - BESIDE) * exchange_ms(made, device)
     if flops := product_flops(eqn):
         ms += 1e3 * flops / (_share(eqn) * device.flops)
         return ms + TRAFFIC * _traffic_ms(made + _compat.nbytes_of(variables(eqn)), device)

@@ -9,6 +9,7 @@ from typing import Any
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
+from jaxoff._exchanges import is_exchange
 from jaxoff._kernel_times import is_pallas, kernel_ms
 from jaxoff._marks import Tag
 from jaxoff._policy import DOTS, Placement
@@ -352,13 +353,14 @@ class _Traced:
 
     def _steps(self, order: Sequence[int], elsewhere: set[Var]) -> Iterator[Step]:
         """As `steps`, but for what has its memory elsewhere."""
-        made = {v for i in order for v in self.eqns[i].outvars} - elsewhere
+        apart = self._apart(order)
+        made = {v for i in order for v in self.eqns[i].outvars} - elsewhere - apart
         last: dict[Var, int] = {}
         for s, i in enumerate(order):
             last |= dict.fromkeys((v for v in self.units.reads[i] if v in made), s)
         last |= dict.fromkeys(self._turn.results & made, len(order))
         gradients = self._turn.gradients & made
-        live, ends = (0, 0), 0.0
+        live, ends = self._sizes(apart), 0.0
         for s, i in enumerate(order):
             eqn, reads = self.eqns[i], self.units.reads[i]
             ends += self.units.ms(i, self._device)
@@ -376,6 +378,17 @@ class _Traced:
             yield Step(what, small, large, min(written, small), ends, shared=shared)
             stays = self._sizes(v for v in eqn.outvars if v in last)
             live = tuple(a + b - c for a, b, c in zip(live, stays, self._sizes(dying), strict=True))
+
+    def _apart(self, order: Sequence[int]) -> set[Var]:
+        """What exchanges with other devices send and bring, but for what leaves the turn.
+
+        They are no links of `jaxoff.jit`'s chain, through which values take each other's memory: each has a
+        place for the whole turn.
+        """
+        made = {v for i in order for v in self.eqns[i].outvars}
+        exchanges = [i for i in order if is_exchange(self.eqns[i])]
+        sent = {v for i in exchanges for v in (*self.units.reads[i], *self.eqns[i].outvars)}
+        return sent & made - self._turn.results - self._turn.gradients
 
     def _shared(self, reads: Iterable[Var], small: int, large: int) -> Iterator[Shared]:
         """What a kernel reads that others read, too, to make values of the forward pass."""

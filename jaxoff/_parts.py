@@ -58,6 +58,7 @@ class Divided:
       points: in order.
       argument_nbytes: of the arguments and constants, which live all the time.
       outside_ms: how long what is in no part takes, estimated.
+      over_mesh: whether it is one device's share of a step over several.
     """
 
     layers: tuple[Layer, ...]
@@ -66,6 +67,7 @@ class Divided:
     points: tuple[Point, ...]
     argument_nbytes: int
     outside_ms: float
+    over_mesh: bool = False
 
 
 def divide(program: Program, device: Device) -> Divided:

@@ -23,7 +23,7 @@ from jaxoff._train_step import divide_step, is_train_step
 type Verb = Literal["save", "offload", "recompute"]
 
 # The part of a budget that is left free: predicted peaks have been so much short.
-MARGIN = 0.04
+MARGIN, MESH_MARGIN = 0.04, 0.2
 _VERBS: dict[Placement, Verb] = {"device": "save", "host": "offload", "recompute": "recompute"}
 _PLACES: dict[str, Placement] = {verb: place for place, verb in _VERBS.items()}
 
@@ -195,7 +195,7 @@ def plan(
     link: int | SharedLink | None = None,
     device: Device = H200,
     fixed: Mapping[str, Verb] | None = None,
-    margin: float = MARGIN,
+    margin: float | None = None,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     **kwargs,
@@ -212,6 +212,8 @@ def plan(
         under any policy. Or a whole train step, which differentiates inside and may have an optimizer and a
         loop over microbatches: its layers are under `jaxoff.policy()`, which keeps nothing. What its
         `jax.jit` or `jaxoff.jit` donates is written over; without one, new weights are beside the old ones.
+        A train step may differentiate in a `jax.shard_map`: the plan, and all of its figures, are then those
+        of one device of the mesh.
       *args, **kwargs: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s.
       device_bytes: the budget of device memory, bytes, for all that the step holds and `resident_bytes`. The
         step of a loss is the loss and its gradients.
@@ -221,7 +223,8 @@ def plan(
       link: how many GPUs of the host copy at once, or the rates that one of them then gets; None for one.
       device: speeds; see `Device.of` and `Device.measure`.
       fixed: by name, "save", "offload" or "recompute" where that is decided. Marks are honoured anyway.
-      margin: the part of the budget that is left free: predicted peaks have been up to 4% short.
+      margin: the part of the budget that is left free; None for 4%, and 20% for a step over several devices.
+        Predicted peaks have been up to 4% short, over a mesh up to 18% (`bench/LOG.md`).
       argnums: the positional arguments to differentiate a loss for, as for `jax.grad`. None: every
         floating-point argument.
       has_aux: whether a loss returns `(output, auxiliary)`, as for `jax.grad`.
@@ -273,6 +276,7 @@ class Planner:
 
     model: Model
     device: Device
+    over_mesh: bool = False
 
     @classmethod
     def of(cls, fun, args, kwargs, resident_bytes, link, device, argnums, has_aux) -> Planner:
@@ -296,12 +300,13 @@ class Planner:
         kinds = zip(found.layers, found.counts, found.runs, strict=True)
         models = tuple(LayerModel(layer, count, device, runs) for layer, count, runs in kinds)
         model = Model(models, found.points, found.argument_nbytes, int(resident_bytes), found.outside_ms)
-        return cls(model, device)
+        return cls(model, device, found.over_mesh)
 
     def plan(
-        self, device_bytes: float, host_bytes: float | None, fixed: Mapping[str, str], margin: float
+        self, device_bytes: float, host_bytes: float | None, fixed: Mapping[str, str], margin: float | None
     ) -> Plan:
         """The plan for a budget; see `plan`."""
+        margin = margin if margin is not None else MESH_MARGIN if self.over_mesh else MARGIN
         places = self.checked(fixed)
         for name, given in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
             if given is not None and not 0 <= given < math.inf:

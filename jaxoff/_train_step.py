@@ -21,6 +21,7 @@ from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._cost import Device
 from jaxoff._inline import Renamed, inlined, now
 from jaxoff._layer import Turn, layer_of
+from jaxoff._one_device import of_one_device
 from jaxoff._parts import Divided
 from jaxoff._policy import VIEWS, Policy
 from jaxoff._scan import is_in_scan
@@ -40,20 +41,23 @@ def divide_step(closed: ClosedJaxpr, device: Device) -> Divided:
 
     Results take the memory of arguments that the step's `jax.jit` or `jaxoff.jit` donates.
 
+    Of a step over a mesh, one device's share: see `jaxoff._one_device`.
+
     Raises:
       ValueError: for layers whose policy keeps something, and for layers that are differentiated only inside
-        of cond, while or shard_map.
+        of cond or while.
     """
     _refuse_what_keeps(closed.jaxpr)
-    jaxpr, donated = _unwrapped(closed.jaxpr)
-    inputs = {*closed.jaxpr.invars, *closed.jaxpr.constvars, *jaxpr.invars, *jaxpr.constvars}
+    whole, donated = _unwrapped(closed.jaxpr)
+    jaxpr = of_one_device(whole)
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
     steps = _Steps()
     timeline = steps.timeline(jaxpr, inputs, _in_place(jaxpr, donated))
     if not steps.found:
         raise ValueError(
             "A plan places what is inside of differentiated layers; got a step that differentiates them only "
-            "inside of cond, while, shard_map or a jax.jit with shardings of its own. Hand jaxoff.plan the "
-            "loss of one device instead."
+            "inside of cond, while or a jax.jit with shardings of its own. Hand jaxoff.plan the loss of one "
+            "device instead."
         )
     numbers: dict[Any, int] = {}
     kind_of = {part: numbers.setdefault(found.key, len(numbers)) for part, found in steps.found.items()}
@@ -66,14 +70,14 @@ def divide_step(closed: ClosedJaxpr, device: Device) -> Divided:
         for kind, (layer, part) in enumerate(zip(layers, first, strict=True))
         if steps.found[part].turn.forward is None
     )
-    arguments = {*closed.jaxpr.invars, *closed.jaxpr.constvars}
     return Divided(
         layers=tuple(layers),
         counts=tuple(counts[kind] for kind in range(len(layers))),
         runs=tuple(steps.found[part].runs for part in first),
         points=tuple(timeline.points(kind_of)),
-        argument_nbytes=_compat.nbytes_of(arguments),
+        argument_nbytes=_compat.nbytes_of(inputs),
         outside_ms=max(0.0, timeline.ms(device) - twice),
+        over_mesh=jaxpr is not whole,
     )
 
 
@@ -281,13 +285,14 @@ def _unwrapped(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool]]:
     donated = [False] * len(jaxpr.invars)
     while len(jaxpr.eqns) == 1 and (inner := _compat.jit_in(jaxpr.eqns[0])) is not None:
         (eqn,) = jaxpr.eqns
-        is_all = list(eqn.outvars) == list(jaxpr.outvars) and all(isinstance(v, Var) for v in eqn.invars)
+        is_all = {*eqn.outvars} >= {*jaxpr.outvars} and all(isinstance(v, Var) for v in eqn.invars)
         if not is_all or inner.consts:
             break
+        results: dict[Any, Any] = dict(zip(eqn.outvars, inner.jaxpr.outvars, strict=True))
         given = {v for v, outer in zip(jaxpr.invars, donated, strict=True) if outer}
         pairs = zip(eqn.invars, eqn.params["donated_invars"], strict=True)
         donated = [here or v in given for v, here in pairs if isinstance(v, Var)]
-        jaxpr = inner.jaxpr
+        jaxpr = inner.jaxpr.replace(outvars=[results[v] for v in jaxpr.outvars])
     return jaxpr, donated
 
 

@@ -71,6 +71,10 @@ class ParallelProgram(Program):
         params = self.state_shapes["params"]
         return jaxoff.explain(self.divided.loss, params, self.tokens_shape, argnums=0, has_aux=True)
 
+    @property
+    def _planning(self) -> dict[str, Any]:
+        return {"link": jax.local_device_count()}  # all of a host's devices copy at once
+
     def init(self) -> State:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         return jax.jit(self._init, out_shardings=shardings)()
@@ -79,9 +83,6 @@ class ParallelProgram(Program):
     def step(self) -> Any:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         return jaxoff.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
-
-    def compile_step(self) -> jax.stages.Compiled:
-        return self.step.lower(self.state_shapes, self.tokens_shape).compile()
 
     def compile_held_out(self, windows: np.ndarray) -> Any:
         """(params, tokens (B, S + 1)) to the cross-entropy, for windows (K, B, S + 1) as large as a batch."""

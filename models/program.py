@@ -77,8 +77,8 @@ class Program:
         return jax.ShapeDtypeStruct((o.batch // o.accum, o.seq + 1), jnp.int32)
 
     @property
-    def batch_shape(self) -> jax.ShapeDtypeStruct:
-        """Microbatches (A, B, S + 1)."""
+    def tokens_shape(self) -> jax.ShapeDtypeStruct:
+        """Of a step: (A, B, S + 1)."""
         shape = self.microbatch_shape
         return jax.ShapeDtypeStruct((self.options.accum, *shape.shape), shape.dtype)
 
@@ -110,9 +110,14 @@ class Program:
         Raises:
           jaxoff.BudgetError: if nothing fits.
         """
-        planned = Program(self.options, jaxoff.policy())  # what is planned has its layers checkpointed
-        args = self.state_shapes, self.batch_shape
-        return jaxoff.plan(planned.step, *args, device_bytes=device_bytes, margin=_MARGIN)
+        planned = type(self)(self.options, jaxoff.policy())  # what is planned has its layers checkpointed
+        args = self.state_shapes, self.tokens_shape
+        return jaxoff.plan(planned.step, *args, device_bytes=device_bytes, **self._planning)
+
+    @property
+    def _planning(self) -> dict[str, Any]:
+        """What else `jaxoff.plan` is told."""
+        return {"margin": _MARGIN}
 
     def init(self) -> State:
         """The state before the first step."""
@@ -125,7 +130,7 @@ class Program:
 
     def compile_step(self) -> jax.stages.Compiled:
         """Compiles `step`."""
-        return self.step.lower(self.state_shapes, self.batch_shape).compile()
+        return self.step.lower(self.state_shapes, self.tokens_shape).compile()
 
     def compile_held_out(self, windows: np.ndarray) -> jax.stages.Compiled:
         """Compiles (params, tokens (B, S + 1)) to the cross-entropy, for windows (K, B, S + 1)."""

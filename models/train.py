@@ -90,11 +90,11 @@ def prepare(options: Options, out: Path, *, resume: bool, again: str, device_gb:
         )
     corpus = data.load(options.data)
     batches = data.Batches(corpus.train, options.batch, options.seq, options.seed)
+    kind = Program if options.layout is None else ParallelProgram
     plan = None
     if device_gb is not None:
-        plan = plan_within(device_gb, options)
+        plan = plan_within(device_gb, kind(options, None))
         options = dataclasses.replace(options, policy=policy_text.render(plan.policy))
-    kind = Program if options.layout is None else ParallelProgram
     program = kind(options, policy_text.parse(options.policy))
     windows = program.held_out_windows(corpus.held_out)
     job = Job(options, folder, resume, corpus, batches, windows, program, again, plan)
@@ -103,14 +103,14 @@ def prepare(options: Options, out: Path, *, resume: bool, again: str, device_gb:
     return job
 
 
-def plan_within(device_gb: float, options: Options) -> jaxoff.Plan:
-    """The plan for a budget of device memory in GB, 10^9 bytes.
+def plan_within(device_gb: float, program: Program) -> jaxoff.Plan:
+    """The plan for a budget of memory of each device in GB, 10^9 bytes.
 
     Raises:
       InputError: if nothing fits.
     """
     try:
-        return Program(options, None).plan(device_gb * 1e9)
+        return program.plan(device_gb * 1e9)
     except ValueError as error:
         raise InputError(f"--device-gb {device_gb:g}: {error}") from None
 
@@ -355,8 +355,6 @@ def cli(
     """Train a mixture-of-experts language model on bytes of text, with chosen activations in host memory."""
     if policy is not None and device_gb is not None:
         raise InputError("--device-gb plans where residuals live, so it takes no --policy; give one of them.")
-    if device_gb is not None and mesh is not None:
-        raise InputError("--device-gb plans for one device, so it takes no --mesh; give one of them.")
     options = Options.of(
         preset,
         overrides=parse_overrides(overrides or []),
