@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxoff._cost import H200, Device, SharedLink
-from jaxoff._plan import Plan, Planner, Verb
+from jaxoff._plan import Plan, Planner, Verb, no_host_memory
 from jaxoff._search import fastest, smallest
 from jaxoff._table import printed
 
@@ -108,15 +108,15 @@ def frontier_of(
 ) -> Frontier:
     """As `frontier`, of a traced program."""
     model, places = planner.model, planner.checked(fixed)
-    host = None if host_bytes is None else int(host_bytes)
+    host = planner.host_budget(host_bytes)
     least, most = smallest(model, host, places), fastest(model, 10**15, host, places)
     if least is None or most is None:
-        raise ValueError(f"host_bytes={host} is too little for what is fixed or marked to be offloaded.")
+        raise no_host_memory(host)
     low, high = (model.cost(choice).peak.nbytes for choice in (least, most))
     budgets = [low + (high - low) * i // (points - 1) for i in range(points)]
     plans: list[Plan] = []
     for budget in (math.ceil(1.000001 * budget) for budget in budgets):
-        plan = planner.plan(budget, host_bytes, fixed, 0.0)
+        plan = planner.plan(budget, host, fixed, 0.0)
         if not plans or plan.step_ms < plans[-1].step_ms - 1e-6:
             plans.append(plan)
     return Frontier(tuple(plans))

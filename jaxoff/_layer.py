@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxoff import _compat
@@ -13,7 +13,7 @@ from jaxoff._exchanges import is_exchange
 from jaxoff._kernel_times import is_pallas, kernel_ms
 from jaxoff._marks import Tag
 from jaxoff._policy import DOTS, Placement
-from jaxoff._units import Units, dependents, is_heavy, variables
+from jaxoff._units import Units, dependents, is_heavy, made_from, variables
 
 # Stands for the outputs of dots and convolutions that have no name.
 UNNAMED_DOTS = "(dots)"
@@ -334,7 +334,7 @@ class _Traced:
             if is_heavy(self.eqns[i]):
                 made = {w: self.eqns[j] for j in self.units.between[i] for w in self.eqns[j].outvars}
                 for w in variables(self.eqns[i]):
-                    if v in _made_from(w, made):
+                    if v in made_from(w, made):
                         sizes.append(_compat.nbytes(w.aval))
         return sizes
 
@@ -444,14 +444,3 @@ def _ends(steps: Sequence[int]) -> tuple[int, int] | None:
 
 def _kind(v: Var) -> Any:
     return _compat.shape_of(v.aval), v.aval.dtype  # pyright: ignore
-
-
-def _made_from(v: Var, made: Mapping[Var, JaxprEqn]) -> set[Var]:
-    """A value, and all that equations make it from."""
-    found, todo = set(), [v]
-    while todo:
-        w = todo.pop()
-        if w not in found:
-            found.add(w)
-            todo += variables(made[w]) if w in made else []
-    return found

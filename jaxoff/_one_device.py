@@ -10,7 +10,7 @@ from jaxoff._inline import Renamed, called, inlined, now
 from jaxoff._units import variables
 
 
-def of_one_device(jaxpr: Jaxpr) -> Jaxpr:
+def of_one_device(jaxpr: Jaxpr) -> tuple[Jaxpr, int]:
     """The program of one device: `jax.shard_map`s in place, all else as large as it is there.
 
     A value outside of them, such as a moment of an optimizer, is divided as the ones of its shape are that it
@@ -20,12 +20,13 @@ def of_one_device(jaxpr: Jaxpr) -> Jaxpr:
       jaxpr: a program; without a shard_map, it is returned as it is.
 
     Returns:
-      A program with the same inputs and results, in order. It is for looking at: equations outside of the
-      shard_maps keep their parameters.
+      A program with the same inputs and results, in order, and the number of devices. It is for looking at:
+      equations outside of the shard_maps keep their parameters.
     """
-    if not any(_compat.is_shard_map(eqn) for eqn in _flat(jaxpr)[0]):
-        return jaxpr
     eqns, outvars = _flat(jaxpr)
+    maps = [eqn for eqn in eqns if _compat.is_shard_map(eqn)]
+    if not maps:
+        return jaxpr, 1
     divided = _Divided(eqns)
     local: Renamed = {}
 
@@ -43,7 +44,9 @@ def of_one_device(jaxpr: Jaxpr) -> Jaxpr:
             local.update(zip(eqn.outvars, results, strict=True))
         else:
             found.append(eqn.replace(invars=operands, outvars=[here(v) for v in eqn.outvars]))
-    return jaxpr.replace(invars=inputs, eqns=found, outvars=[here(v) for v in outvars])
+    return jaxpr.replace(invars=inputs, eqns=found, outvars=[here(v) for v in outvars]), max(
+        map(_compat.num_shards, maps)
+    )
 
 
 def _flat(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:

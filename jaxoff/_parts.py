@@ -58,7 +58,7 @@ class Divided:
       points: in order.
       argument_nbytes: of the arguments and constants, which live all the time.
       outside_ms: how long what is in no part takes, estimated.
-      over_mesh: whether it is one device's share of a step over several.
+      devices: over how many the step is; all else is of one.
     """
 
     layers: tuple[Layer, ...]
@@ -67,7 +67,7 @@ class Divided:
     points: tuple[Point, ...]
     argument_nbytes: int
     outside_ms: float
-    over_mesh: bool = False
+    devices: int = 1
 
 
 def divide(program: Program, device: Device) -> Divided:

@@ -6,8 +6,11 @@ import dataclasses
 import glob
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
+
+import jax
 
 from jaxoff._cost import H200, Device, SharedLink
 from jaxoff._errors import near_miss
@@ -16,6 +19,7 @@ from jaxoff._parts import divide
 from jaxoff._plan_model import Choice, Cost, LayerModel, Model, Moment, Times
 from jaxoff._policy import Placement, Policy
 from jaxoff._program import Program
+from jaxoff._requirements import POOL_VARIABLE, pinned_pool_bytes
 from jaxoff._search import fastest, smallest
 from jaxoff._table import human, printed
 from jaxoff._train_step import divide_step, is_train_step
@@ -217,8 +221,8 @@ def plan(
       *args, **kwargs: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s.
       device_bytes: the budget of device memory, bytes, for all that the step holds and `resident_bytes`. The
         step of a loss is the loss and its gradients.
-      host_bytes: the budget of pinned host memory, bytes; None for none. XLA's own is
-        XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, by default 64.
+      host_bytes: the budget of pinned host memory, bytes; None for what XLA's pool has for the device: 64 GiB
+        a process, or XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
       resident_bytes: what else is on the device all the time: with a loss, an optimizer's state.
       link: how many GPUs of the host copy at once, or the rates that one of them then gets; None for one.
       device: speeds; see `Device.of` and `Device.measure`.
@@ -270,13 +274,27 @@ def plan(
     return planner.plan(device_bytes, host_bytes, fixed or {}, margin)
 
 
+def no_host_memory(host_bytes: int) -> BudgetError:
+    """The error for a budget of host memory that nothing fits."""
+    return BudgetError(
+        f"host_bytes={human(host_bytes)} is too little for what is fixed or marked to be offloaded: allow "
+        f"more, or fix less. Without host_bytes it is XLA's pool, which {POOL_VARIABLE} sets.",
+        None,
+    )
+
+
+def _check_count(name: str, given: float) -> None:
+    if not 0 <= given < math.inf:
+        raise ValueError(f"{name} is a count of bytes, at least 0, got {given!r}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Planner:
     """A traced program, ready to be planned for any budget."""
 
     model: Model
     device: Device
-    over_mesh: bool = False
+    devices: int = 1
 
     @classmethod
     def of(cls, fun, args, kwargs, resident_bytes, link, device, argnums, has_aux) -> Planner:
@@ -300,25 +318,29 @@ class Planner:
         kinds = zip(found.layers, found.counts, found.runs, strict=True)
         models = tuple(LayerModel(layer, count, device, runs) for layer, count, runs in kinds)
         model = Model(models, found.points, found.argument_nbytes, int(resident_bytes), found.outside_ms)
-        return cls(model, device, found.over_mesh)
+        return cls(model, device, found.devices)
 
     def plan(
         self, device_bytes: float, host_bytes: float | None, fixed: Mapping[str, str], margin: float | None
     ) -> Plan:
         """The plan for a budget; see `plan`."""
-        margin = margin if margin is not None else MESH_MARGIN if self.over_mesh else MARGIN
-        places = self.checked(fixed)
-        for name, given in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
-            if given is not None and not 0 <= given < math.inf:
-                raise ValueError(f"{name} is a count of bytes, at least 0, got {given!r}.")
+        margin = margin if margin is not None else MESH_MARGIN if self.devices > 1 else MARGIN
+        places, host = self.checked(fixed), self.host_budget(host_bytes)
+        _check_count("device_bytes", device_bytes)
         if not 0 <= margin < 1:
             raise ValueError(f"margin is a part of the budget, at least 0 and below 1, got {margin!r}.")
-        host = None if host_bytes is None else int(host_bytes)
         usable = int(device_bytes * (1 - margin))
         choice = fastest(self.model, usable, host, places)
         if choice is None:
             raise self._too_small(int(device_bytes), host, places, margin)
         return self.planned(choice, int(device_bytes), usable)
+
+    def host_budget(self, host_bytes: float | None) -> int:
+        """What a device may have of pinned host memory: as given, or its share of XLA's pool."""
+        if host_bytes is None:
+            return pinned_pool_bytes(os.environ) * jax.process_count() // self.devices
+        _check_count("host_bytes", host_bytes)
+        return int(host_bytes)
 
     def checked(self, fixed: Mapping[str, str]) -> Choice:
         """Placements of names that are decided.
@@ -340,16 +362,10 @@ class Planner:
                 )
         return {name: _PLACES[verb] for name, verb in fixed.items()}
 
-    def _too_small(
-        self, device_bytes: int, host_bytes: int | None, fixed: Choice, margin: float
-    ) -> BudgetError:
+    def _too_small(self, device_bytes: int, host_bytes: int, fixed: Choice, margin: float) -> BudgetError:
         least = smallest(self.model, host_bytes, fixed)
         if least is None:
-            return BudgetError(
-                f"host_bytes={human(host_bytes or 0)} is too little for what is fixed or marked to be "
-                "offloaded: allow more, or fix less.",
-                None,
-            )
+            return no_host_memory(host_bytes)
         peak = self.model.cost(least).peak
         needed = math.ceil(peak.nbytes / (1 - margin))
         kept = f", {margin:.0%} of it left free" if margin else ""

@@ -49,7 +49,7 @@ def divide_step(closed: ClosedJaxpr, device: Device) -> Divided:
     """
     _refuse_what_keeps(closed.jaxpr)
     whole, donated = _unwrapped(closed.jaxpr)
-    jaxpr = of_one_device(whole)
+    jaxpr, devices = of_one_device(whole)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     steps = _Steps()
     timeline = steps.timeline(jaxpr, inputs, _in_place(jaxpr, donated))
@@ -77,7 +77,7 @@ def divide_step(closed: ClosedJaxpr, device: Device) -> Divided:
         points=tuple(timeline.points(kind_of)),
         argument_nbytes=_compat.nbytes_of(inputs),
         outside_ms=max(0.0, timeline.ms(device) - twice),
-        over_mesh=jaxpr is not whole,
+        devices=devices,
     )
 
 

@@ -205,6 +205,17 @@ def variables(eqn: JaxprEqn) -> list[Var]:
     return [v for v in eqn.invars if isinstance(v, Var)]
 
 
+def made_from(v: Var, made: Mapping[Var, JaxprEqn]) -> set[Var]:
+    """A value, and all that equations make it from."""
+    found, todo = set(), [v]
+    while todo:
+        w = todo.pop()
+        if w not in found:
+            found.add(w)
+            todo += variables(made[w]) if w in made else []
+    return found
+
+
 def dependents(eqns: Sequence[JaxprEqn], of: set[Var]) -> list[bool]:
     """For each equation, whether it depends on any of the variables."""
     found, out = set(of), []

@@ -71,9 +71,10 @@ def run(capsys, tmp_path, *words):
     return status, capsys.readouterr()
 
 
-def test_training_prints_the_plan_and_what_came_of_it(capsys, tmp_path, smallest):
+@pytest.mark.parametrize("mesh", [(), ("--mesh", "fsdp=2,expert=4", "--batch", "8")], ids=["alone", "mesh"])
+def test_training_prints_the_plan_and_what_came_of_it(capsys, tmp_path, smallest, mesh):
     out = tmp_path / "run"
-    status, said = run(capsys, tmp_path, "--device-gb", str(2 * smallest / 1e9), "--out", str(out))
+    status, said = run(capsys, tmp_path, *mesh, "--device-gb", str(2 * smallest / 1e9), "--out", str(out))
     assert status == 0, said.err
     assert "device peak" in said.out
     assert re.search(r"predicted, measured +step [\d.]+ ms on NVIDIA H200, [\d.]+ ms \([-+]", said.out)
