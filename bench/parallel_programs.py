@@ -130,6 +130,21 @@ class Workload:
         make = functools.partial(self.divided(moves=False).params, seed)
         return jax.jit(make, out_shardings=self.shardings)()
 
+    def shapes(self) -> tuple[Any, jax.ShapeDtypeStruct]:
+        """The shapes of weights and inputs, with their shardings."""
+        shapes = jax.eval_shape(lambda: (self.weights(), self.inputs()))
+        shardings = self.shardings, NamedSharding(self.mesh, P(None, BATCH))
+        return jax.tree.map(
+            lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like), shapes, shardings
+        )
+
+    def planned(self, device_bytes: float) -> tuple[Workload, jaxoff.Plan]:
+        """The workload under what `jaxoff.plan` finds for a budget of each device, and the plan."""
+        bare = dataclasses.replace(self, policy=jaxoff.policy())
+        step = bare.jitted(VARIANTS["jaxoff"])
+        plan = jaxoff.plan(step, *bare.shapes(), device_bytes=device_bytes, link=self.mesh.size)
+        return dataclasses.replace(self, policy=plan.policy), plan
+
     def inputs(self, seed: int = 0) -> jax.Array:
         """Tokens (microbatches, sequences, seq + 1), on their devices; others for each seed."""
         shape = (self.microbatches, self.batch * self.shape.batch, self.seq + 1)
@@ -166,12 +181,7 @@ def compile_all(
       on_done: told of each by its name: the program, or an error.
       options: compiler options that win over the variants' own.
     """
-    arguments = jax.eval_shape(lambda: (workload.weights(), workload.inputs()))
-    arguments = jax.tree.map(
-        lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like),
-        arguments,
-        (workload.shardings, NamedSharding(workload.mesh, P(None, BATCH))),
-    )
+    arguments = workload.shapes()
     done: dict[str, Program] = {}
     with ThreadPoolExecutor(jobs) as pool:
         pending = {}

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import jaxoff
 from bench import parallel
 
 TINY = ["--tiny", "--mesh", "pipe=2", "--layers", "2", "--microbatches", "2", "--variants", "jaxoff,saved"]
@@ -74,3 +75,14 @@ def test_bits_are_compared_over_many_steps(tmp_path):
     assert bits["steps"] == 3, bits
     assert bits["finite"]
     assert bits["losses"] == 3
+
+
+def test_a_policy_is_planned_for_a_budget(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    parallel.main([*TINY, "--out", str(out), "--repeats", "1", "--sample-ms", "1", "--device-gb", "0.05"])
+    result = json.loads(out.read_text())
+    plan = jaxoff.Plan.from_dict(result["plan"])
+    assert plan.peak_bytes <= plan.device_bytes == 0.05e9
+    assert "moe.act" in {row.name for row in plan.rows}
+    assert "device peak" in capsys.readouterr().out
+    assert not any("error" in row for row in result["rows"]), result["rows"]
