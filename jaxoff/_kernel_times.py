@@ -6,7 +6,7 @@ The shares of a device's rates are those that traces of dense and MoE steps on a
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 
 from jax import lax
 
@@ -15,7 +15,7 @@ from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device, product_flops
 from jaxoff._exchanges import exchange_ms, is_exchange
 from jaxoff._policy import PALLAS
-from jaxoff._units import is_heavy, variables
+from jaxoff._units import Units, is_heavy, variables
 
 # Of the rate of products in a row, which the card's power limit holds down.
 PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.18, 1.12, 0.83, 0.66, 0.13
@@ -26,36 +26,30 @@ BESIDE = 0.5
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
 
 
-def kernel_ms(
-    eqn: JaxprEqn,
-    between: Sequence[JaxprEqn],
-    reads: Iterable[Var],
-    device: Device,
-    rows: Container[Var] = frozenset(),
-) -> float:
+def kernel_ms(units: Units, i: int, device: Device, rows: Container[Var] = frozenset()) -> float:
     """About how long a unit takes, in ms, with the copies of what it reads that are made for it.
 
     Args:
-      eqn: that computes it; see `jaxoff._units`.
-      between: the cheap equations that are computed for it.
-      reads: the stored values that it reads.
+      units: of a program.
+      i: one of them.
       device: speeds.
       rows: values that a loop takes out of stacks: a kernel that is not elementwise reads a copy.
     """
+    eqn, between = units.eqns[i], [units.eqns[j] for j in units.between[i]]
     made = _compat.nbytes_of(eqn.outvars)
     if not is_heavy(eqn):
         if eqn.primitive.name == "dynamic_update_slice":
             return device.pass_ms(_compat.nbytes(eqn.invars[1].aval))
         sliced = not _SLICES.isdisjoint(e.primitive.name for e in (eqn, *between))
-        sizes = (_compat.nbytes(v.aval) for v in reads)
+        sizes = (_compat.nbytes(v.aval) for v in units.reads[i])
         return _traffic_ms(made + sum(min(n, made) if sliced else n for n in sizes), device)
-    ms = _copies_ms(eqn, between, rows, device)
+    copies = _copies_ms(eqn, between, rows, device)
     if is_exchange(eqn):
-        return ms + (1 - BESIDE) * exchange_ms(made, device)
+        return copies + (1 - BESIDE) * exchange_ms(made, device)
+    traffic = _traffic_ms(made + _compat.nbytes_of(variables(eqn)), device)
     if flops := product_flops(eqn):
-        ms += 1e3 * flops / (_share(eqn) * device.flops)
-        return ms + TRAFFIC * _traffic_ms(made + _compat.nbytes_of(variables(eqn)), device)
-    return ms + _traffic_ms(made + _compat.nbytes_of(variables(eqn)), device)
+        return copies + 1e3 * flops / (_share(eqn) * device.flops) + TRAFFIC * traffic
+    return copies + traffic
 
 
 def _share(eqn: JaxprEqn) -> float:

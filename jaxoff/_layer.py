@@ -304,10 +304,7 @@ class _Traced:
 
     def _paced_ms(self, i: int) -> float:
         """How long a kernel takes within a step."""
-        if self._is_another_name(i):
-            return 0.0
-        between = [self.eqns[j] for j in self.units.between[i]]
-        return kernel_ms(self.eqns[i], between, self.units.reads[i], self._device, self._rows)
+        return 0.0 if self._is_another_name(i) else kernel_ms(self.units, i, self._device, self._rows)
 
     def _stored_ms(self, nbytes: int) -> float:
         return self._device.pass_ms(nbytes) if self._turn.turns > 1 else 0.0

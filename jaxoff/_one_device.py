@@ -44,9 +44,8 @@ def of_one_device(jaxpr: Jaxpr) -> tuple[Jaxpr, int]:
             local.update(zip(eqn.outvars, results, strict=True))
         else:
             found.append(eqn.replace(invars=operands, outvars=[here(v) for v in eqn.outvars]))
-    return jaxpr.replace(invars=inputs, eqns=found, outvars=[here(v) for v in outvars]), max(
-        map(_compat.num_shards, maps)
-    )
+    program = jaxpr.replace(invars=inputs, eqns=found, outvars=[here(v) for v in outvars])
+    return program, max(map(_compat.num_shards, maps))
 
 
 def _flat(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:

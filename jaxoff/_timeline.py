@@ -85,11 +85,7 @@ class Timeline:
         """How long what is in no part takes, about."""
         outside = (i for i in self._units.all if i not in self.calls and i not in self._loops)
         loops = sum(loop.turns * loop.body.ms(device) for loop in self._loops.values())
-        return loops + sum(self._ms(i, device) for i in outside)
-
-    def _ms(self, i: int, device: Device) -> float:
-        between = [self._eqns[j] for j in self._units.between[i]]
-        return kernel_ms(self._eqns[i], between, self._units.reads[i], device)
+        return loops + sum(kernel_ms(self._units, i, device) for i in outside)
 
     def _converted(self) -> frozenset[Var]:
         """What parts and loops read as another type, such as all weights: they take it whole."""

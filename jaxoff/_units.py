@@ -50,6 +50,7 @@ class Units:
     The rest is cheap, and is computed in the units that read it.
 
     Attributes:
+      eqns: the program.
       all: by number of the equation, in program order.
       maker: by value, the equation that makes it.
       reads: by unit, the stored values that it reads.
@@ -58,7 +59,7 @@ class Units:
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], outs: frozenset[Var]):
-        self._eqns = eqns
+        self.eqns = eqns
         self.all = sorted(_units(eqns, outs))
         self.maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         self.reads: dict[int, list[Var]] = {}
@@ -72,7 +73,7 @@ class Units:
 
     def _trace_back(self, i: int, stored: set[int]) -> None:
         reads: dict[Var, None] = {}
-        between, todo = set(), list(variables(self._eqns[i]))
+        between, todo = set(), list(variables(self.eqns[i]))
         while todo:
             v = todo.pop()
             j = self.maker.get(v)
@@ -80,12 +81,12 @@ class Units:
                 reads[v] = None
             elif j not in between:
                 between.add(j)
-                todo += variables(self._eqns[j])
+                todo += variables(self.eqns[j])
         self.reads[i], self.between[i] = list(reads), sorted(between)
 
     def making(self, v: Var) -> Iterator[int]:
         """The units that make a value, from the last one back to the kernel."""
-        return (i for _, i in back_to_the_kernel(v, self.maker, self._eqns) if i in self.reads)
+        return (i for _, i in back_to_the_kernel(v, self.maker, self.eqns) if i in self.reads)
 
     def ready_at(self, i: int, placed: Container[int], arrives: Mapping[Var, float]) -> float:
         """When what a unit, or one that it still needs, waits for has arrived."""
@@ -101,7 +102,7 @@ class Units:
 
     def ms(self, i: int, device: Device) -> float:
         """About how long a unit takes."""
-        return _unit_ms(self._eqns[i], [self._eqns[j] for j in self.between[i]], device)
+        return _unit_ms(self.eqns[i], [self.eqns[j] for j in self.between[i]], device)
 
 
 def back_to_the_kernel(

@@ -23,10 +23,7 @@ def milliseconds(fun, *args, device=DEVICE, rows=()):
     renamed = {}
     eqns = list(inlined(jaxpr.eqns, renamed))
     units = Units(eqns, frozenset(now(renamed, v) for v in jaxpr.outvars))
-    i = units.all[-1]
-    between = [eqns[j] for j in units.between[i]]
-    taken = {jaxpr.invars[n] for n in rows}
-    return kernel_ms(eqns[i], between, units.reads[i], device, taken)
+    return kernel_ms(units, units.all[-1], device, {jaxpr.invars[n] for n in rows})
 
 
 def array(*shape, dtype=jnp.bfloat16):
