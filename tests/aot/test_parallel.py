@@ -33,11 +33,15 @@ FAST_LINK = jaxoff.Device(flops=650e12, memory_gbps=4000, d2h_gbps=1000, h2d_gbp
 
 
 @functools.cache
-def facts():
-    target = jaxoff.target("h200", devices=SHAPE.size)
+def target():
+    return jaxoff.target("h200", devices=SHAPE.size)
+
+
+def step(policy):
+    """A step by `jaxoff.jit`, and its arguments."""
     sizes = [getattr(SHAPE, axis) for axis in AXES]
-    mesh = target.mesh(sizes, AXES, (AxisType.Auto,) * len(AXES))
-    divided = Divided(CONFIG, POLICY, Layout(SHAPE, VIRTUAL), mesh)
+    mesh = target().mesh(sizes, AXES, (AxisType.Auto,) * len(AXES))
+    divided = Divided(CONFIG, policy, Layout(SHAPE, VIRTUAL), mesh)
     params = jax.eval_shape(divided.params)
     shardings = shardings_of({"params": params}, mesh, SHAPE)["params"]
     params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
@@ -47,8 +51,19 @@ def facts():
         sharding=NamedSharding(mesh, P(None, BATCH)),
     )
     jitted = jaxoff.jit(divided.gradients, device=FAST_LINK, out_shardings=(shardings, None))
-    program = target.compile(jitted, params, tokens)
-    return jaxoff.verify(program, compiler_options=jitted.options)
+    return jitted, params, tokens
+
+
+@functools.cache
+def compiled():
+    jitted, *args = step(POLICY)
+    return target().compile(jitted, *args), jitted.options
+
+
+@functools.cache
+def facts():
+    program, options = compiled()
+    return jaxoff.verify(program, compiler_options=options)
 
 
 def test_copies_of_every_tick_run_beside_kernels():
@@ -79,3 +94,18 @@ def test_collectives_are_captured():
 def test_what_moves_is_off_the_device():
     """A program that kept it there would need at least as much."""
     assert facts().device_temp_bytes < 0.6 * facts().d2h_bytes
+
+
+def test_a_plan_knows_what_a_device_holds():
+    fun, *args = step(jaxoff.policy())
+    with target().tracing():
+        names = {row.name for row in jaxoff.plan(fun, *args, device_bytes=1e12).rows}
+        fixed = dict.fromkeys(names, "recompute") | dict.fromkeys(POLICY.offload, "offload")
+        fixed |= dict.fromkeys(POLICY.save, "save")
+        found = jaxoff.plan(fun, *args, device_bytes=1e12, fixed=fixed)
+    memory = compiled()[0].memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert found.host_bytes == facts().host_bytes
+    assert (
+        0.9 * held < found.peak_bytes < 1.4 * held
+    )  # of a small model, mostly what stands around the layers
