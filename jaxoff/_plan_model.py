@@ -27,6 +27,8 @@ type Choice = Mapping[str, Placement]
 
 # A copy is planned for so many times its estimated length; as in `jaxoff._copy_times`.
 _SLACK, _SEND_SLACK = 1.5, 1.1
+# How much of the memory that small and large values could share they do not, beside copies.
+APART = 0.75
 # Kernels beside a copy take longer by so much of the copy's time.
 SLOWED = 0.02
 
@@ -303,15 +305,17 @@ class LayerModel:
     def working_nbytes(self, use: Use) -> tuple[int, str]:
         """The working set of the backward pass, and the step at which most of it is in use.
 
-        Where every value has a place for the whole turn, small ones are seldom put where large ones have
-        been: the most that the large ones take at once, and the most that the small ones do.
+        Where every value has a place for the whole turn, few small ones are put where large ones have been:
+        it is nearer to the most that the large ones take at once, and the most that the small ones do, than
+        to the most at one step.
         """
         if not self.layer.backward:
             return 0, ""
         small, large = self.by_step(use)
         both = [sum(sizes) for sizes in zip(small, large, strict=True)]
         what = self.layer.backward[both.index(max(both))].what
-        return (max(both) if use.packed else max(small) + max(large)), what
+        apart = 0.0 if use.packed else APART if use.moved else 1.0
+        return round((1 - apart) * max(both) + apart * (max(small) + max(large))), what
 
     def fullest(self, use: Use) -> set[int]:
         """The steps of the backward pass at which the small and the large values take most, or both do."""

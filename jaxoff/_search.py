@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jaxoff._layer import UNNAMED_DOTS
-from jaxoff._plan_model import Choice, LayerModel, Model
+from jaxoff._plan_model import APART, Choice, LayerModel, Model
 from jaxoff._policy import Placement
 
 _GB = 1e9
@@ -97,7 +97,7 @@ class _Kind:
     Attributes:
       again, saved, moved: by value, the variables that say so.
       moving: whether it moves anything, or may take the memory of what does.
-      small, large, working: of its working set in the backward pass, GB.
+      small, large, both, working: of its working set in the backward pass, GB.
     """
 
     def __init__(self, program: _Program, model: LayerModel, save: dict[str, int], move: dict[str, int]):
@@ -107,7 +107,7 @@ class _Kind:
         self.saved = {n: program.variable() for n in range(len(values))}
         self.moved = {n: program.variable() for n in range(len(values))}
         self.moving = program.variable(integer=True)
-        self.small, self.large, self.working = (program.variable(np.inf) for _ in range(3))
+        self.small, self.large, self.both, self.working = (program.variable(np.inf) for _ in range(4))
         steps = (s.small + s.large + sum(t.small + t.large for t in s.shared) for s in self.layer.backward)
         # More than the working set can be: what it need not be at least is lower by as much.
         self._much = (2 * sum(value.nbytes for value in values) + max(steps, default=0)) / _GB
@@ -139,9 +139,13 @@ class _Kind:
         program.at_most([(self.moving, 1.0), *((v, -1.0) for v in moved)], 0.0)
         for variable in moved:
             program.at_most([(variable, 1.0), (self.moving, -1.0)], 0.0)
-        # What is packed takes less: the most at one step, by `_memory`.
-        off, much = ([(self.moving, self._much)], self._much) if self.layer.in_order else ([], 0.0)
-        program.at_least(self.working, [(self.small, 1.0), (self.large, 1.0), *off], -much)
+        # What is packed takes less: the most at one step, by `_memory`. In stock order it is all apart.
+        in_order = self.layer.in_order
+        for apart, factor in ((APART, float(in_order)), (1.0, -1.0)):
+            sizes = [(self.both, 1 - apart), (self.small, apart), (self.large, apart)]
+            off = [(self.moving, factor * self._much)] if factor else []
+            if not (in_order and apart == 1.0):
+                program.at_least(self.working, [*sizes, *off], -self._much if factor > 0 else 0.0)
 
     def _exact(self, states, always, kept, readers, is_read: bool) -> None:
         """A value that nothing needs is in no state, and one is in the state that its label says."""
@@ -257,6 +261,10 @@ class _Kind:
                 off.append((self.moving, self._much if ordered else -self._much))
                 constant -= self._much if ordered else 0.0
             self._program.at_least(size, [*terms[is_large], *off], constant)
+        if ordered:
+            off = [] if self.layer.in_order else [(self.moving, self._much)]
+            constant = sum(own) - (0.0 if self.layer.in_order else self._much)
+            self._program.at_least(self.both, [*terms[False], *terms[True], *off], constant)
         if self.layer.in_order:
             self._program.at_least(self.working, [*terms[False], *terms[True], *in_place], sum(own))
 

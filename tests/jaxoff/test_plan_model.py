@@ -11,7 +11,7 @@ import jaxoff
 from jaxoff._cost import Device
 from jaxoff._kernel_times import PRODUCTS, TRAFFIC
 from jaxoff._layer import UNNAMED_DOTS, Layer, Step, Value
-from jaxoff._plan_model import SLOWED, LayerModel, Model
+from jaxoff._plan_model import APART, SLOWED, LayerModel, Model
 from tests.jaxoff.planned import (
     ACT_NBYTES,
     DEVICE,
@@ -277,10 +277,12 @@ def working(kind, choice):
 
 @pytest.mark.parametrize(("in_order", "packed"), [(True, 9), (False, 11)])
 def test_small_values_take_places_of_large_ones_in_order_and_out_of_graphs(in_order, packed):
-    value = Value(1, False, 0.0, (), 0, 0, "v")
-    kind = by_hand([value], [(4, 1), (0, 7), (2, 7)], in_order)
-    assert working(kind, {"v": SAVE}) == packed
-    assert working(kind, {"v": MOVE}) == 4 + 7 + 2  # two copies of what comes back ahead
+    value = Value(1000, False, 0.0, (), 0, 0, "v")
+    kind = by_hand([value], [(4000, 1000), (0, 7000), (2000, 7000)], in_order)
+    assert working(kind, {"v": SAVE}) == 1000 * packed
+    # Two copies of what comes back ahead, at the first step.
+    at_one_step, apart = 2000 + 7000, (4000 + 2000) + 7000
+    assert working(kind, {"v": MOVE}) == (1 - APART) * at_one_step + APART * apart
 
 
 @pytest.mark.parametrize(("nbytes", "is_large", "held"), [(2, False, 1 + 2), (2, True, 1)])
