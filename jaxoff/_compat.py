@@ -221,7 +221,7 @@ def with_jaxprs(jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]):
 
 def num_shards(eqn: JaxprEqn) -> int:
     """How many devices run the jaxpr in an equation, each on a part of its arrays."""
-    return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1
+    return eqn.params["mesh"].size if is_shard_map(eqn) else 1
 
 
 def remat3_enabled() -> bool:

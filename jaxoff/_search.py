@@ -139,13 +139,13 @@ class _Kind:
         program.at_most([(self.moving, 1.0), *((v, -1.0) for v in moved)], 0.0)
         for variable in moved:
             program.at_most([(variable, 1.0), (self.moving, -1.0)], 0.0)
-        # What is packed takes less: the most at one step, by `_memory`. In stock order it is all apart.
-        in_order = self.layer.in_order
-        for apart, factor in ((APART, float(in_order)), (1.0, -1.0)):
-            sizes = [(self.both, 1 - apart), (self.small, apart), (self.large, apart)]
-            off = [(self.moving, factor * self._much)] if factor else []
-            if not (in_order and apart == 1.0):
-                program.at_least(self.working, [*sizes, *off], -self._much if factor > 0 else 0.0)
+        beside_copies = [(self.both, 1 - APART), (self.small, APART), (self.large, APART)]
+        if self.layer.in_order:  # what is packed takes less: the most at one step, by `_memory`
+            program.at_least(self.working, [*beside_copies, (self.moving, self._much)], -self._much)
+        else:  # in stock order it is all apart
+            program.at_least(self.working, beside_copies)
+            apart = [(self.small, 1.0), (self.large, 1.0)]
+            program.at_least(self.working, [*apart, (self.moving, -self._much)])
 
     def _exact(self, states, always, kept, readers, is_read: bool) -> None:
         """A value that nothing needs is in no state, and one is in the state that its label says."""
