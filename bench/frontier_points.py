@@ -105,7 +105,7 @@ def budgets_of(planner: Planner, number: int) -> list[int]:
 
     def fitting(choice: Any) -> float:
         assert choice is not None
-        return 1.001 * model.cost(choice).peak.nbytes / (1 - MARGIN)
+        return 1.001 * planner.needed(choice, MARGIN)
 
     low = max(1.001 * model.cost({}).peak.nbytes, fitting(smallest(model, int(HOST_BYTES), {})))
     high = max(low, fitting(fastest(model, 10**15, int(HOST_BYTES), {})))

@@ -38,9 +38,7 @@ class Value:
       shape, source: for people.
       made_ms: when the forward pass has made it.
       stored_ms: how long it takes to write it into the stack that saves it, if no elementwise kernel does.
-      whole: the first and the last step of the backward pass at which a kernel reads it whole. Others read a
-        row of a stack where it is.
-      copied: as `whole`, by kernels not of Pallas. Out of graphs, XLA lets those read a row where it is, too.
+      copied: the first and the last step of the backward pass that needs a copy of it if it is in a stack.
       same_as: the number of a value that this is another name of, in the same memory.
     """
 
@@ -57,7 +55,6 @@ class Value:
     source: str = ""
     made_ms: float = 0.0
     stored_ms: float = 0.0
-    whole: tuple[int, int] | None = None
     copied: tuple[int, int] | None = None
     same_as: int | None = None
 
@@ -191,11 +188,28 @@ class _Traced:
         dots = {v for v in dots if not is_backward[made[v]]}
         self.units = Units(self.eqns, frozenset(turn.results | turn.gradients | named | dots))
         self.forward = [i for i in self.units.all if not is_backward[i]]
-        self.backward = [i for i in self.units.all if is_backward[i]]
+        self.backward = self._in_order([i for i in self.units.all if is_backward[i]])
 
         made = (v for i in self.forward for v in self.eqns[i].outvars)
         self._number: dict[Var, int] = {}  # of the values
         self._half = max((_compat.nbytes(v.aval) for v in made), default=0) / 2
+
+    def _in_order(self, units: list[int]) -> list[int]:
+        """Units of the backward pass; those that only write a gradient come as soon as they can."""
+
+        def place(i: int) -> int:
+            made = (self.units.maker.get(v, -1) for v in self.units.reads[i])
+            return max(made, default=i) if self._only_writes(i) else i
+
+        return sorted(units, key=place)
+
+    def _only_writes(self, i: int) -> bool:
+        """Whether an elementwise kernel makes gradients alone: it writes them into their stacks."""
+        made = {*self.eqns[i].outvars}
+        is_read = not self.units.readers.keys().isdisjoint(made)
+        return made <= self._turn.gradients and not (
+            self._turn.turns == 1 or is_read or is_heavy(self.eqns[i])
+        )
 
     def layer(self) -> Layer:
         whole = self if self._turn.forward is None else _Traced(self._turn.forward, self._device)
@@ -229,35 +243,24 @@ class _Traced:
         made_at = {text: iter(times) for text, times in made_ms.items()}
         step = {i: s for s, i in enumerate(self.backward)}
         read: dict[Var, list[int]] = {}
-        whole: dict[Var, list[int]] = {}
         copied: dict[Var, list[int]] = {}
         for i in self.backward:
             for v in self.units.reads[i]:
                 read.setdefault(v, []).append(step[i])
-                if is_heavy(self.eqns[i]):
-                    whole.setdefault(v, []).append(step[i])
-                    if not is_pallas(self.eqns[i]):
-                        copied.setdefault(v, []).append(step[i])
+                if is_heavy(self.eqns[i]) and not is_pallas(self.eqns[i]):  # others read it in the stack
+                    copied.setdefault(v, []).append(step[i])
         number = self._number
         for v in self._turn.carried:
             number[v] = len(number)
             first, last = _ends(read.get(v, ())) or (None, None)
-            yield Value(
-                _compat.nbytes(v.aval),
-                self._is_large(v),
-                0.0,
-                (),
-                first,
-                last,
-                carried=True,
-                stored_ms=self._stored_ms(_compat.nbytes(v.aval)),
-                whole=_ends(whole.get(v, ())),
-                copied=_ends(copied.get(v, ())),
-            )
+            nbytes, is_large = _compat.nbytes(v.aval), self._is_large(v)
+            kept = {"stored_ms": self._stored_ms(nbytes), "copied": _ends(copied.get(v, ()))}
+            yield Value(nbytes, is_large, 0.0, (), first, last, carried=True, **kept)
         for v in self._turn.rows:
             if sizes := self._copied(v):
                 number[v] = len(number)
-                first, last = _ends(whole.get(v, ())) or (None, None)
+                heavy = [s for i, s in step.items() if is_heavy(self.eqns[i]) and v in self.units.reads[i]]
+                first, last = _ends(heavy) or (None, None)
                 yield Value(max(sizes), max(sizes) > self._half, 0.0, (), first, last)
         count = len(number)
         for i in self.forward:
@@ -285,7 +288,6 @@ class _Traced:
                 source=_compat.source_line(eqn),
                 made_ms=0.0 if text is None else next(made_at[text], 0.0),
                 stored_ms=self._stored_ms(nbytes) if self._is_of_heavy(i) else 0.0,
-                whole=_ends([s for v in eqn.outvars for s in whole.get(v, ())]),
                 copied=_ends([s for v in eqn.outvars for s in copied.get(v, ())]),
                 same_as=same_as,
             )
@@ -357,30 +359,30 @@ class _Traced:
             last |= dict.fromkeys((v for v in self.units.reads[i] if v in made), s)
         last |= dict.fromkeys(self._turn.results & made, len(order))
         gradients = self._turn.gradients & made
+        rows = gradients if self._turn.turns > 1 else ()
         live, ends = self._sizes(apart), 0.0
         for s, i in enumerate(order):
             eqn, reads = self.eqns[i], self.units.reads[i]
             ends += self.units.ms(i, self._device)
-            new = self._sizes(v for v in eqn.outvars if v in last or v in gradients)
+            stays = [] if self._only_writes(i) else eqn.outvars
+            new = self._sizes(v for v in stays if v in last or v in gradients)
             dying = [v for v in reads if last.get(v) == s]
             # An elementwise kernel writes over what nothing reads after it, of the forward pass, too.
             ended = [v for v in reads if v not in last and v in self.units.maker and self._is_over(v, i + 1)]
             over = (0, 0) if is_heavy(eqn) else self._sizes((*dying, *ended))
             over = min(over[0], new[0]), min(over[1], new[1])
             small, large = (a + b - c for a, b, c in zip(live, new, over, strict=True))
-            only = [v for v in eqn.outvars if self._turn.turns > 1 and v in gradients and v not in last]
-            written = sum(_compat.nbytes(v.aval) for v in only if not self._is_large(v))
+            written, _ = self._sizes(v for v in stays if v in rows and v not in last)
             what = f"{eqn.primitive.name} {_compat.source_line(eqn)}".strip()
             shared = tuple(self._shared(reads, *over)) if any(over) else ()
             yield Step(what, small, large, min(written, small), ends, shared=shared)
-            stays = self._sizes(v for v in eqn.outvars if v in last)
+            stays = self._sizes(v for v in stays if v in last)
             live = tuple(a + b - c for a, b, c in zip(live, stays, self._sizes(dying), strict=True))
 
     def _apart(self, order: Sequence[int]) -> set[Var]:
         """What exchanges with other devices send and bring, but for what leaves the turn.
 
-        They are no links of `jaxoff.jit`'s chain, through which values take each other's memory: each has a
-        place for the whole turn.
+        They are no links of `jaxoff.jit`'s chain: each has a place for the whole turn.
         """
         made = {v for i in order for v in self.eqns[i].outvars}
         exchanges = [i for i in order if is_exchange(self.eqns[i])]

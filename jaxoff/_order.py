@@ -104,6 +104,7 @@ class Order:
         self.placed: dict[int, None] = {}
         self._out: list[JaxprEqn] = []
         self._last: Var | None = None
+        self._last_large: Var | None = None  # the last link of which XLA does not compute an element apart
         self._behind: Renamed = {}  # what stands for values that the last link reads
         self._before_last: Var | None = None  # and before the light links that can be one kernel with it
         self._length = 0
@@ -350,11 +351,11 @@ class Order:
         Such slices are copies, which would be made at any time. Others are read in place, if XLA sees how
         their place depends on the turn.
         """
-        if self._program.turn not in self._reads[i] or self._last is None:
+        if self._program.turn not in self._reads[i] or self._last_large is None:
             return {}
         if not all_slices_converted((self._eqns[j] for j in self._between[i]), self._large_nbytes):
             return {}
-        given = [self._program.turn, now(self._shown, self._last)]
+        given = [self._program.turn, now(self._shown, self._last_large)]
         eqns, (late,) = traced(known_late, given, like=self._eqns[i])
         self._out += eqns
         return {self._program.turn: late}
@@ -383,10 +384,10 @@ class Order:
     def _hold_back(self, i: int) -> None:
         """Lets a copy out of a stack with a spare row start behind the last place in the chain."""
         stack = self._stack_of(i)
-        if stack is None or self._last is None:
+        if stack is None or self._last_large is None:
             return
         spare = self._program.spare[stack]
-        operands = now(self._renamed, stack), now(self._shown, self._last), self._program.turn
+        operands = now(self._renamed, stack), now(self._shown, self._last_large), self._program.turn
         write = functools.partial(write_an_element, spare.first, spare.step)
         eqns, (self._renamed[stack],) = traced(write, operands, like=self._eqns[i])
         self._out += eqns
@@ -420,6 +421,8 @@ class Order:
                 self._before_last = self._last
             self._behind = behind
             self._last = max(eqn.outvars, key=lambda v: _compat.nbytes(v.aval))
+            if _compat.nbytes(self._last.aval) >= self._large_nbytes:
+                self._last_large = self._last
         self._level |= dict.fromkeys(eqn.outvars, level)
         if self._program.holds_copies:
             self._waits.start(eqn, self._time)

@@ -27,7 +27,7 @@ from jaxoff._train_step import divide_step, is_train_step
 type Verb = Literal["save", "offload", "recompute"]
 
 # The part of a budget that is left free: predicted peaks have been so much short.
-MARGIN, MESH_MARGIN = 0.04, 0.2
+MARGIN, MESH_MARGIN = 0.04, 0.3
 _VERBS: dict[Placement, Verb] = {"device": "save", "host": "offload", "recompute": "recompute"}
 _PLACES: dict[str, Placement] = {verb: place for place, verb in _VERBS.items()}
 
@@ -227,7 +227,8 @@ def plan(
       link: how many GPUs of the host copy at once, or the rates that one of them then gets; None for one.
       device: speeds; see `Device.of` and `Device.measure`.
       fixed: by name, "save", "offload" or "recompute" where that is decided. Marks are honoured anyway.
-      margin: the part of the budget that is left free; None for 4%, and 20% for a step over several devices.
+      margin: the part of what the arguments leave of the budget that is left free; None for 4%, and 30% for a
+        step over several devices.
         Predicted peaks have been up to 4% short, over a mesh up to 18% (`bench/LOG.md`).
       argnums: the positional arguments to differentiate a loss for, as for `jax.grad`. None: every
         floating-point argument.
@@ -329,11 +330,16 @@ class Planner:
         _check_count("device_bytes", device_bytes)
         if not 0 <= margin < 1:
             raise ValueError(f"margin is a part of the budget, at least 0 and below 1, got {margin!r}.")
-        usable = int(device_bytes * (1 - margin))
+        usable = int(device_bytes - margin * max(0.0, device_bytes - self.model.known_nbytes))
         choice = fastest(self.model, usable, host, places)
         if choice is None:
             raise self._too_small(int(device_bytes), host, places, margin)
         return self.planned(choice, int(device_bytes), usable)
+
+    def needed(self, choice: Choice, margin: float) -> int:
+        """The smallest budget of device memory that a choice fits with a margin."""
+        known = self.model.known_nbytes
+        return math.ceil(known + (self.model.cost(choice).peak.nbytes - known) / (1 - margin))
 
     def host_budget(self, host_bytes: float | None) -> int:
         """What a device may have of pinned host memory: as given, or its share of XLA's pool."""
@@ -367,8 +373,8 @@ class Planner:
         if least is None:
             return no_host_memory(host_bytes)
         peak = self.model.cost(least).peak
-        needed = math.ceil(peak.nbytes / (1 - margin))
-        kept = f", {margin:.0%} of it left free" if margin else ""
+        needed = self.needed(least, margin)
+        kept = f", {margin:.0%} of it left free but for the arguments" if margin else ""
         return BudgetError(
             f"device_bytes={human(device_bytes)} is less than any placement needs: the smallest budget is "
             f"{needed} bytes ({human(needed)}{kept}). At its fullest, in the {peak.what}, the device then "

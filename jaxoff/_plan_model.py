@@ -225,8 +225,8 @@ class LayerModel:
 
     def copies(self, n: int, first: int, s: int) -> int:
         """How many copies of a reloaded value are on the device at a step, if one needs it first."""
-        arrives = self.arrives(n, first)
-        return 0 if s > self.reach(n)[1] else 2 if arrives < 0 else int(arrives <= s)
+        arrives, last = self.arrives(n, first), self.reach(n)[1]
+        return 1 + (s <= last) if arrives < 0 else int(arrives <= s <= last)
 
     @functools.cache  # noqa: B019
     def reach(self, n: int) -> tuple[int, int]:
@@ -243,13 +243,12 @@ class LayerModel:
         return self.layer.values[n].first is not None or any(map(self.is_reached, self.readers[n]))
 
     @functools.cache  # noqa: B019
-    def copied_row(self, n: int, packed: bool = False) -> tuple[int, int] | None:
+    def copied_row(self, n: int) -> tuple[int, int] | None:
         """The steps between which a turn has a copy of a saved value: a row of a stack that kernels read."""
         if self.layer.turns == 1:
             return None
         names = [v for m, v in enumerate(self.layer.values) if m == n or n in self.names_of(m)]
-        read = [v.copied if packed else v.whole for v in names]
-        ends = [s for whole in read if whole is not None for s in whole]
+        ends = [s for v in names for s in v.copied or ()]
         return (min(ends), max(ends)) if ends else None
 
     @functools.cache  # noqa: B019
@@ -344,7 +343,7 @@ class LayerModel:
             if last is not None and not (self.names_of(n) & (use.saved | use.moved)):
                 add(n, max(start, hidden + 1), last)
         for n in use.saved:
-            if (row := self.copied_row(n, use.packed)) is not None:
+            if (row := self.copied_row(n)) is not None:
                 add(n, *row)
         for n in use.moved:
             first = min([self.reach(n)[0], *(starts[r] for r in self.readers[n] if r in starts)])
@@ -370,6 +369,11 @@ class Model:
     argument_nbytes: int
     resident_nbytes: int
     outside_ms: float
+
+    @property
+    def known_nbytes(self) -> int:
+        """Device memory that is no estimate."""
+        return self.argument_nbytes + self.resident_nbytes
 
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:

@@ -226,7 +226,6 @@ class _Kind:
         """
         step, model = self.layer.backward[s], self._model
         terms: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
-        in_place: list[tuple[int, float]] = []  # rows that are not copied where values are packed
         made = self._made(s) if whole else {}
         for n, value in enumerate(self.layer.values):
             gigabytes, held = value.nbytes / _GB, terms[value.is_large]
@@ -240,9 +239,6 @@ class _Kind:
             row, (first, _) = model.copied_row(n), model.reach(n)
             if row is not None and row[0] <= s <= row[1]:
                 held.append((self.saved[n], gigabytes))
-                copied = model.copied_row(n, packed=True)
-                if copied is None or not copied[0] <= s <= copied[1]:
-                    in_place.append((self.saved[n], -gigabytes))
             if ordered and whole:
                 held.append((self._copies(n, s), gigabytes))
             elif ordered:
@@ -266,7 +262,7 @@ class _Kind:
             constant = sum(own) - (0.0 if self.layer.in_order else self._much)
             self._program.at_least(self.both, [*terms[False], *terms[True], *off], constant)
         if self.layer.in_order:
-            self._program.at_least(self.working, [*terms[False], *terms[True], *in_place], sum(own))
+            self._program.at_least(self.working, [*terms[False], *terms[True]], sum(own))
 
     def _alone(self, n: int, made: int) -> int:
         """The variable that says that a value is made again and no other name of it is kept."""

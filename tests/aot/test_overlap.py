@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoff
+from pallas_kernels import grouped_mlp
 from tests.aot.programs import LAYERS
 
 pytestmark = pytest.mark.aot
@@ -159,6 +160,30 @@ def test_a_product_that_is_saved_and_read_is_computed_once():
         jitted, {name: given[name] for name in ("up", "down")}, struct(ROWS, WIDTH)
     )
     assert program.as_text().count('custom_call_target="__cublas') == 2 + 4
+
+
+def test_rows_of_experts_are_not_converted_at_once():
+    """Each waits for the kernel before its own: a small value between them may be known before that."""
+    experts, width, hidden = 8, 256, 512
+
+    def body(x, w):
+        up, down = (leaf.astype(x.dtype) for leaf in w)
+        sizes = jnp.sum(jnp.arange(experts) == (x[:, :1] > 0), axis=0, dtype=jnp.int32)
+        return x + grouped_mlp(jaxoff.name(x, "x_in"), up, down, sizes, implementation="mosaic"), None
+
+    def loss(w, x):
+        return jaxoff.scan(body, x, w, policy=jaxoff.policy(save=["x_in"]))[0].astype(jnp.float32).sum()
+
+    def rows(*shape):
+        return jax.ShapeDtypeStruct((LAYERS, experts, *shape), jnp.float32)
+
+    jitted = jaxoff.jit(jax.value_and_grad(loss, (0, 1)))
+    given = (rows(width, hidden), rows(hidden, width)), struct(4096, width)
+    text = jaxoff.target("h200").compile(jitted, *given).as_text()
+    row = re.compile(rf"bf16\[1,{experts},(?:{width},{hidden}|{hidden},{width})\]")
+    made = [row.findall(line.split(" fusion(")[0]) for line in text.splitlines() if " fusion(" in line]
+    assert sum(map(len, made)) >= 3, "weights are converted in each pass, or the test shows nothing"
+    assert max(map(len, made)) == 1
 
 
 def test_a_plain_loop_is_left_to_xla():

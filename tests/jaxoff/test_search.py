@@ -41,7 +41,6 @@ def values(draw, number, steps, labels):
     nbytes = draw(st.integers(0, 5)) * GB // 5
     reads = draw(st.sets(st.integers(0, number - 1), max_size=2)) if number else ()
     used = sorted(draw(st.lists(st.integers(0, steps - 1), max_size=2)))
-    whole = (used[0], used[-1]) if used and draw(st.booleans()) else None
     same_as = min(reads) if len(reads) == 1 and draw(st.booleans()) else None
     return Value(
         nbytes,
@@ -54,8 +53,7 @@ def values(draw, number, steps, labels):
         draw(st.sampled_from([None, None, None, "device", "host"])),
         carried=not number,
         made_ms=float(number),
-        whole=whole,
-        copied=draw(st.sampled_from([None, whole])),
+        copied=(used[0], used[-1]) if used and draw(st.booleans()) else None,
         same_as=same_as,
     )
 
