@@ -14,13 +14,19 @@ import jaxoff
 from bench.step_models import Workload, loss
 from bench.step_variants import Step
 from jaxoff import Policy
+from jaxoff._layer import UNNAMED_DOTS
 from jaxoff._plan import MARGIN, Planner
+from jaxoff._policy import Placement
 from jaxoff._search import fastest, smallest
 
 type Role = Literal["plan", "stock", "maxtext", "single", "bound"]
 
 ROLES: tuple[Role, ...] = ("plan", "stock", "maxtext", "single", "bound")
 STOCK = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "offload_dots")
+_STOCK_CHOICES: dict[str, dict[str, Placement]] = {
+    "nothing_saveable": {},
+    "dots_saveable": {UNNAMED_DOTS: "device"},
+}
 # MaxText's remat_policy (decoders.py, get_remat_policy): what is saved or offloaded, by its names.
 _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
 _MINIMAL = (*_QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwi", "mlpwo")
@@ -55,6 +61,7 @@ class Point:
       stock: one of `STOCK`, or None.
       budget: bytes of device memory that it was planned for, or None.
       predicted: by the planner: "ms", "peak_bytes", "host_bytes"; empty where it does not know.
+      also: names of points with the same program, which is measured once.
     """
 
     name: str
@@ -63,6 +70,7 @@ class Point:
     stock: str | None = None
     budget: int | None = None
     predicted: dict[str, float] = dataclasses.field(default_factory=dict)
+    also: tuple[str, ...] = ()
 
     def step(self, workload: Workload) -> Step:
         """Its training step, by `jaxoff.jit`: with the copies that it has beside the compute."""
@@ -122,7 +130,29 @@ def points_of(workload: Workload, roles: Sequence[Role], budgets: Sequence[int])
         "single": lambda: _singles(planner, budgets),
         "bound": lambda: iter([Point("no_remat", "bound")]),
     }
-    return [point for role in roles for point in found[role]()]
+    return _each_once([point for role in roles for point in found[role]()], planner)
+
+
+def _each_once(points: list[Point], planner: Planner) -> list[Point]:
+    """Points that keep the same residuals in the same places become one; each plan stays, for its budget."""
+    found: dict[Any, Point] = {}
+    for point in points:
+        key, choice = point.name, _choice(point)
+        if choice is not None and point.role != "plan":
+            kept = planner.model.kept_labels(choice)
+            key = frozenset((label, place) for label, place in choice.items() if label in kept)
+        first = found.setdefault(key, point)
+        if first is not point:
+            found[key] = dataclasses.replace(first, also=(*first.also, point.name))
+    return list(found.values())
+
+
+def _choice(point: Point) -> dict[str, Placement] | None:
+    """Where a point puts what has a label, as a planner says it; None where that cannot say it."""
+    if point.policy is None:
+        return _STOCK_CHOICES.get(point.stock or "")
+    places: tuple[tuple[str, Placement], ...] = (("save", "device"), ("offload", "host"))
+    return {label: place for verb, place in places for label in point.policy.get(verb, ())}
 
 
 def _plans(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
@@ -136,7 +166,7 @@ def _plans(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
 
 def _stock(planner: Planner) -> Iterator[Point]:
     for name in STOCK:
-        known = {"nothing_saveable": {}, "dots_saveable": {"(dots)": "device"}}.get(name)
+        known = _STOCK_CHOICES.get(name)
         yield Point(name, "stock", stock=name, predicted={} if known is None else _predicted(planner, known))
 
 

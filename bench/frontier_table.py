@@ -65,7 +65,7 @@ def _cells(row: Row) -> list[str]:
     ms, peak, budget = step_ms(row), peak_bytes(row), point["budget"]
     steps = row.get("memory", {}).get("steps")
     return [
-        point["name"],
+        ", ".join([point["name"], *point.get("also", ())]),
         "" if ms is None else f"{ms:.1f} ms",
         _against(predicted.get("ms"), ms, "{:.1f} ms"),
         "" if peak is None else f"{peak / 1e9:.2f} GB",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bench import frontier, frontier_table
-from bench.frontier_points import MAXTEXT, ROLES, Point, budgets_of, planner_of, points_of
+from bench.frontier_points import MAXTEXT, ROLES, Point, _each_once, budgets_of, planner_of, points_of
 from bench.step_models import Workload
 from jaxoff._plan import MARGIN
 from jaxoff._search import smallest
@@ -46,9 +46,18 @@ def test_budgets_go_from_making_all_again_to_the_fastest(planner):
 def test_there_are_points_of_every_role(points):
     assert {point.role for point in points} == set(ROLES)
     assert [point.budget is None for point in of_role(points, "plan")] == [False] * 3
-    assert len(of_role(points, "maxtext")) == len(MAXTEXT)
-    assert 1 <= len(of_role(points, "single")) <= 3
-    assert len({point.name for point in points}) == len(points)
+    names = [name for point in points for name in (point.name, *point.also)]
+    assert {f"maxtext {name}" for name in MAXTEXT} <= set(names)
+    assert len(set(names)) == len(names)
+
+
+def test_what_keeps_the_same_residuals_is_one_point(planner):
+    saved = Point("a", "maxtext", {"save": ("qkv",)})
+    # Nothing of the backward pass reads what the last product makes.
+    others = [Point("b", "single", {"save": ("qkv", "down")}), Point("c", "plan", {"save": ("qkv",)})]
+    moved = Point("d", "maxtext", {"offload": ("qkv",)})
+    found = _each_once([saved, *others, moved], planner)
+    assert [(point.name, point.also) for point in found] == [("a", ("b",)), ("c", ()), ("d", ())]
 
 
 def test_points_survive_json(points):
