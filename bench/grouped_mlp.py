@@ -45,6 +45,7 @@ from bench.grouped_mlp_peers import Data, Program, Programs
 from bench.grouped_mlp_shapes import GROUPS, MEASURED, PRODUCTS, SHAPES, WHOLE, group_sizes
 from bench.options import one_of
 from bench.provenance import provenance
+from bench.rounds import order_of
 from bench.turns import turn
 
 SAMPLE_MS = 30.0
@@ -150,7 +151,7 @@ def measure(
       programs: by variant, warmed up.
       sizes: (E,) int32 on the device.
       flops: operations of one call.
-      repeats: samples of each variant; the order turns by one from each to the next.
+      repeats: samples of each variant; for their order see `bench.rounds`.
       target_ms: how long a sample should last.
 
     Returns:
@@ -165,9 +166,7 @@ def measure(
         except Exception as error:
             rows[variant] = {"error": describe(error)}
     for repeat in range(repeats):
-        names = list(times)
-        turn = repeat % max(len(names), 1)
-        for variant in names[turn:] + names[:turn]:
+        for variant in order_of(list(times), repeat):
             try:
                 times[variant].append(sample_ms(programs[variant], sizes, rows[variant]["calls"]))
             except Exception as error:

@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxoff
 from bench.provenance import provenance
+from bench.rounds import order_of
 
 NAMES = ("x_in", "mlp_in", "attn")
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -95,10 +96,10 @@ def measure_times(o, args) -> dict:
         rows[key] = {"temp_bytes": memory.temp_size_in_bytes, "host_bytes": memory.host_temp_size_in_bytes}
         jax.block_until_ready(program(*args))
     times = {key: [] for key in programs}
-    for _ in range(o.repeats):
-        for key, program in programs.items():
+    for repeat in range(o.repeats):
+        for key in order_of(list(programs), repeat):
             start = time.perf_counter()
-            jax.block_until_ready(program(*args))
+            jax.block_until_ready(programs[key](*args))
             times[key].append((time.perf_counter() - start) * 1e3)
     for key, measured in times.items():
         row = rows[key] = {

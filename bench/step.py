@@ -37,6 +37,7 @@ import jaxoff
 from bench.grouped_mlp import describe, say, summary
 from bench.options import one_of
 from bench.provenance import provenance
+from bench.rounds import order_of
 from bench.step_checks import run_checks
 from bench.step_figures import derive, merge_peaks
 from bench.step_limits import (
@@ -94,7 +95,7 @@ def time_in_turns(
     over: Callable[[], bool],
     save: Save,
 ) -> None:
-    """Times variants against each other; each round starts with another one.
+    """Times variants against each other, in rounds; see `bench.rounds`.
 
     Args:
       programs: by variant.
@@ -114,9 +115,7 @@ def time_in_turns(
             rows[variant]["error"] = describe(error)
         save()
     for repeat in range(repeats):
-        names = list(times)
-        at = repeat % max(len(names), 1)
-        for variant in names[at:] + names[:at]:
+        for variant in order_of(list(times), repeat):
             program = programs[variant]
             try:
                 times[variant].append(sample_ms(program, arguments[program.form], rows[variant]["calls"]))
