@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     save()
     if o.device_gb is not None:
         o.workload, plan = o.workload.planned(o.device_gb * 1e9)
-        result["plan"] = plan.to_dict()
+        result["plan"] = json.loads(plan.to_json().replace(f"{Path.cwd()}/", ""))
         say(plan.table())
     say(o.workload.name)
     (run_bits if o.bits else run)(o.workload, o, result, over, save)

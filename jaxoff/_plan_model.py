@@ -344,7 +344,8 @@ class LayerModel:
                 add(n, max(start, hidden + 1), last)
         for n in use.saved:
             if (row := self.copied_row(n)) is not None:
-                add(n, *row)
+                # In graphs with edges by data, a copy of a row is made at any time.
+                add(n, *((0, len(small) - 1) if use.moved else row))
         for n in use.moved:
             first = min([self.reach(n)[0], *(starts[r] for r in self.readers[n] if r in starts)])
             value = self.layer.values[n]

@@ -226,6 +226,7 @@ class _Kind:
         """
         step, model = self.layer.backward[s], self._model
         terms: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
+        if_moving: list[tuple[int, float]] = []  # copies of rows that wait beside others then, negative
         made = self._made(s) if whole else {}
         for n, value in enumerate(self.layer.values):
             gigabytes, held = value.nbytes / _GB, terms[value.is_large]
@@ -237,8 +238,10 @@ class _Kind:
                 elif n in made and not model.is_read_anew(n):
                     held.append((self._alone(n, made[n]), gigabytes))
             row, (first, _) = model.copied_row(n), model.reach(n)
-            if row is not None and row[0] <= s <= row[1]:
+            if row is not None and (ordered or row[0] <= s <= row[1]):
                 held.append((self.saved[n], gigabytes))
+                if not row[0] <= s <= row[1]:
+                    if_moving.append((self.saved[n], -gigabytes))
             if ordered and whole:
                 held.append((self._copies(n, s), gigabytes))
             elif ordered:
@@ -262,7 +265,7 @@ class _Kind:
             constant = sum(own) - (0.0 if self.layer.in_order else self._much)
             self._program.at_least(self.both, [*terms[False], *terms[True], *off], constant)
         if self.layer.in_order:
-            self._program.at_least(self.working, [*terms[False], *terms[True]], sum(own))
+            self._program.at_least(self.working, [*terms[False], *terms[True], *if_moving], sum(own))
 
     def _alone(self, n: int, made: int) -> int:
         """The variable that says that a value is made again and no other name of it is kept."""
