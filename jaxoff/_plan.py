@@ -27,7 +27,7 @@ from jaxoff._train_step import divide_step, is_train_step
 type Verb = Literal["save", "offload", "recompute"]
 
 # The part of a budget that is left free: predicted peaks have been so much short.
-MARGIN, MESH_MARGIN = 0.04, 0.3
+MARGIN, MESH_MARGIN = 0.05, 0.25
 _VERBS: dict[Placement, Verb] = {"device": "save", "host": "offload", "recompute": "recompute"}
 _PLACES: dict[str, Placement] = {verb: place for place, verb in _VERBS.items()}
 
@@ -227,7 +227,7 @@ def plan(
       link: how many GPUs of the host copy at once, or the rates that one of them then gets; None for one.
       device: speeds; see `Device.of` and `Device.measure`.
       fixed: by name, "save", "offload" or "recompute" where that is decided. Marks are honoured anyway.
-      margin: the part of what the arguments leave of the budget that is left free; None for 4%, and 30% for a
+      margin: the part of what the arguments leave of the budget that is left free; None for 5%, and 25% for a
         step over several devices.
         Predicted peaks have been up to 4% short, over a mesh up to 18% (`bench/LOG.md`).
       argnums: the positional arguments to differentiate a loss for, as for `jax.grad`. None: every

@@ -10,6 +10,7 @@ import pytest
 
 import jaxoff
 from jaxoff import Device, SharedLink
+from jaxoff._plan import MARGIN
 from tests.jaxoff.planned import ACT_NBYTES, DEVICE, LAYERS, X_NBYTES, arguments, layer, scanned, unrolled
 
 PLENTY = 1e9
@@ -41,7 +42,7 @@ def test_a_fast_link_takes_what_does_not_fit():
     found = planned(device_bytes=budget, device=FAST_LINK)
     assert found.choice("x_in") == "offload"
     arguments = found.peak.arguments
-    assert found.peak_bytes - arguments <= 0.96 * (budget - arguments)
+    assert found.peak_bytes - arguments <= (1 - MARGIN) * (budget - arguments)
     assert found.host_bytes == (LAYERS + 1) * X_NBYTES * (1 + 4 * (found.choice("act") == "offload"))
     # Over a link that takes nothing, the same budget would be missed or cost time.
     slow = planned(device_bytes=2 * budget, device=dataclasses.replace(DEVICE, d2h_gbps=1e-9, h2d_gbps=1e-9))
@@ -134,7 +135,7 @@ def test_a_budget_that_is_too_small_names_the_smallest():
         assert part in message
     assert smallest(resident_bytes=10**6) == pytest.approx(least + 10**6, abs=2)
     arguments = planned(device_bytes=least).peak.arguments
-    assert smallest(margin=0.0) - arguments == pytest.approx(0.96 * (least - arguments), abs=2)
+    assert smallest(margin=0.0) - arguments == pytest.approx((1 - MARGIN) * (least - arguments), abs=2)
 
 
 def test_a_host_budget_is_kept():
