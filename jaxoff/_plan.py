@@ -26,7 +26,7 @@ from jaxoff._train_step import divide_step, is_train_step
 
 type Verb = Literal["save", "offload", "recompute"]
 
-# The part of a budget that is left free: predicted peaks have been so much short.
+# What is left free of a budget, less the arguments: predicted peaks have been so much short.
 MARGIN, MESH_MARGIN = 0.05, 0.25
 _VERBS: dict[Placement, Verb] = {"device": "save", "host": "offload", "recompute": "recompute"}
 _PLACES: dict[str, Placement] = {verb: place for place, verb in _VERBS.items()}
@@ -227,9 +227,8 @@ def plan(
       link: how many GPUs of the host copy at once, or the rates that one of them then gets; None for one.
       device: speeds; see `Device.of` and `Device.measure`.
       fixed: by name, "save", "offload" or "recompute" where that is decided. Marks are honoured anyway.
-      margin: the part of what the arguments leave of the budget that is left free; None for 5%, and 25% for a
-        step over several devices.
-        Predicted peaks have been up to 4% short, over a mesh up to 18% (`bench/LOG.md`).
+      margin: the part of what the arguments leave of the budget that stays free; None for 5%, and 25% for a
+        step over several devices, by which predicted peaks have been short (`bench/LOG.md`).
       argnums: the positional arguments to differentiate a loss for, as for `jax.grad`. None: every
         floating-point argument.
       has_aux: whether a loss returns `(output, auxiliary)`, as for `jax.grad`.
@@ -329,7 +328,7 @@ class Planner:
         places, host = self.checked(fixed), self.host_budget(host_bytes)
         _check_count("device_bytes", device_bytes)
         if not 0 <= margin < 1:
-            raise ValueError(f"margin is a part of the budget, at least 0 and below 1, got {margin!r}.")
+            raise ValueError(f"margin is a part of what is free, at least 0 and below 1, got {margin!r}.")
         usable = int(device_bytes - margin * max(0.0, device_bytes - self.model.known_nbytes))
         choice = fastest(self.model, usable, host, places)
         if choice is None:
@@ -374,7 +373,7 @@ class Planner:
             return no_host_memory(host_bytes)
         peak = self.model.cost(least).peak
         needed = self.needed(least, margin)
-        kept = f", {margin:.0%} of it left free but for the arguments" if margin else ""
+        kept = f", {margin:.0%} of what the arguments leave stays free" if margin else ""
         return BudgetError(
             f"device_bytes={human(device_bytes)} is less than any placement needs: the smallest budget is "
             f"{needed} bytes ({human(needed)}{kept}). At its fullest, in the {peak.what}, the device then "

@@ -169,7 +169,7 @@ def test_a_shared_link_exposes_copies():
         (dict(device_bytes=-1), "device_bytes is a count of bytes, at least 0, got -1"),
         (dict(host_bytes=float("nan")), "host_bytes is a count of bytes"),
         (dict(resident_bytes=-1), "resident_bytes is a count of bytes, at least 0, got -1"),
-        (dict(margin=1), "margin is a part of the budget, at least 0 and below 1, got 1"),
+        (dict(margin=1), "margin is a part of what is free, at least 0 and below 1, got 1"),
         (dict(link=0), "at least 1, got 0"),
         (dict(argnums=7), "argnums index the 2 positional arguments, got 7"),
     ],
