@@ -23,6 +23,7 @@ type Role = Literal["plan", "stock", "maxtext", "single", "bound"]
 
 ROLES: tuple[Role, ...] = ("plan", "stock", "maxtext", "single", "bound")
 STOCK = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "offload_dots")
+_PLACES: dict[str, Placement] = {"save": "device", "offload": "host"}
 _STOCK_CHOICES: dict[str, dict[str, Placement]] = {
     "nothing_saveable": {},
     "dots_saveable": {UNNAMED_DOTS: "device"},
@@ -151,8 +152,7 @@ def _choice(point: Point) -> dict[str, Placement] | None:
     """Where a point puts what has a label, as a planner says it; None where that cannot say it."""
     if point.policy is None:
         return _STOCK_CHOICES.get(point.stock or "")
-    places: tuple[tuple[str, Placement], ...] = (("save", "device"), ("offload", "host"))
-    return {label: place for verb, place in places for label in point.policy.get(verb, ())}
+    return {label: place for verb, place in _PLACES.items() for label in point.policy.get(verb, ())}
 
 
 def _plans(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
@@ -174,8 +174,7 @@ def _maxtext(planner: Planner, workload: Workload) -> Iterator[Point]:
     same = _SAME["dense" if workload.kind == "dense" else "nano"]
     for name, (verb, theirs) in MAXTEXT.items():
         labels = tuple(same[label] for label in theirs if label in same)
-        place = {"save": "device", "offload": "host"}[verb]
-        predicted = _predicted(planner, dict.fromkeys(labels, place))
+        predicted = _predicted(planner, dict.fromkeys(labels, _PLACES[verb]))
         yield Point(f"maxtext {name}", "maxtext", {verb: labels}, predicted=predicted)
 
 
@@ -184,7 +183,7 @@ def _singles(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
     every = [
         (label, verb, _predicted(planner, {label: place}))
         for label in planner.model.labels
-        for verb, place in (("save", "device"), ("offload", "host"))
+        for verb, place in _PLACES.items()
         if not label.startswith("(")
     ]
     known = {}

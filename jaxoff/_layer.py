@@ -188,20 +188,17 @@ class _Traced:
         dots = {v for v in dots if not is_backward[made[v]]}
         self.units = Units(self.eqns, frozenset(turn.results | turn.gradients | named | dots))
         self.forward = [i for i in self.units.all if not is_backward[i]]
-        self.backward = self._in_order([i for i in self.units.all if is_backward[i]])
+        self._writes = {i for i in self.units.all if self._only_writes(i)}
+        self.backward = sorted((i for i in self.units.all if is_backward[i]), key=self._place)
 
         made = (v for i in self.forward for v in self.eqns[i].outvars)
         self._number: dict[Var, int] = {}  # of the values
         self._half = max((_compat.nbytes(v.aval) for v in made), default=0) / 2
 
-    def _in_order(self, units: list[int]) -> list[int]:
-        """Units of the backward pass; those that only write a gradient come as soon as they can."""
-
-        def place(i: int) -> int:
-            made = (self.units.maker.get(v, -1) for v in self.units.reads[i])
-            return max(made, default=i) if self._only_writes(i) else i
-
-        return sorted(units, key=place)
+    def _place(self, i: int) -> int:
+        """Where a unit stands: behind the last one whose result it reads, if it only writes gradients."""
+        made = (self.units.maker.get(v, -1) for v in self.units.reads[i])
+        return max(made, default=i) if i in self._writes else i
 
     def _only_writes(self, i: int) -> bool:
         """Whether an elementwise kernel makes gradients alone: it writes them into their stacks."""
@@ -259,7 +256,8 @@ class _Traced:
         for v in self._turn.rows:
             if sizes := self._copied(v):
                 number[v] = len(number)
-                heavy = [s for i, s in step.items() if is_heavy(self.eqns[i]) and v in self.units.reads[i]]
+                readers = (i for i in self.units.readers[v] if i in step)
+                heavy = [step[i] for i in readers if is_heavy(self.eqns[i])]
                 first, last = _ends(heavy) or (None, None)
                 yield Value(max(sizes), max(sizes) > self._half, 0.0, (), first, last)
         count = len(number)
@@ -364,19 +362,19 @@ class _Traced:
         for s, i in enumerate(order):
             eqn, reads = self.eqns[i], self.units.reads[i]
             ends += self.units.ms(i, self._device)
-            stays = [] if self._only_writes(i) else eqn.outvars
-            new = self._sizes(v for v in stays if v in last or v in gradients)
+            made_here = [] if i in self._writes else eqn.outvars
+            new = self._sizes(v for v in made_here if v in last or v in gradients)
             dying = [v for v in reads if last.get(v) == s]
             # An elementwise kernel writes over what nothing reads after it, of the forward pass, too.
             ended = [v for v in reads if v not in last and v in self.units.maker and self._is_over(v, i + 1)]
             over = (0, 0) if is_heavy(eqn) else self._sizes((*dying, *ended))
             over = min(over[0], new[0]), min(over[1], new[1])
             small, large = (a + b - c for a, b, c in zip(live, new, over, strict=True))
-            written, _ = self._sizes(v for v in stays if v in rows and v not in last)
+            written, _ = self._sizes(v for v in made_here if v in rows and v not in last)
             what = f"{eqn.primitive.name} {_compat.source_line(eqn)}".strip()
             shared = tuple(self._shared(reads, *over)) if any(over) else ()
             yield Step(what, small, large, min(written, small), ends, shared=shared)
-            stays = self._sizes(v for v in stays if v in last)
+            stays = self._sizes(v for v in made_here if v in last)
             live = tuple(a + b - c for a, b, c in zip(live, stays, self._sizes(dying), strict=True))
 
     def _apart(self, order: Sequence[int]) -> set[Var]:

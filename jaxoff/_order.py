@@ -104,9 +104,7 @@ class Order:
         self.placed: dict[int, None] = {}
         self._out: list[JaxprEqn] = []
         self._last: Var | None = None
-        self._last_large: Var | None = (
-            None  # the last large one: an element of a small one may be known early
-        )
+        self._last_large: Var | None = None  # an element of a small link may be known before the link
         self._behind: Renamed = {}  # what stands for values that the last link reads
         self._before_last: Var | None = None  # and before the light links that can be one kernel with it
         self._length = 0

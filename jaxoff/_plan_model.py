@@ -217,7 +217,7 @@ class LayerModel:
         """The step from which on a reloaded value is on the device, if one needs it first.
 
         -1: a reload that could not be in time starts in the turn before. By programs compiled for an H200 it
-        then has memory beside that of the value of the turn, until that was read last.
+        then has its place all the time, beside that of the value of the turn until that was read last.
         """
         ends = [step.ends_ms for step in self.layer.backward]
         starts = (ends[first - 1] if first else 0.0) - _SLACK * self.h2d_ms(n)

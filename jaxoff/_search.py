@@ -303,9 +303,8 @@ class _Search:
             program.at_most([(self._save[label], 1.0), (self._move[label], 1.0)], 1.0)
         self._kinds = [_Kind(program, kind, self._save, self._move) for kind in model.layers]
         self._peak = program.variable(np.inf)
-        always = model.argument_nbytes + model.resident_nbytes
         for point in model.telling_points:
-            terms, constant = [], (always + point.nbytes) / _GB
+            terms, constant = [], (model.known_nbytes + point.nbytes) / _GB
             for parts, kind in zip(point.holds, self._kinds, strict=True):
                 terms += kind.residuals(parts) if parts else []
             if point.kind is not None:
