@@ -152,7 +152,7 @@ class Jitted:
 
             closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
             program = rewrite(closed, device, one_device=devices == 1)
-            wanted = _options.for_program(program.loops, program.scanned, _JAXLIB, devices)
+            wanted = _options.for_program(program.loops, program.scanned, _JAXLIB)
             if wanted != options:
                 raise _NeedsOptionsError(wanted)
             self._check(closed, program)

@@ -21,8 +21,9 @@ _CONCURRENT = (
     (SCHEDULING_MODE, "CONCURRENT"),
     (COMMAND_BUFFER, ",".join(sorted(CAPTURED_BY_DEFAULT | {"COLLECTIVES"}))),
 )
-# Where collectives have kernels of their own, and at CUB's sorts, XLA cuts the graph of a turn. Copies and
-# collectives then share a few streams and wait for each other: 8% of a step on two H200s (bench/LOG.md).
+# Where collectives have kernels of their own, and at CUB's sorts, XLA cuts the graph of a turn. What copies, on
+# the device, too, and collectives then share a few streams and wait for each other: 8% of a step on two H200s,
+# a copy of each turn on one (bench/LOG.md).
 _ONE_GRAPH = (("xla_gpu_experimental_use_collective_kernels", ""), ("xla_gpu_enable_cub_radix_sort", False))
 # When memory is assigned, a tuple is what is left of a barrier, and the order that is seen. From jaxlib 0.12
 # on this pass takes such tuples away before; nothing else needs it.
@@ -30,7 +31,7 @@ _BARRIERS_STAY = (("xla_disable_hlo_passes", "tuple-simplifier"),)
 _PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
 
 
-def for_program(loops: int, scanned: int, jaxlib: str, devices: int = 1) -> tuple[tuple[str, Any], ...]:
+def for_program(loops: int, scanned: int, jaxlib: str) -> tuple[tuple[str, Any], ...]:
     """The options for a program with so many loops, pairs of a name and a value.
 
     Outside of loops the scheduler's order stands, which barriers fix.
@@ -39,11 +40,9 @@ def for_program(loops: int, scanned: int, jaxlib: str, devices: int = 1) -> tupl
       loops: how many are written out.
       scanned: how many move residuals.
       jaxlib: its version.
-      devices: how many the program runs on.
     """
     stay = _BARRIERS_STAY if (loops or scanned) and _requirements.release(jaxlib) >= (0, 12) else ()
-    several = _ONE_GRAPH if devices > 1 else ()
-    return _CONCURRENT + several + stay if scanned else stay
+    return _CONCURRENT + _ONE_GRAPH + stay if scanned else stay
 
 
 def harms(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterator[str]:

@@ -26,6 +26,7 @@ _COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
+_NO_COMMAND = "xla.gpu.ext.cub_"  # custom calls, its sorts, that a graph cannot hold
 _GEMM_FUSIONS = ("gemm", "cublas", "cudnn")
 
 
@@ -186,6 +187,8 @@ class Schedule:
         if called := call_target(instruction):
             if "cublas" in called:
                 return "CUBLASLT" if "$lt$" in called else "CUBLAS"
+            if called.startswith(_NO_COMMAND):
+                return None
             return "CUDNN" if "cudnn" in called else "CUSTOM_CALL"
         if opcode.removesuffix("-start") in _COLLECTIVES:
             return "COLLECTIVES"

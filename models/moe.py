@@ -133,7 +133,8 @@ class Permutation(NamedTuple):
 def sort_by_expert(experts_Tk: jax.Array) -> Permutation:
     """Sorts token copies by expert; copies for the same expert keep their order."""
     order = jnp.argsort(experts_Tk.reshape(-1), stable=True).astype(jnp.int32)
-    return Permutation(order, jnp.argsort(order).astype(jnp.int32))
+    rows = lax.iota(jnp.int32, order.size)
+    return Permutation(order, jnp.zeros_like(order).at[order].set(rows, unique_indices=True))
 
 
 class Slots(NamedTuple):

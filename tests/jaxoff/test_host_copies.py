@@ -249,6 +249,14 @@ def test_what_is_not_captured_splits_a_graph():
     }
 
 
+@pytest.mark.parametrize(
+    ("target", "beside"), [("xla.gpu.ext.cub_sort_pairs", ["b", "c"]), ("mosaic_gpu_v2", ["b", "c", "k", "e"])]
+)
+def test_a_sort_of_cub_splits_a_graph_and_a_kernel_does_not(target, beside):
+    call = f'%k = {DEVICE} custom-call(%c), custom_call_target="{target}"'
+    assert overlaps(graph(call), "CONCURRENT", (*ALL, "CUSTOM_CALL")) == {"start": beside}
+
+
 def test_a_copy_whose_end_lies_behind_an_uncaptured_command_is_not_captured():
     text = f"""
         %zero = s32[] constant(0)
