@@ -21,9 +21,9 @@ _CONCURRENT = (
     (SCHEDULING_MODE, "CONCURRENT"),
     (COMMAND_BUFFER, ",".join(sorted(CAPTURED_BY_DEFAULT | {"COLLECTIVES"}))),
 )
-# Where collectives have kernels of their own, and at CUB's sorts, XLA cuts the graph of a turn. What copies, on
-# the device, too, and collectives then share a few streams and wait for each other: 8% of a step on two H200s,
-# a copy of each turn on one (bench/LOG.md).
+# Where collectives have kernels of their own, and at CUB's sorts, XLA cuts the graph of a turn. Copies, those
+# on the device, too, and collectives then share a few streams and wait for each other: 8% of a step on two
+# H200s, a copy of each turn on one (bench/LOG.md).
 _ONE_GRAPH = (("xla_gpu_experimental_use_collective_kernels", ""), ("xla_gpu_enable_cub_radix_sort", False))
 # When memory is assigned, a tuple is what is left of a barrier, and the order that is seen. From jaxlib 0.12
 # on this pass takes such tuples away before; nothing else needs it.

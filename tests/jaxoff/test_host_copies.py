@@ -250,7 +250,8 @@ def test_what_is_not_captured_splits_a_graph():
 
 
 @pytest.mark.parametrize(
-    ("target", "beside"), [("xla.gpu.ext.cub_sort_pairs", ["b", "c"]), ("mosaic_gpu_v2", ["b", "c", "k", "e"])]
+    ("target", "beside"),
+    [("xla.gpu.ext.cub_sort_pairs", ["b", "c"]), ("mosaic_gpu_v2", ["b", "c", "k", "e"])],
 )
 def test_a_sort_of_cub_splits_a_graph_and_a_kernel_does_not(target, beside):
     call = f'%k = {DEVICE} custom-call(%c), custom_call_target="{target}"'
