@@ -110,11 +110,11 @@ def budgets_of(planner: Planner, number: int) -> list[int]:
 
     The first one is more where no plan fits that peak with its margin.
     """
-    model = planner.model
+    model = dataclasses.replace(planner.model, margin=MARGIN)
 
     def fitting(choice: Any) -> float:
         assert choice is not None
-        return 1.001 * planner.needed(choice, MARGIN)
+        return 1.001 * model.needed(choice)
 
     low = max(1.001 * model.cost({}).peak.nbytes, fitting(smallest(model, int(HOST_BYTES), {})))
     high = max(low, fitting(fastest(model, 10**15, int(HOST_BYTES), {})))

@@ -227,8 +227,9 @@ def plan(
       link: how many GPUs of the host copy at once, or the rates that one of them then gets; None for one.
       device: speeds; see `Device.of` and `Device.measure`.
       fixed: by name, "save", "offload" or "recompute" where that is decided. Marks are honoured anyway.
-      margin: the part of what the arguments leave of the budget that stays free; None for 5%, and 25% for a
-        step over several devices, by which predicted peaks have been short (`bench/LOG.md`).
+      margin: the part that stays free of what arguments and results, gradients among them, leave of the
+        budget; None for 5%, and 25% for a step over several devices, by which predicted peaks have been
+        short (`bench/LOG.md`).
       argnums: the positional arguments to differentiate a loss for, as for `jax.grad`. None: every
         floating-point argument.
       has_aux: whether a loss returns `(output, auxiliary)`, as for `jax.grad`.
@@ -329,16 +330,11 @@ class Planner:
         _check_count("device_bytes", device_bytes)
         if not 0 <= margin < 1:
             raise ValueError(f"margin is a part of what is free, at least 0 and below 1, got {margin!r}.")
-        usable = int(device_bytes - margin * max(0.0, device_bytes - self.model.known_nbytes))
-        choice = fastest(self.model, usable, host, places)
+        model = dataclasses.replace(self.model, margin=margin)
+        choice = fastest(model, int(device_bytes), host, places)
         if choice is None:
-            raise self._too_small(int(device_bytes), host, places, margin)
-        return self.planned(choice, int(device_bytes), usable)
-
-    def needed(self, choice: Choice, margin: float) -> int:
-        """The smallest budget of device memory that a choice fits with a margin."""
-        known = self.model.known_nbytes
-        return math.ceil(known + (self.model.cost(choice).peak.nbytes - known) / (1 - margin))
+            raise _too_small(model, int(device_bytes), host, places)
+        return dataclasses.replace(self, model=model).planned(choice, int(device_bytes))
 
     def host_budget(self, host_bytes: float | None) -> int:
         """What a device may have of pinned host memory: as given, or its share of XLA's pool."""
@@ -367,27 +363,13 @@ class Planner:
                 )
         return {name: _PLACES[verb] for name, verb in fixed.items()}
 
-    def _too_small(self, device_bytes: int, host_bytes: int, fixed: Choice, margin: float) -> BudgetError:
-        least = smallest(self.model, host_bytes, fixed)
-        if least is None:
-            return no_host_memory(host_bytes)
-        peak = self.model.cost(least).peak
-        needed = self.needed(least, margin)
-        kept = f", {margin:.0%} of what the arguments leave stays free" if margin else ""
-        return BudgetError(
-            f"device_bytes={human(device_bytes)} is less than any placement needs: the smallest budget is "
-            f"{needed} bytes ({human(needed)}{kept}). At its fullest, in the {peak.what}, the device then "
-            f"holds {split(peak)}. Take a smaller batch, or shorter or fewer layers.",
-            needed,
-        )
-
-    def planned(self, choice: Choice, device_bytes: int, usable: int) -> Plan:
+    def planned(self, choice: Choice, device_bytes: int) -> Plan:
         """A choice with its costs and reasons."""
         cost = self.model.cost(choice)
-        rows = tuple(self._rows(choice, cost, usable))
+        rows = tuple(self._rows(choice, cost, device_bytes))
         return Plan(rows, cost.peak, cost.host_nbytes, cost.times, device_bytes, self.device)
 
-    def _rows(self, choice: Choice, cost: Cost, usable: int) -> Iterator[Planned]:
+    def _rows(self, choice: Choice, cost: Cost, device_bytes: int) -> Iterator[Planned]:
         values: dict[str, list[tuple[LayerModel, int]]] = {}
         for kind in self.model.layers:
             for n, value in enumerate(kind.layer.values):
@@ -412,22 +394,37 @@ class Planner:
                 recomputed_ms=spared,
                 copied_ms=copied[label],
                 exposed_ms=exposed * copied[label] / (sum(copied.values()) or 1.0),
-                why=self._why(label, choice, cost, usable) if label in choice else "marked",
+                why=self._why(label, choice, cost, device_bytes) if label in choice else "marked",
             )
 
-    def _why(self, label: str, choice: Choice, cost: Cost, usable: int) -> str:
+    def _why(self, label: str, choice: Choice, cost: Cost, device_bytes: int) -> str:
         """What the other placements of a name would do, all else as it is."""
         reasons = []
         for place, verb in _VERBS.items():
             if place == choice[label] or (label == UNNAMED_DOTS and place == "host"):
                 continue
-            other = self.model.cost({**choice, label: place})
-            over, slower = other.peak.nbytes - usable, other.times.total - cost.times.total
+            with_it = {**choice, label: place}
+            other, over = self.model.cost(with_it), self.model.needed(with_it) - device_bytes
+            slower = other.times.total - cost.times.total
             if over > 0:
                 reasons.append(f"{verb}: {human(over)} too much")
             elif abs(slower) >= 0.005 or other.peak.nbytes != cost.peak.nbytes:
                 reasons.append(f"{verb}: {slower:+.2f} ms")
         return "; ".join(reasons) or "nothing needs it"
+
+
+def _too_small(model: Model, device_bytes: int, host_bytes: int, fixed: Choice) -> BudgetError:
+    least = smallest(model, host_bytes, fixed)
+    if least is None:
+        return no_host_memory(host_bytes)
+    peak, needed = model.cost(least).peak, model.needed(least)
+    kept = f", {model.margin:.0%} of what arguments and results leave stays free" if model.margin else ""
+    return BudgetError(
+        f"device_bytes={human(device_bytes)} is less than any placement needs: the smallest budget is "
+        f"{needed} bytes ({human(needed)}{kept}). At its fullest, in the {peak.what}, the device then "
+        f"holds {split(peak)}. Take a smaller batch, or shorter or fewer layers.",
+        needed,
+    )
 
 
 def _copied_ms(kind: LayerModel, n: int, choice: Choice) -> float:

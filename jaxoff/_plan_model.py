@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 
 from jaxoff._cost import Device
@@ -44,6 +45,7 @@ class Moment:
       alive: gradients and other values outside of parts.
       residuals: what parts keep on the device for their backward pass.
       working: of the part that runs: what it makes, makes again, or has just reloaded.
+      results: what of `alive` is results of the step.
     """
 
     what: str
@@ -52,11 +54,17 @@ class Moment:
     alive: int
     residuals: int
     working: int
+    results: int = 0
 
     @property
     def nbytes(self) -> int:
         """All of it."""
         return self.arguments + self.resident + self.alive + self.residuals + self.working
+
+    def needed(self, margin: float) -> int:
+        """The budget of which this leaves a part free: of what arguments and results leave of it."""
+        known = self.arguments + self.resident + self.results
+        return math.ceil(known + (self.nbytes - known) / (1 - margin))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,6 +371,7 @@ class Model:
       points: the moments of a step.
       argument_nbytes, resident_nbytes: as in `Moment`.
       outside_ms: of what is in no part.
+      margin: the part that stays free of what arguments and results, which are known, leave of a budget.
     """
 
     layers: tuple[LayerModel, ...]
@@ -370,11 +379,7 @@ class Model:
     argument_nbytes: int
     resident_nbytes: int
     outside_ms: float
-
-    @property
-    def known_nbytes(self) -> int:
-        """Device memory that is no estimate."""
-        return self.argument_nbytes + self.resident_nbytes
+    margin: float = 0.0
 
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
@@ -384,12 +389,20 @@ class Model:
     @functools.cached_property
     def telling_points(self) -> tuple[Point, ...]:
         """The points that can be the peak: another one with the same parts may always be above them."""
-        largest: dict[tuple, Point] = {}
-        for point in self.points:
-            key = point.holds, point.kind, point.backward
-            if key not in largest or largest[key].nbytes < point.nbytes:
-                largest[key] = point
-        return tuple(largest.values())
+        found: dict[Point, None] = {}
+        for margin in {0.0, self.margin}:
+            largest: dict[tuple, tuple[float, Point]] = {}
+            for point in self.points:
+                key, results = (point.holds, point.kind, point.backward), point.results_nbytes
+                needed = results + (point.nbytes - results) / (1 - margin)
+                if key not in largest or largest[key][0] < needed:
+                    largest[key] = needed, point
+            found |= dict.fromkeys(point for _, point in largest.values())
+        return tuple(found)
+
+    def needed(self, choice: Choice) -> int:
+        """The smallest budget of device memory that a choice fits."""
+        return max(moment.needed(self.margin) for moment in self.timeline(choice))
 
     def kept_labels(self, choice: Choice) -> set[str]:
         """Those of whose values something is saved or moved under a choice."""
@@ -425,4 +438,12 @@ class Model:
                     what = f"{what}, {step}"
                 else:
                     working = kind.forward_nbytes(use)
-            yield Moment(what, self.argument_nbytes, self.resident_nbytes, point.nbytes, residuals, working)
+            yield Moment(
+                what,
+                self.argument_nbytes,
+                self.resident_nbytes,
+                point.nbytes,
+                residuals,
+                working,
+                point.results_nbytes,
+            )

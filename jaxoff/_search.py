@@ -31,7 +31,7 @@ def fastest(model: Model, device_bytes: int, host_bytes: int | None, fixed: Choi
 
     Args:
       model: the costs.
-      device_bytes: at most so much device memory at any moment.
+      device_bytes: the budget, of which the model's margin stays free.
       host_bytes: at most so much pinned host memory, if given.
       fixed: placements of some labels.
     """
@@ -304,7 +304,7 @@ class _Search:
         self._kinds = [_Kind(program, kind, self._save, self._move) for kind in model.layers]
         self._peak = program.variable(np.inf)
         for point in model.telling_points:
-            terms, constant = [], (model.known_nbytes + point.nbytes) / _GB
+            terms, constant = [], (point.nbytes - point.results_nbytes) / _GB
             for parts, kind in zip(point.holds, self._kinds, strict=True):
                 terms += kind.residuals(parts) if parts else []
             if point.kind is not None:
@@ -314,7 +314,10 @@ class _Search:
                 else:
                     more, most = kind.forward()
                     terms, constant = terms + more, constant + most
-            program.at_least(self._peak, terms, constant)
+            known = (model.argument_nbytes + model.resident_nbytes + point.results_nbytes) / _GB
+            scale = 1 / (1 - model.margin)
+            terms = [(variable, scale * factor) for variable, factor in terms]
+            program.at_least(self._peak, terms, known + scale * constant)
         if host_bytes is not None:
             program.at_most([term for kind in self._kinds for term in kind.on_host()], host_bytes / _GB)
 
@@ -330,7 +333,7 @@ class _Search:
             if solution is None:
                 return None
             choice = self._choice(solution)
-            needed = self._model.cost(choice).peak.nbytes
+            needed = self._model.needed(choice)
             promised = solution[self._peak] * _GB if device_bytes is None else device_bytes
             if needed <= promised + _TOLERANCE:
                 return choice

@@ -24,6 +24,7 @@ class Point:
       holds: by number of the kind of part, how many of them hold their residuals.
       kind: of the part that runs, or None.
       backward: whether its backward pass runs.
+      results_nbytes: what of `nbytes` is results of the program, such as gradients.
     """
 
     what: str
@@ -31,6 +32,7 @@ class Point:
     holds: tuple[int, ...]
     kind: int | None = None
     backward: bool = False
+    results_nbytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +125,11 @@ class Timeline:
         """
         order = self._units.all
         held, last = self._held(), self._last_readers()
-        live, num_kinds = 0, len(set(kinds.values()))
+        live, results, num_kinds = 0, 0, len(set(kinds.values()))
         for t, i in enumerate(order):
-            made = _compat.nbytes_of(
-                v for v in self._eqns[i].outvars if v in last and v not in self._in_place
-            )
+            new = [v for v in self._eqns[i].outvars if v in last and v not in self._in_place]
+            made = _compat.nbytes_of(new)
+            results += _compat.nbytes_of(v for v in new if v in self._outs)
             dying = [v for v in self._units.reads[i] if last.get(v) == t and v not in self._inputs]
             freed = _compat.nbytes_of(dying)
             reused = min(_compat.nbytes_of(v for v in dying if self._may_be_taken(v, i)), made)
@@ -140,9 +142,10 @@ class Timeline:
             now = live + made - reused
             if i in self._loops:
                 for point in self._loops[i].points(kinds):
-                    yield dataclasses.replace(point, nbytes=now + point.nbytes)
+                    yield dataclasses.replace(point, nbytes=now + point.nbytes, results_nbytes=results)
             else:
-                yield Point(what, now, tuple(holds), kind, call is not None and call.backward)
+                backward = call is not None and call.backward
+                yield Point(what, now, tuple(holds), kind, backward, min(now, results))
             live += made - freed
 
     def _may_be_taken(self, v: Var, i: int) -> bool:

@@ -75,15 +75,16 @@ def chain(num_names: int, turns: int, nbytes: Sequence[int], ms: Sequence[float]
     return Layer(turns, tuple(values), tuple(forward), tuple(backward), "layer")
 
 
-def model_of(layers: Sequence[Layer], device: Device = DEVICE, resident=0) -> Model:
-    """A step of one part of each layer, forward and then backward."""
+def model_of(layers: Sequence[Layer], device: Device = DEVICE, resident=0, margin=0.0) -> Model:
+    """A step of one part of each layer, forward and then backward, which makes a third of a gigabyte."""
     kinds = range(len(layers))
     points = [Point("f", 10**7, tuple(int(k <= kind) for k in kinds), kind) for kind in kinds]
-    points += [
-        Point("b", 2 * 10**7, tuple(int(k <= kind) for k in kinds), kind, True) for kind in reversed(kinds)
-    ]
+    for kind in reversed(kinds):
+        holds, made = tuple(int(k <= kind) for k in kinds), 10**9 // (3 * (kind + 1))
+        points += [Point("b", made + 2 * 10**7, holds, kind, True, made)]
+        points += [Point("b", made + 10**7, holds, kind, True, made // 2)]
     models = tuple(LayerModel(layer, 1, device) for layer in layers)
-    return Model(models, tuple(points), 10**9, resident, 1.0)
+    return Model(models, tuple(points), 10**9, resident, 1.0, margin)
 
 
 def flat_scan(w, x):
