@@ -403,7 +403,7 @@ class Planner:
         for place, verb in _VERBS.items():
             if place == choice[label] or (label == UNNAMED_DOTS and place == "host"):
                 continue
-            with_it = {**choice, label: place}
+            with_it: Choice = {**choice, label: place}
             other, over = self.model.cost(with_it), self.model.needed(with_it) - device_bytes
             slower = other.times.total - cost.times.total
             if over > 0:
