@@ -27,7 +27,7 @@ from jaxoff._train_step import divide_step, is_train_step
 type Verb = Literal["save", "offload", "recompute"]
 
 # What is left free of a budget, less the arguments: predicted peaks have been so much short.
-MARGIN, MESH_MARGIN = 0.05, 0.25
+MARGIN, MESH_MARGIN = 0.1, 0.25
 _VERBS: dict[Placement, Verb] = {"device": "save", "host": "offload", "recompute": "recompute"}
 _PLACES: dict[str, Placement] = {verb: place for place, verb in _VERBS.items()}
 
@@ -227,9 +227,9 @@ def plan(
       link: how many GPUs of the host copy at once, or the rates that one of them then gets; None for one.
       device: speeds; see `Device.of` and `Device.measure`.
       fixed: by name, "save", "offload" or "recompute" where that is decided. Marks are honoured anyway.
-      margin: the part that stays free of what arguments and results, gradients among them, leave of the
-        budget; None for 5%, and 25% for a step over several devices, by which predicted peaks have been
-        short (`bench/LOG.md`).
+      margin: the part that stays free of what arguments and results leave of the budget (a loss's gradients
+        are results); None for 10%, and 25% for a step over several devices, by which predicted peaks have
+        been short (`bench/LOG.md`).
       argnums: the positional arguments to differentiate a loss for, as for `jax.grad`. None: every
         floating-point argument.
       has_aux: whether a loss returns `(output, auxiliary)`, as for `jax.grad`.
