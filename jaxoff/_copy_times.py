@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
@@ -75,11 +75,30 @@ class CopyTimes:
         order = tuple(i for i, _ in needed if self._is_there_from_the_beginning(i))
         return Reloads(order, starts)
 
-    def late(self, follows: Mapping[Var, Var]) -> Iterator[Var]:
-        """The copies from the host that cannot end with the program: what they follow is read too long."""
-        for copy, v in follows.items():
-            if self._read_by.get(v, 0.0) + self.reload_ms(self._units.maker[copy]) > self._end:
-                yield copy
+    def late(self, follows: Mapping[Var, Var]) -> list[Var]:
+        """The copies from the host that cannot end with the program: what they follow is read too long.
+
+        Copies follow each other, too. Of those that are in time alone but not together, the small ones are
+        late: they take less memory elsewhere.
+        """
+        largest_first = sorted(follows, key=lambda v: _compat.nbytes(v.aval), reverse=True)
+        in_time: list[tuple[float, float]] = []
+        found = []
+        for copy in largest_first:
+            began, ms = self._read_by.get(follows[copy], 0.0), self.reload_ms(self._units.maker[copy])
+            if self._done_by([*in_time, (began, ms)]) <= self._end:
+                in_time.append((began, ms))
+            else:
+                found.append(copy)
+        return found
+
+    @staticmethod
+    def _done_by(copies: Sequence[tuple[float, float]]) -> float:
+        """When the last of some copies of one direction ends; of each when it can start, and its length."""
+        busy = 0.0
+        for time, ms in sorted(copies):
+            busy = max(busy, time) + ms
+        return busy
 
     def too_late(self) -> list[Var]:
         """The copies from the host that cannot be in time if they start with the program."""
@@ -100,14 +119,8 @@ class CopyTimes:
         that this one copies.
         """
         sent = sorted(self.sent.items(), key=lambda item: item[1])
-
-        def done_by(count: int) -> float:
-            busy = 0.0
-            for i, time in sent[:count]:
-                busy = max(busy, time) + self._send_ms(i)
-            return busy
-
-        in_time = max((n for n in range(len(sent) + 1) if done_by(n) <= self._end), default=0)
+        copies = [(time, self._send_ms(i)) for i, time in sent]
+        in_time = max((n for n in range(len(sent) + 1) if self._done_by(copies[:n]) <= self._end), default=0)
         late = sent[in_time:]
         busy = sum(self._send_ms(i) for i, _ in late)
         return {self._eqns[i].outvars[0]: busy <= time for i, time in late}
