@@ -61,12 +61,18 @@ class CopyTimes:
         """Adds a copy to the host."""
         self.sent[i] = max((self._made.get(v, 0.0) for v in self._units.reads[i]), default=0.0)
 
-    def reloads(self) -> Reloads:
+    def reloads(self, follows: Mapping[Var, Var]) -> Reloads:
         """A plan from when copies were needed: each as late as it can start and be in time.
 
-        The copies of one direction follow each other, so the last one is planned first.
+        The copies of one direction follow each other, so the last one is planned first. Of those needed at
+        once that is the one that has to wait longest for the readers of what it follows.
         """
-        needed = self._by_need()
+
+        def turn(item: tuple[int, float]) -> tuple[float, float]:
+            i, time = item
+            return time, self._free_at(self._eqns[i].outvars[0], follows)
+
+        needed = sorted(self._by_need(), key=turn)
         starts, busy_from = {}, float("inf")
         for i, time in reversed(needed):
             busy_from = min(time, busy_from) - _SLACK * self.reload_ms(i)
@@ -85,12 +91,16 @@ class CopyTimes:
         in_time: list[tuple[float, float]] = []
         found = []
         for copy in largest_first:
-            began, ms = self._read_by.get(follows[copy], 0.0), self.reload_ms(self._units.maker[copy])
+            began, ms = self._free_at(copy, follows), self.reload_ms(self._units.maker[copy])
             if self._done_by([*in_time, (began, ms)]) <= self._end:
                 in_time.append((began, ms))
             else:
                 found.append(copy)
         return found
+
+    def _free_at(self, copy: Var, follows: Mapping[Var, Var]) -> float:
+        """When nothing reads any more what a copy follows."""
+        return self._read_by.get(follows[copy], 0.0) if copy in follows else 0.0
 
     @staticmethod
     def _done_by(copies: Sequence[tuple[float, float]]) -> float:

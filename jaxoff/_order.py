@@ -61,7 +61,7 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
     for _ in range(3):
         draft = Order(program, units, device, large_nbytes, reloads, pairs, room)
         draft.run()
-        reloads = draft.times.reloads()
+        reloads = draft.times.reloads(program.follows)
         pairs = pairs or beside(list(draft.placed), program, units, large_nbytes)
     return Order(program, units, device, large_nbytes, reloads, pairs, room).run()
 

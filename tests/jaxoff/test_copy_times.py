@@ -1,5 +1,7 @@
 """When copies of a program in order are in time, alone and together."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,27 +12,33 @@ from jaxoff._units import Units
 
 DEVICE = Device(flops=1, memory_gbps=1, d2h_gbps=1e-3, h2d_gbps=1e-3)  # a kilobyte takes a millisecond
 
+REST = 8  # products after those that read
+
 
 def turn(large, small, q, k, x):
     """Reads q and k of this turn, fetches them for the next one, and goes on."""
     on_device = jax.memory.Space.Device
-    return jax.device_put(large, on_device), jax.device_put(small, on_device), q @ x, k @ x, x @ x
+    rest = functools.reduce(lambda y, _: y @ x, range(REST), x)
+    return jax.device_put(large, on_device), jax.device_put(small, on_device), q @ x, k @ x, rest
 
 
-def late(read_at, end):
-    """Which of two copies, of 4 ms and of 1, is late where what they replace is read until some time."""
-    on_host = [
-        jax.typeof(jax.device_put(jnp.ones(n, jnp.uint8), jax.memory.Space.Host)) for n in (4000, 1000)
-    ]
+def timed(read_at, end):
+    """The times of a turn, two copies of 4 ms and of 1, and what each replaces: read until some time."""
+    host = jax.memory.Space.Host
+    on_host = [jax.typeof(jax.device_put(jnp.ones(n, jnp.uint8), host)) for n in (4000, 1000)]
     sizes = ((4, 8), (2, 8), (8, 8))
     jaxpr = jax.make_jaxpr(turn)(*on_host, *(jnp.ones(size) for size in sizes)).jaxpr
-    large, small, *products, last = range(len(jaxpr.eqns))
+    names = [eqn.primitive.name for eqn in jaxpr.eqns]
+    large, small = (i for i, name in enumerate(names) if name == "device_put")
+    reads = [i for v in jaxpr.invars[2:4] for i, eqn in enumerate(jaxpr.eqns) if v in eqn.invars]
+    rest = [i for i, name in enumerate(names) if name == "dot_general" and i not in reads]
     times = CopyTimes(jaxpr.eqns, Units(jaxpr.eqns, frozenset(jaxpr.outvars)), DEVICE)
-    for i, time in zip((*products, last), (*read_at, end), strict=True):
+    last = max(read_at)
+    ends = [*read_at, *(last + (end - last) * (n + 1) / REST for n in range(REST))]
+    for i, time in sorted(zip((*reads, *rest), ends, strict=True), key=lambda item: item[1]):
         times.add(i, time)
     copies = [jaxpr.eqns[i].outvars[0] for i in (large, small)]
-    found = times.late(dict(zip(copies, jaxpr.invars[2:4], strict=True)))
-    return [name for name, copy in zip(("large", "small"), copies, strict=True) if copy in found]
+    return times, (large, small), dict(zip(copies, jaxpr.invars[2:4], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -44,4 +52,13 @@ def late(read_at, end):
     ],
 )
 def test_copies_that_are_not_in_time_together_leave_the_small_one(read_at, end, found):
-    assert late(read_at, end) == found
+    times, _, follows = timed(read_at, end)
+    late = times.late(follows)
+    assert [name for name, copy in zip(("large", "small"), follows, strict=True) if copy in late] == found
+
+
+@pytest.mark.parametrize("read_at", [(9.0, 5.0), (5.0, 9.0)])
+def test_of_copies_for_the_next_turn_that_which_has_to_wait_longer_goes_last(read_at):
+    times, (large, small), follows = timed(read_at, 20.0)
+    starts = times.reloads(follows).starts
+    assert (starts[large] < starts[small]) == (read_at[0] < read_at[1])
