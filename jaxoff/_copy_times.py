@@ -11,8 +11,8 @@ from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._units import Units
 
-# So many places earlier than planned may a copy start.
-_LEAD = 2
+# So many places, and ms of kernels, earlier than planned may a copy start.
+_LEAD, _LEAD_MS = 2, 0.1
 # Copies from and to the host are planned for so many times their estimated length.
 _SLACK, _SEND_SLACK = 1.5, 1.1
 
@@ -76,10 +76,19 @@ class CopyTimes:
         starts, busy_from = {}, float("inf")
         for i, time in reversed(needed):
             busy_from = min(time, busy_from) - _SLACK * self.reload_ms(i)
-            # What writes the element are small kernels, which large ones may keep waiting.
-            starts[i] = max(0, bisect.bisect_right(self._ends, busy_from) - _LEAD)
+            starts[i] = self._place_before(busy_from)
         order = tuple(i for i, _ in needed if self._is_there_from_the_beginning(i))
         return Reloads(order, starts)
+
+    def _place_before(self, time: float) -> int:
+        """Behind how many places a copy starts to be under way by a time.
+
+        What writes the element are small kernels, which a large one that starts with them keeps waiting.
+        """
+        places = bisect.bisect_right(self._ends, time)
+        if not places:
+            return 0
+        return max(0, min(places - _LEAD, bisect.bisect_right(self._ends, self._ends[places - 1] - _LEAD_MS)))
 
     def late(self, follows: Mapping[Var, Var]) -> list[Var]:
         """The copies from the host that cannot end with the program: what they follow is read too long.

@@ -22,7 +22,7 @@ def turn(large, small, q, k, x):
     return jax.device_put(large, on_device), jax.device_put(small, on_device), q @ x, k @ x, rest
 
 
-def timed(read_at, end):
+def timed(read_at, end, rest_at=None):
     """The times of a turn, two copies of 4 ms and of 1, and what each replaces: read until some time."""
     host = jax.memory.Space.Host
     on_host = [jax.typeof(jax.device_put(jnp.ones(n, jnp.uint8), host)) for n in (4000, 1000)]
@@ -34,7 +34,8 @@ def timed(read_at, end):
     rest = [i for i, name in enumerate(names) if name == "dot_general" and i not in reads]
     times = CopyTimes(jaxpr.eqns, Units(jaxpr.eqns, frozenset(jaxpr.outvars)), DEVICE)
     last = max(read_at)
-    ends = [*read_at, *(last + (end - last) * (n + 1) / REST for n in range(REST))]
+    even = [last + (end - last) * (n + 1) / REST for n in range(REST)]
+    ends = [*read_at, *(rest_at or even)]
     for i, time in sorted(zip((*reads, *rest), ends, strict=True), key=lambda item: item[1]):
         times.add(i, time)
     copies = [jaxpr.eqns[i].outvars[0] for i in (large, small)]
@@ -62,3 +63,10 @@ def test_of_copies_for_the_next_turn_that_which_has_to_wait_longer_goes_last(rea
     times, (large, small), follows = timed(read_at, 20.0)
     starts = times.reloads(follows).starts
     assert (starts[large] < starts[small]) == (read_at[0] < read_at[1])
+
+
+def test_small_kernels_before_a_large_one_do_not_start_a_copy():
+    """The kernel that starts it could not run beside the large one."""
+    small_ones = [5.0 + 0.01 * n for n in range(1, REST)]
+    times, (large, _), follows = timed((3.0, 5.0), 30.0, rest_at=[*small_ones, 30.0])
+    assert times.reloads(follows).starts[large] == 1  # behind the place that ends at 3 ms
