@@ -1,12 +1,13 @@
 """Plans of `jaxoff.plan` for six budgets against stock policies, MaxText's and single names: memory and time.
 
-Memory first: each point is a process of its own, which a planned point runs for many steps with
-XLA_PYTHON_CLIENT_MEM_FRACTION at its budget. Then times, of all points that fit beside each other, in turns
-in one process. The result file is rewritten after every point; `--resume` takes up an earlier one, whose
-memory is not measured again.
+Memory: each point is a process of its own, which a planned point runs for many steps with
+XLA_PYTHON_CLIENT_MEM_FRACTION at its budget. Times: of all points that fit beside each other, in turns in one
+process. The result file is rewritten after every point; `--resume` takes up an earlier one, whose memory is
+not measured again. Times first, since the other processes then find their programs in jax's compilation
+cache, if there is one.
 
-    python -m bench.frontier --out a.json --workloads dense-b4-l12 --no-times --limit-s 200
-    python -m bench.frontier --out b.json --resume a.json --workloads dense-b4-l12 --no-peaks
+    python -m bench.frontier --out a.json --workloads dense-b4-l12 --no-peaks
+    python -m bench.frontier --out b.json --resume a.json --workloads dense-b4-l12 --no-times --limit-s 200
     python -m bench.frontier_table b.json --markdown frontier.md --chart frontier.png
 
 `--tiny` runs it on a CPU; figures that only a GPU has are null there.

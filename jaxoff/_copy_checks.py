@@ -20,6 +20,7 @@ def find(facts: CompiledFacts, expected_host_bytes: int) -> Iterator[Finding]:
     yield from _memory(facts)
     yield from _kernels(large)
     yield from _not_overlapped(facts, large)
+    yield from _cut(facts, large)
     yield from _twice(large)
 
 
@@ -102,6 +103,21 @@ def _why_alone(facts: CompiledFacts, group: list[HostCopy], direction: str) -> s
         "The value is needed as soon as the copy starts: start it one layer earlier, or keep the value that "
         "the backward pass needs first on the device (save=)."
     )
+
+
+def _cut(facts: CompiledFacts, copies: list[HostCopy]) -> Iterator[Finding]:
+    out = [copy for copy in copies if copy.loop and copy.overlaps and copy.cut_by]
+    if facts.scheduling_mode == "CONCURRENT" and out:
+        names = ", ".join(dict.fromkeys(copy.cut_by for copy in out))
+        yield Finding(
+            "graph-cut",
+            "Copies of a loop are to be in the CUDA graph of its turn; between the start and the end of "
+            f"these stands what no graph holds ({names}): {_listed(out)}. XLA starts them on a few streams, "
+            "on which small copies wait for large ones, and kernels for those. Leave CUB's sorts out "
+            "(compiler_options={'xla_gpu_enable_cub_radix_sort': False}), and name COLLECTIVES in "
+            f"{COMMAND_BUFFER}, as jaxoff.jit does.",
+            out[0].source,
+        )
 
 
 def _twice(copies: list[HostCopy]) -> Iterator[Finding]:

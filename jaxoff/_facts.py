@@ -27,6 +27,8 @@ class HostCopy:
       loop: the loop in whose body it stands, or ''.
       captured: whether it runs inside a CUDA graph.
       overlaps: the compute that can run meanwhile.
+      cut_by: the instruction that keeps it out of a CUDA graph: no graph holds it, and it stands between the
+        copy's start and its end; or ''.
       source: `file:line (function)` of the code that made the value, or of the copy; '' where unknown.
       value: where what is copied to the host was made; None for other directions.
     """
@@ -42,6 +44,7 @@ class HostCopy:
     overlaps: tuple[Compute, ...]
     source: str
     value: Value | None = None
+    cut_by: str = ""
 
     @property
     def total_bytes(self) -> int:

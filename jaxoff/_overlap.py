@@ -78,6 +78,18 @@ class Schedule:
         """Whether a transfer runs inside a CUDA graph."""
         return transfer.start.name in self._segments_of(transfer.scope.computation)
 
+    def cut_by(self, transfer: Transfer) -> str:
+        """What no graph holds between the start of a transfer and its end: an instruction, or ''."""
+        computation = transfer.scope.computation
+        if transfer.done is None or self.is_captured(transfer):
+            return ""
+        position = computation.position
+        between = slice(position[transfer.start.name], position[transfer.done.name])
+        for i in computation.instructions[between]:
+            if not (is_structure(i) or i.opcode.endswith("-done") or self._is_command(i)):
+                return i.name
+        return ""
+
     def overlaps(self, transfer: Transfer) -> tuple[Compute, ...]:
         """The compute that can run while a transfer does: at most this, for buffers that are used again
         order more than the text shows.

@@ -41,6 +41,7 @@ def verify(
       offload-vanished: less goes to the host than was expected.
       device-memory-not-lower: as much device memory as without offload.
       copy-not-overlapped: nothing can run beside a copy.
+      graph-cut: a copy is out of the CUDA graph of its turn, for what cannot be in it.
       kernel-touches-host: a kernel, and not a copy engine, reads or writes host memory.
       value-copied-twice: one value goes to the host more than once.
 
@@ -155,4 +156,5 @@ def _host_copy(transfer: Transfer, module: _hlo.Module, schedule: Schedule) -> H
         overlaps=schedule.overlaps(transfer),
         source=source or module.source_line(transfer.start),
         value=value,
+        cut_by=schedule.cut_by(transfer),
     )

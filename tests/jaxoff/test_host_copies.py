@@ -1,5 +1,7 @@
 """What moves between the memories, in programs written by hand: the cases that XLA makes seldom."""
 
+import dataclasses
+
 import pytest
 
 from jaxoff import _hlo
@@ -270,6 +272,30 @@ def test_a_copy_whose_end_lies_behind_an_uncaptured_command_is_not_captured():
         ROOT %e = {DEVICE} fusion(%c), kind=kLoop, calls=%k
     """
     assert overlaps(program(text, computations=SEND), "CONCURRENT", ALL) == {"start": ["all", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("target", "codes"), [("xla.gpu.ext.cub_sort_keys", ["graph-cut"]), ("mosaic_gpu_v2", [])]
+)
+def test_a_sort_of_cub_in_a_loop_is_found(target, codes):
+    text = f"""
+        %zero = s32[] constant(0)
+        %a = {DEVICE} fusion(%d), kind=kLoop, calls=%k
+        %start = ({HOST}, {DEVICE}, u32[]) fusion-start(%a), kind=kLoop, calls=%send
+        %sort = {DEVICE} custom-call(%a), custom_call_target="{target}"
+        %b = {DEVICE} fusion(%sort), kind=kLoop, calls=%k
+        %done = {HOST} fusion-done(%start)
+        %c = {DEVICE} fusion(%b), kind=kLoop, calls=%k
+        ROOT %e = {DEVICE} fusion(%c), kind=kLoop, calls=%k
+    """
+    module = program(text, computations=SEND)
+    graphs = Graphs("CONCURRENT", frozenset({*ALL, "CUSTOM_CALL"}))
+    (copy,) = (dataclasses.replace(copy, loop="while") for copy in host_copies(module, graphs))
+    assert (copy.captured, copy.cut_by) == ((False, "sort") if codes else (True, ""))
+    facts = CompiledFacts(NBYTES, 0, 0, None, graphs.mode, tuple(graphs.captured), (copy,))
+    assert [finding.code for finding in find(facts, NBYTES)] == codes
+    in_order = dataclasses.replace(facts, scheduling_mode="LHS")
+    assert "graph-cut" not in [finding.code for finding in find(in_order, NBYTES)]
 
 
 def test_the_end_of_a_copy_that_is_not_captured_splits_a_graph():
