@@ -388,7 +388,7 @@ class Model:
 
     @functools.cached_property
     def telling_points(self) -> tuple[Point, ...]:
-        """The points that can be the peak: another one with the same parts may always be above them."""
+        """The points that can be the peak or decide the budget, of those with the same parts."""
         found: dict[Point, None] = {}
         for margin in {0.0, self.margin}:
             largest: dict[tuple, tuple[float, Point]] = {}

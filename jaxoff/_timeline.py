@@ -142,7 +142,8 @@ class Timeline:
             now = live + made - reused
             if i in self._loops:
                 for point in self._loops[i].points(kinds):
-                    yield dataclasses.replace(point, nbytes=now + point.nbytes, results_nbytes=results)
+                    known = min(now, results)
+                    yield dataclasses.replace(point, nbytes=now + point.nbytes, results_nbytes=known)
             else:
                 backward = call is not None and call.backward
                 yield Point(what, now, tuple(holds), kind, backward, min(now, results))
