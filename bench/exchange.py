@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import itertools
 import json
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,14 @@ from jax.sharding import PartitionSpec as P
 
 from bench.grouped_mlp import describe, say, summary
 from bench.provenance import provenance
-from bench.rounds import order_of
+from bench.rounds import times_in_rounds
 from jaxoff import _options
 
 AXIS = "expert"
-OPTIONS: dict[str, dict[str, Any]] = {"default": {}, "captured": dict(_options.for_program(1, 1, "0.11.2"))}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "captured": dict(_options.for_program(1, 1, importlib.metadata.version("jaxlib"))),
+}
 
 type Exchange = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -92,25 +95,22 @@ def measure(o: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for capacity in o.capacities:
         args = arguments(mesh, o.rows, o.width, capacity)
-        programs, times = {}, {}
+        sent_bytes = int(jnp.sum(args[1])) * 2 * o.width // mesh.size  # of a device, its own too
+        found, calls = {}, {}
         for kind, options in itertools.product(EXCHANGES, OPTIONS):
-            row = {"capacity": capacity, "exchange": kind, "options": options}
-            row["sent_bytes"] = int(jnp.sum(args[1])) * 2 * o.width // mesh.size  # of a device, its own too
-            rows.append(row)
+            row = {"capacity": capacity, "exchange": kind, "options": options, "sent_bytes": sent_bytes}
+            found[kind, options] = row
             try:
                 step = program(EXCHANGES[kind], mesh, o.turns, OPTIONS[options])
                 row["same"] = bool(jnp.array_equal(step(*args), args[0]))
-                programs[kind, options], times[kind, options] = step, []
+                calls[kind, options] = functools.partial(step, *args)
             except Exception as error:  # the backend does not have it, or it fails
                 row["error"] = describe(error)
-        for repeat in range(o.repeats):
-            for key in order_of(list(programs), repeat):
-                start = time.perf_counter()
-                jax.block_until_ready(programs[key](*args))
-                times[key].append((time.perf_counter() - start) * 1e3 / (2 * o.turns))
-        for row in rows[-len(EXCHANGES) * len(OPTIONS) :]:
-            row |= summary(found) if (found := times.get((row["exchange"], row["options"]))) else {}
-            say(f"{capacity} {row['exchange']:7} {row['options']:9} {row.get('ms', row.get('error'))}")
+        for key, times in times_in_rounds(calls, o.repeats).items():
+            found[key] |= summary([ms / (2 * o.turns) for ms in times])
+        for (kind, options), row in found.items():
+            say(f"{capacity} {kind:7} {options:9} {row.get('ms', row.get('error'))}")
+        rows += found.values()
     return rows
 
 

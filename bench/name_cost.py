@@ -11,10 +11,10 @@ CONCURRENT. Also whether the loss and every gradient keep their bits from one pl
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
-import time
 from pathlib import Path
 
 import jax
@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxoff
 from bench.provenance import provenance
-from bench.rounds import order_of
+from bench.rounds import times_in_rounds
 
 NAMES = ("x_in", "mlp_in", "attn")
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -95,13 +95,8 @@ def measure_times(o, args) -> dict:
         programs[key] = program
         rows[key] = {"temp_bytes": memory.temp_size_in_bytes, "host_bytes": memory.host_temp_size_in_bytes}
         jax.block_until_ready(program(*args))
-    times = {key: [] for key in programs}
-    for repeat in range(o.repeats):
-        for key in order_of(list(programs), repeat):
-            start = time.perf_counter()
-            jax.block_until_ready(programs[key](*args))
-            times[key].append((time.perf_counter() - start) * 1e3)
-    for key, measured in times.items():
+    calls = {key: functools.partial(program, *args) for key, program in programs.items()}
+    for key, measured in times_in_rounds(calls, o.repeats).items():
         row = rows[key] = {
             **rows[key],
             "ms": statistics.median(measured),

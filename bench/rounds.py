@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
 
 
-def order_of(variants: Sequence[str], number: int) -> list[str]:
+def times_in_rounds[K: Hashable](calls: Mapping[K, Callable[[], Any]], repeats: int) -> dict[K, list[float]]:
+    """Milliseconds of calls that take turns, as many samples of each as there are rounds."""
+    times: dict[K, list[float]] = {variant: [] for variant in calls}
+    for repeat in range(repeats):
+        for variant in order_of(list(calls), repeat):
+            start = time.perf_counter()
+            jax.block_until_ready(calls[variant]())
+            times[variant].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def order_of[K: Hashable](variants: Sequence[K], number: int) -> list[K]:
     """The order of a round.
 
     What ran before a variant changes its clock: a program at the card's power limit is up to 3% faster after
