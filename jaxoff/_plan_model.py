@@ -64,7 +64,12 @@ class Moment:
     def needed(self, margin: float) -> int:
         """The budget of which this leaves a part free: of what arguments and results leave of it."""
         known = self.arguments + self.resident + self.results
-        return math.ceil(known + (self.nbytes - known) / (1 - margin))
+        return math.ceil(_with_margin(self.nbytes, known, margin))
+
+
+def _with_margin(nbytes: int, known: int, margin: float) -> float:
+    """The budget of which, but for what is known, a part stays free."""
+    return known + (nbytes - known) / (1 - margin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,8 +398,8 @@ class Model:
         for margin in {0.0, self.margin}:
             largest: dict[tuple, tuple[float, Point]] = {}
             for point in self.points:
-                key, results = (point.holds, point.kind, point.backward), point.results_nbytes
-                needed = results + (point.nbytes - results) / (1 - margin)
+                key = point.holds, point.kind, point.backward
+                needed = _with_margin(point.nbytes, point.results_nbytes, margin)
                 if key not in largest or largest[key][0] < needed:
                     largest[key] = needed, point
             found |= dict.fromkeys(point for _, point in largest.values())
@@ -438,12 +443,5 @@ class Model:
                     what = f"{what}, {step}"
                 else:
                     working = kind.forward_nbytes(use)
-            yield Moment(
-                what,
-                self.argument_nbytes,
-                self.resident_nbytes,
-                point.nbytes,
-                residuals,
-                working,
-                point.results_nbytes,
-            )
+            always = self.argument_nbytes, self.resident_nbytes
+            yield Moment(what, *always, point.nbytes, residuals, working, point.results_nbytes)

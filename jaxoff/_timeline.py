@@ -140,13 +140,12 @@ class Timeline:
             kind = None if call is None else kinds.get(call.part)
             what = f"{self._eqns[i].primitive.name} {_compat.source_line(self._eqns[i])}".strip()
             now = live + made - reused
+            known = min(now, results)
             if i in self._loops:
                 for point in self._loops[i].points(kinds):
-                    known = min(now, results)
                     yield dataclasses.replace(point, nbytes=now + point.nbytes, results_nbytes=known)
             else:
-                backward = call is not None and call.backward
-                yield Point(what, now, tuple(holds), kind, backward, min(now, results))
+                yield Point(what, now, tuple(holds), kind, call is not None and call.backward, known)
             live += made - freed
 
     def _may_be_taken(self, v: Var, i: int) -> bool:
