@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from jaxoff._facts import CompiledFacts, HostCopy
 from jaxoff._finding import Finding
 from jaxoff._overlap import SMALL_NBYTES
-from jaxoff._settings import COMMAND_BUFFER, SCHEDULING_MODE
+from jaxoff._settings import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
 from jaxoff._table import human
 
 
@@ -22,6 +22,7 @@ def find(facts: CompiledFacts, expected_host_bytes: int) -> Iterator[Finding]:
     yield from _not_overlapped(facts, large)
     yield from _cut(facts, large)
     yield from _twice(large)
+    yield from _again(facts)
 
 
 def _vanished(facts: CompiledFacts, expected: int) -> Iterator[Finding]:
@@ -149,6 +150,17 @@ def _twice(copies: list[HostCopy]) -> Iterator[Finding]:
             f"A value is to go to the host once; these copy host memory to host memory: {_listed(inside)}. "
             "Use each offloaded value in one loop only.",
             inside[0].source,
+        )
+
+
+def _again(facts: CompiledFacts) -> Iterator[Finding]:
+    if names := facts.computed_again:
+        yield Finding(
+            "computed-again",
+            "Policies are to say what is computed again; near the device's memory limit XLA also chose by "
+            f"itself: {', '.join(names[:3])}{' and others' if len(names) > 3 else ''} ({len(names)} in all). "
+            "That can take more memory than it frees, beside a policy. Compile with "
+            f"compiler_options={{{DISABLED_PASSES!r}: 'rematerialization'}}, as jaxoff.jit does.",
         )
 
 

@@ -34,7 +34,7 @@ VARIABLES = (
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
 )
-CONFIG = ("jax_optimization_level", "jax_remat3")
+CONFIG = ("jax_compiler_enable_remat_pass", "jax_optimization_level", "jax_remat3")
 LINK_NBYTES = 512 * 10**6  # smaller copies are bound by their launch: 64 MB runs at 70% of the link
 
 

@@ -65,6 +65,7 @@ class CompiledFacts:
       scheduling_mode: how CUDA graphs order what they captured, e.g. "LHS" or "CONCURRENT".
       captured_commands: the kinds of command that CUDA graphs capture.
       copies: all traffic with host memory.
+      computed_again: instructions that compute large values a second time since XLA chose so by itself.
       findings: what is wrong; empty if nothing is.
     """
 
@@ -75,6 +76,7 @@ class CompiledFacts:
     scheduling_mode: str
     captured_commands: tuple[str, ...]
     copies: tuple[HostCopy, ...]
+    computed_again: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -100,6 +102,7 @@ class CompiledFacts:
         return {
             **dataclasses.asdict(dataclasses.replace(self, copies=())),
             "captured_commands": list(self.captured_commands),
+            "computed_again": list(self.computed_again),
             "copies": copies,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "d2h_bytes": self.d2h_bytes,

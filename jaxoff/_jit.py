@@ -14,8 +14,10 @@ from jax.core import Tracer
 
 from jaxoff import _compat, _options, _requirements
 from jaxoff._cost import H200, Device
+from jaxoff._environment import parse_xla_flags
 from jaxoff._host_bytes import peak_host_nbytes
 from jaxoff._rewrite import Rewritten, rewrite
+from jaxoff._settings import DISABLED_PASSES
 
 type Options = tuple[tuple[str, Any], ...]
 
@@ -36,7 +38,8 @@ def jit(
     barriers put its large values into one order, in which memory is used again and a copy starts as late as
     it can and still be in time; what is computed is the same, and un-named values may round elsewhere. Where
     it moves residuals, XLA also gets the options that this kind of program needs: for layers in a loop, CUDA
-    graphs whose edges are those of the data (CONCURRENT), collectives among them. Differentiate inside, as in
+    graphs whose edges are those of the data (CONCURRENT), collectives among them. What XLA would compute
+    again on its own, near the device's limit, it does not in a program in order. Differentiate inside, as in
     `jaxoff.jit(jax.value_and_grad(loss))`: outside of it there is no backward pass to see.
 
     Args:
@@ -152,7 +155,8 @@ class Jitted:
 
             closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
             program = rewrite(closed, device, one_device=devices == 1)
-            wanted = _options.for_program(program.loops, program.scanned, _JAXLIB)
+            disabled = parse_xla_flags(os.environ.get("XLA_FLAGS", "")).get(DISABLED_PASSES, "")
+            wanted = _options.for_program(program.loops, program.scanned, program.flat, _JAXLIB, disabled)
             if wanted != options:
                 raise _NeedsOptionsError(wanted)
             self._check(closed, program)

@@ -9,6 +9,7 @@ from jaxoff import _requirements
 from jaxoff._settings import (
     CAPTURED_BY_DEFAULT,
     COMMAND_BUFFER,
+    DISABLED_PASSES,
     PIPELINING,
     PIPELINING_LEVELS,
     SCHEDULING_MODE,
@@ -25,24 +26,34 @@ _CONCURRENT = (
 # on the device, too, and collectives then share a few streams and wait for each other: 8% of a step on two
 # H200s, a copy of each turn on one (bench/LOG.md).
 _ONE_GRAPH = (("xla_gpu_experimental_use_collective_kernels", ""), ("xla_gpu_enable_cub_radix_sort", False))
-# When memory is assigned, a tuple is what is left of a barrier, and the order that is seen. From jaxlib 0.12
-# on this pass takes such tuples away before; nothing else needs it.
-_BARRIERS_STAY = (("xla_disable_hlo_passes", "tuple-simplifier"),)
+# Passes that undo an order: near the device's limit XLA computes again what a policy has placed, which took up
+# to 2.9 GB more (bench/LOG.md). When memory is assigned, a tuple is what is left of a barrier, and the order
+# that is seen; from jaxlib 0.12 on a pass takes such tuples away before, which nothing else needs.
+_REMATERIALIZATION = "rematerialization"
+_TUPLES = "tuple-simplifier"
 _PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
 
 
-def for_program(loops: int, scanned: int, jaxlib: str) -> tuple[tuple[str, Any], ...]:
-    """The options for a program with so many loops, pairs of a name and a value.
+def for_program(
+    loops: int, scanned: int, flat: bool, jaxlib: str, disabled: str = ""
+) -> tuple[tuple[str, Any], ...]:
+    """The options for a program that was put in order, pairs of a name and a value; none for another.
 
     Outside of loops the scheduler's order stands, which barriers fix.
 
     Args:
       loops: how many are written out.
       scanned: how many move residuals.
+      flat: whether it moves residuals outside of loops.
       jaxlib: its version.
+      disabled: the passes that the process leaves out of all programs, with commas between.
     """
-    stay = _BARRIERS_STAY if (loops or scanned) and _requirements.release(jaxlib) >= (0, 12) else ()
-    return _CONCURRENT + _ONE_GRAPH + stay if scanned else stay
+    if not (loops or scanned or flat):
+        return ()
+    passes = [*filter(None, disabled.split(",")), _REMATERIALIZATION]
+    if (loops or scanned) and _requirements.release(jaxlib) >= (0, 12):
+        passes.append(_TUPLES)
+    return (*(_CONCURRENT + _ONE_GRAPH if scanned else ()), (DISABLED_PASSES, ",".join(passes)))
 
 
 def harms(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterator[str]:

@@ -19,6 +19,7 @@ PIPELINING = (
 )
 COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
 SCHEDULING_MODE = "xla_gpu_command_buffer_scheduling_mode"
+DISABLED_PASSES = "xla_disable_hlo_passes"
 CAPTURED_BY_DEFAULT = frozenset(
     {"CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION"}
 )
@@ -202,6 +203,16 @@ def _excess_precision(value: str | None, _: Environment) -> Judgement:
     )
 
 
+def _remat_pass(value: str | None, _: Environment) -> Judgement:
+    if is_false(value):
+        return "neutral", "XLA recomputes nothing on its own: memory is what policies make it."
+    return (
+        "neutral",
+        "Near the memory limit XLA recomputes values on its own, in some programs into more memory; "
+        "jaxoff.jit leaves that out, verify finds it (computed-again).",
+    )
+
+
 def _remat3(value: str | None, _: Environment) -> Judgement:
     if is_true(value):
         return (
@@ -220,6 +231,7 @@ _RULES: Iterable[tuple[Source, tuple[str, ...], Rule]] = (
     ("XLA_FLAGS", ("xla_gpu_deterministic_ops",), _deterministic),
     ("XLA_FLAGS", ("xla_allow_excess_precision",), _excess_precision),
     ("jax.config", ("jax_optimization_level",), _optimization_level),
+    ("jax.config", ("jax_compiler_enable_remat_pass",), _remat_pass),
     ("jax.config", ("jax_remat3",), _remat3),
     ("environment", ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"), _memory_fraction),
     ("environment", ("XLA_PYTHON_CLIENT_PREALLOCATE",), _preallocate),

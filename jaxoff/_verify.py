@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,11 @@ from jaxoff._copy_checks import find
 from jaxoff._environment import parse_xla_flags
 from jaxoff._explain import Report
 from jaxoff._facts import CompiledFacts, HostCopy
-from jaxoff._host_copies import Transfer, transfers
-from jaxoff._overlap import Graphs, Schedule
+from jaxoff._host_copies import Transfer, fused, is_structure, transfers
+from jaxoff._overlap import SMALL_NBYTES, Graphs, Schedule
 from jaxoff._values import value_of
+
+_AGAIN = re.compile(r"\.remat\d*(\.\d+)*$")
 
 
 def verify(
@@ -44,6 +47,7 @@ def verify(
       graph-cut: a copy is out of the CUDA graph of its turn, for what cannot be in it.
       kernel-touches-host: a kernel, and not a copy engine, reads or writes host memory.
       value-copied-twice: one value goes to the host more than once.
+      computed-again: near the device's limit XLA chose by itself to compute values a second time.
 
     Args:
       compiled: what `jax.jit(fun).lower(...).compile()` gives, compiled for a GPU.
@@ -95,6 +99,7 @@ def verify(
         scheduling_mode=graphs.mode,
         captured_commands=tuple(sorted(graphs.captured)),
         copies=host_copies(module, graphs),
+        computed_again=computed_again(module),
     )
     return dataclasses.replace(facts, findings=tuple(find(facts, expected)))
 
@@ -135,6 +140,19 @@ def host_copies(module: _hlo.Module, graphs: Graphs) -> tuple[HostCopy, ...]:
     moved = tuple(transfers(module))
     schedule = Schedule(module, graphs, moved)
     return tuple(_host_copy(transfer, module, schedule) for transfer in moved)
+
+
+def computed_again(module: _hlo.Module) -> tuple[str, ...]:
+    """The large values that XLA's own rematerialization makes a second time, by its names for them."""
+    bodies = (fused(module, i) for c in module.computations.values() for i in c.instructions)
+    inside = {body.name for body in bodies if body is not None}
+    return tuple(
+        i.name
+        for c in module.computations.values()
+        if c.name not in inside
+        for i in c.instructions
+        if _AGAIN.search(i.name) and i.shape.nbytes >= SMALL_NBYTES and not is_structure(i)
+    )
 
 
 def _host_copy(transfer: Transfer, module: _hlo.Module, schedule: Schedule) -> HostCopy:

@@ -1,5 +1,8 @@
 """Small stacks of layers whose residuals move, and ways in which the moves go wrong."""
 
+import importlib.resources
+import re
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -87,3 +90,13 @@ def fetched_by_xs(w, x):
         return y + jnp.tanh(taken @ iw[1]), None
 
     return lax.scan(fetch, y, (jnp.arange(LAYERS), w), reverse=True)[0]
+
+
+def h200_with(nbytes, folder):
+    """An H200 with so much memory, of which XLA takes 80% as its limit."""
+    text = (importlib.resources.files("jaxoff") / "targets" / "h200.txtpb").read_text()
+    text, count = re.subn(r"device_memory_size: \d+", f"device_memory_size: {int(nbytes / 0.8)}", text)
+    assert count == 1
+    path = folder / "small.txtpb"
+    path.write_text(text)
+    return jaxoff.target(path)

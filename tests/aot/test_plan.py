@@ -13,6 +13,8 @@ from jax import lax
 import jaxoff
 from bench.frontier_points import Point, planner_of
 from bench.step_models import Workload
+from jaxoff._settings import DISABLED_PASSES
+from tests.aot import programs
 
 pytestmark = pytest.mark.aot
 
@@ -99,10 +101,17 @@ def test_the_peak_is_that_of_the_compiled_program(fixed):
 
 
 @pytest.mark.parametrize("gigabytes", [13, pytest.param(20, marks=pytest.mark.long)])
-def test_what_is_planned_fits_its_budget(gigabytes):
-    found = jaxoff.plan(loss(jaxoff.policy()), *arguments(), device_bytes=gigabytes * 1e9)
+def test_what_is_planned_fits_its_budget_and_xla_leaves_it_so(gigabytes, tmp_path):
+    budget = gigabytes * 1e9
+    found = jaxoff.plan(loss(jaxoff.policy()), *arguments(), device_bytes=budget)
     assert "offload" in {row.choice for row in found.rows}
-    assert compiled(found.policy)[0] <= gigabytes * 1e9
+    card = programs.h200_with(budget, tmp_path)
+    for passes, computed_again in ((None, False), ("", True)):
+        options = None if passes is None else {DISABLED_PASSES: passes}
+        step = jaxoff.jit(jax.value_and_grad(loss(found.policy), (0, 1)), compiler_options=options)
+        facts = jaxoff.verify(card.compile(step, *arguments()), compiler_options=step.options)
+        assert bool(facts.computed_again) == computed_again  # a card of that size: XLA would
+        assert facts.device_peak_bytes <= budget
 
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

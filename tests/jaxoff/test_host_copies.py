@@ -1,6 +1,7 @@
 """What moves between the memories, in programs written by hand: the cases that XLA makes seldom."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -10,7 +11,7 @@ from jaxoff._facts import CompiledFacts
 from jaxoff._host_copies import transfers
 from jaxoff._overlap import Graphs, Schedule
 from jaxoff._values import value_of
-from jaxoff._verify import host_copies
+from jaxoff._verify import computed_again, host_copies
 
 DEVICE, HOST = "bf16[8,4096]{1,0}", "bf16[8,4096]{1,0:S(5)}"
 NBYTES = 8 * 4096 * 2
@@ -367,3 +368,23 @@ def test_what_a_loop_leaves_as_it_is_needs_one_copy():
 def test_small_copies_are_no_trouble():
     small = "bf16[8]{0:S(5)}"
     assert findings(program("ROOT %up = bf16[8]{0} copy(%h)", parameters=(DEVICE, small, STACK))) == []
+
+
+def test_what_xla_computes_again_by_itself_is_found():
+    module = program(
+        f"""
+        %a.remat = {DEVICE} fusion(%d), kind=kLoop, calls=%inner
+        %b.remat2.1 = {DEVICE} fusion(%a.remat), kind=kLoop, calls=%inner
+        %small.remat = f32[8]{{0}} fusion(%d), kind=kLoop, calls=%inner
+        %view.remat = {DEVICE} bitcast(%a.remat)
+        %remat.3 = {DEVICE} fusion(%d), kind=kLoop, calls=%inner
+        ROOT %rematted = {DEVICE} fusion(%remat.3), kind=kLoop, calls=%inner
+        """,
+        computations=f"%inner (p: f32[8]) -> f32[8] {{\n  ROOT %part.remat = {DEVICE} negate(%p)\n}}\n",
+    )
+    names = computed_again(module)
+    assert names == ("a.remat", "b.remat2.1")
+    facts = CompiledFacts(0, 0, 0, None, "LHS", (), (), names)
+    (finding,) = find(facts, 0)
+    assert finding.code == "computed-again" and "a.remat, b.remat2.1 (2 in all)" in finding.message
+    assert json.loads(json.dumps(facts.to_dict()))["computed_again"] == list(names)

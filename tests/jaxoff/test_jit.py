@@ -1,6 +1,7 @@
 """`jaxoff.jit`: all of `jax.jit`, and the options that a program needs."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from jaxoff import _options
-from jaxoff._settings import COMMAND_BUFFER, SCHEDULING_MODE
+from jaxoff._settings import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
 from tests.jaxoff.matrix import assert_close, assert_equal, inputs
 from tests.jaxoff.test_order import BOTH, arguments, layer, loss_of
 
@@ -46,10 +47,22 @@ def test_nothing_cuts_the_graph_of_a_turn_on_one_device_or_on_several():
 
 @pytest.mark.parametrize(("jaxlib", "kept"), [("0.11.2", False), ("0.12.0.1", True), ("0.13.0rc1", True)])
 def test_what_is_left_of_barriers_stays_where_xla_would_take_it_away(jaxlib, kept):
-    options = dict(_options.for_program(2, 1, jaxlib))
-    assert ("tuple-simplifier" in options.get("xla_disable_hlo_passes", "")) == kept
-    assert bool(_options.for_program(2, 0, jaxlib)) == kept  # in order, but with no copies
-    assert _options.for_program(0, 0, jaxlib) == ()
+    for scanned in (1, 0):  # in order, with copies or without
+        passes = dict(_options.for_program(2, scanned, False, jaxlib))[DISABLED_PASSES].split(",")
+        assert ("tuple-simplifier" in passes) == kept
+
+
+def test_xla_recomputes_nothing_by_itself_in_a_program_in_order():
+    assert _options.for_program(0, 0, False, "0.11.2") == ()
+    for program in [(2, 1, False), (2, 0, False), (0, 0, True)]:
+        assert dict(_options.for_program(*program, "0.11.2"))[DISABLED_PASSES] == "rematerialization"
+
+
+def test_passes_that_the_process_leaves_out_stay_left_out(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --{DISABLED_PASSES}=cse,dce")
+    step = jaxoff.jit(STEP)
+    step.lower(*arguments())
+    assert options_of(step)[DISABLED_PASSES].split(",")[:3] == ["cse", "dce", "rematerialization"]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +71,7 @@ def test_what_is_left_of_barriers_stays_where_xla_would_take_it_away(jaxlib, kep
 def test_programs_without_such_a_loop_keep_the_default_options(fun):
     step = jaxoff.jit(fun)
     assert_equal(step(*arguments()), jax.jit(fun)(*arguments()))
-    assert options_of(step).keys() <= {"xla_disable_hlo_passes"}  # from jax 0.12 on, so that barriers stay
+    assert options_of(step).keys() <= {DISABLED_PASSES}
 
 
 def test_the_callers_options_win():
