@@ -35,7 +35,7 @@ from jaxoff import _options
 AXIS = "expert"
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "captured": dict(_options.for_program(1, 1, importlib.metadata.version("jaxlib"))),
+    "captured": dict(_options.for_program(scanned=1, jaxlib=importlib.metadata.version("jaxlib"))),
 }
 
 type Exchange = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

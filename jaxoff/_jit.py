@@ -156,7 +156,13 @@ class Jitted:
             closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
             program = rewrite(closed, device, one_device=devices == 1)
             disabled = parse_xla_flags(os.environ.get("XLA_FLAGS", "")).get(DISABLED_PASSES, "")
-            wanted = _options.for_program(program.loops, program.scanned, program.flat, _JAXLIB, disabled)
+            wanted = _options.for_program(
+                loops=program.loops,
+                scanned=program.scanned,
+                flat=program.flat,
+                jaxlib=_JAXLIB,
+                disabled=disabled,
+            )
             if wanted != options:
                 raise _NeedsOptionsError(wanted)
             self._check(closed, program)

@@ -26,16 +26,16 @@ _CONCURRENT = (
 # on the device, too, and collectives then share a few streams and wait for each other: 8% of a step on two
 # H200s, a copy of each turn on one (bench/LOG.md).
 _ONE_GRAPH = (("xla_gpu_experimental_use_collective_kernels", ""), ("xla_gpu_enable_cub_radix_sort", False))
-# Passes that undo an order: near the device's limit XLA computes again what a policy has placed, which took up
-# to 2.9 GB more (bench/LOG.md). When memory is assigned, a tuple is what is left of a barrier, and the order
-# that is seen; from jaxlib 0.12 on a pass takes such tuples away before, which nothing else needs.
+# Passes that undo an order. Near the device's limit XLA computes values again by itself, which took up to
+# 2.9 GB more (bench/LOG.md). When memory is assigned, a tuple is what is left of a barrier, and the order that
+# is seen; from jaxlib 0.12 on a pass takes such tuples away before, which nothing else needs.
 _REMATERIALIZATION = "rematerialization"
 _TUPLES = "tuple-simplifier"
 _PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
 
 
 def for_program(
-    loops: int, scanned: int, flat: bool, jaxlib: str, disabled: str = ""
+    *, loops: int = 0, scanned: int = 0, flat: bool = False, jaxlib: str, disabled: str = ""
 ) -> tuple[tuple[str, Any], ...]:
     """The options for a program that was put in order, pairs of a name and a value; none for another.
 

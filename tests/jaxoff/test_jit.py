@@ -48,14 +48,16 @@ def test_nothing_cuts_the_graph_of_a_turn_on_one_device_or_on_several():
 @pytest.mark.parametrize(("jaxlib", "kept"), [("0.11.2", False), ("0.12.0.1", True), ("0.13.0rc1", True)])
 def test_what_is_left_of_barriers_stays_where_xla_would_take_it_away(jaxlib, kept):
     for scanned in (1, 0):  # in order, with copies or without
-        passes = dict(_options.for_program(2, scanned, False, jaxlib))[DISABLED_PASSES].split(",")
+        passes = dict(_options.for_program(loops=2, scanned=scanned, jaxlib=jaxlib))[DISABLED_PASSES].split(
+            ","
+        )
         assert ("tuple-simplifier" in passes) == kept
 
 
 def test_xla_recomputes_nothing_by_itself_in_a_program_in_order():
-    assert _options.for_program(0, 0, False, "0.11.2") == ()
-    for program in [(2, 1, False), (2, 0, False), (0, 0, True)]:
-        assert dict(_options.for_program(*program, "0.11.2"))[DISABLED_PASSES] == "rematerialization"
+    assert _options.for_program(jaxlib="0.11.2") == ()
+    for program in [dict(loops=2, scanned=1), dict(loops=2), dict(flat=True)]:
+        assert dict(_options.for_program(**program, jaxlib="0.11.2"))[DISABLED_PASSES] == "rematerialization"
 
 
 def test_passes_that_the_process_leaves_out_stay_left_out(monkeypatch):
