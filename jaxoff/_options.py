@@ -27,8 +27,8 @@ _CONCURRENT = (
 # H200s, a copy of each turn on one (bench/LOG.md).
 _ONE_GRAPH = (("xla_gpu_experimental_use_collective_kernels", ""), ("xla_gpu_enable_cub_radix_sort", False))
 # Passes that undo an order. Near the device's limit XLA computes values again by itself, which took up to
-# 2.9 GB more (bench/LOG.md). When memory is assigned, a tuple is what is left of a barrier, and the order that
-# is seen; from jaxlib 0.12 on a pass takes such tuples away before, which nothing else needs.
+# 2.9 GB more (bench/LOG.md). When memory is assigned, a tuple is what is left of a barrier, and the order
+# that is seen; from jaxlib 0.12 on a pass takes such tuples away before, which nothing else needs.
 _REMATERIALIZATION = "rematerialization"
 _TUPLES = "tuple-simplifier"
 _PIPELINED = "xla_gpu_enable_pipelined_host_offloading"

@@ -188,7 +188,8 @@ class Order:
         if not self._is_link(eqn):
             self._emit(i, {})
             return
-        if is_heavy(eqn):
+        # What a copy waits for lives until that is there: a result lives anyway.
+        if is_heavy(eqn) or self._last_large in self._program.outs:
             self._start_due_reloads()
         self._emit(i, self._behind_the_last(i))
         began = self._time

@@ -11,10 +11,13 @@ from jax import lax
 
 import jaxoff
 from jaxoff import _compat
+from jaxoff._copy_times import Reloads
 from jaxoff._cost import H200, Device
 from jaxoff._inline import inlined
+from jaxoff._order import Order
 from jaxoff._rewrite import rewrite
-from jaxoff._units import is_heavy
+from jaxoff._straight import Spare, Straight
+from jaxoff._units import Units, is_heavy
 from tests.jaxoff.matrix import assert_close, assert_equal, inputs
 from tests.jaxoff.test_random_programs import ARGS, SIMPLE, TRANSFORMS, policies, programs, random_loss
 
@@ -232,3 +235,34 @@ def test_a_loop_with_effects_is_left_alone():
     assert str(rewrite(plain, H200, large_nbytes=1).jaxpr).count("optimization_barrier") == str(plain).count(
         "optimization_barrier"
     )
+
+
+@pytest.mark.parametrize("is_result", [True, False], ids=["result", "passing"])
+def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyway(is_result):
+    """Behind them a large kernel could begin first, and keep the small ones waiting that start it."""
+    size = (64, 64)
+
+    def turn(stack, rows, x, number):
+        total = lax.dynamic_update_slice(rows, (x @ x)[None], (number, 0, 0))
+        last = jnp.tanh(total[0]) @ x  # light, then heavy
+        row = lax.dynamic_slice(stack, (number, 0, 0), (1, *size))
+        return (total if is_result else total.sum()), jax.device_put(row, jax.memory.Space.Device)[0] + last
+
+    stack = jax.typeof(jax.device_put(jnp.ones((4, *size)), jax.memory.Space.Host))
+    jaxpr = jax.make_jaxpr(turn)(stack, jnp.ones((4, *size)), jnp.ones(size), 1).jaxpr
+    (reload,) = (i for i, eqn in enumerate(jaxpr.eqns) if _compat.transfer_in(eqn) == "H2D")
+    outs = frozenset(v for v in jaxpr.outvars if isinstance(v, _compat.Var))
+    program = Straight(
+        tuple(jaxpr.eqns),
+        outs,
+        (True,) * len(jaxpr.eqns),
+        holds_copies=False,
+        turn=jaxpr.invars[3],
+        spare={jaxpr.invars[0]: Spare(0, 1)},
+    )
+    reloads = Reloads((reload,), {reload: 2})
+    order = Order(program, Units(program.eqns, outs), H200, 1 << 10, reloads, {}).run()
+    names = [eqn.primitive.name for eqn in order.eqns]
+    began = next(i for i, eqn in enumerate(order.eqns) if _compat.transfer_in(eqn) == "D2H")
+    assert names.index("dot_general") < names.index("dynamic_update_slice")
+    assert (began < names.index("tanh")) == is_result
