@@ -18,7 +18,7 @@ from jaxoff._policy import PALLAS
 from jaxoff._units import Units, is_heavy, variables
 
 # Of the rate of products in a row, which the card's power limit holds down.
-PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.18, 1.12, 0.83, 0.66, 0.13
+PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.18, 1.09, 0.83, 0.66, 0.13
 # What of the time to read a product's operands and write its result is not hidden.
 TRAFFIC = 0.4
 # Of an exchange between devices, what products beside it hide.
