@@ -16,9 +16,9 @@ from jaxoff._marks import name as name
 from jaxoff._measure import Measurement as Measurement
 from jaxoff._measure import measure as measure
 from jaxoff._plan import BudgetError as BudgetError
-from jaxoff._plan import Plan as Plan
-from jaxoff._plan import Planned as Planned
 from jaxoff._plan import plan as plan
+from jaxoff._planned import Plan as Plan
+from jaxoff._planned import Planned as Planned
 from jaxoff._policy import Policy as Policy
 from jaxoff._presets import policies as policies
 from jaxoff._presets import policy as policy

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxoff._cost import H200, Device, SharedLink
-from jaxoff._plan import Plan, Planner, Verb, no_host_memory
+from jaxoff._plan import Planner, no_host_memory
+from jaxoff._planned import Plan, Verb
 from jaxoff._search import fastest, smallest
 from jaxoff._table import printed
 

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from jaxoff._cost import H200, Device, SharedLink
 from jaxoff._errors import near_miss
-from jaxoff._layer import UNNAMED, UNNAMED_DOTS
+from jaxoff._layer import UNNAMED_DOTS
 from jaxoff._parts import divide
-from jaxoff._plan_model import Choice, Cost, LayerModel, Model, Moment, Times
+from jaxoff._plan_model import Choice, Cost, LayerModel, Model
+from jaxoff._planned import Plan, Planned, Verb, split
 from jaxoff._policy import Placement, Policy
 from jaxoff._program import Program
 from jaxoff._requirements import POOL_VARIABLE, pinned_pool_bytes
 from jaxoff._search import fastest, smallest
-from jaxoff._table import human, printed
+from jaxoff._table import human
 from jaxoff._train_step import divide_step, is_train_step
-
-type Verb = Literal["save", "offload", "recompute"]
+from jaxoff._verify import held_nbytes
 
 # What is left free of a budget, less the arguments: predicted peaks have been so much short.
 MARGIN, MESH_MARGIN = 0.1, 0.25
+# A plan that its compiled program refuted is made again for less than it needs by at least this.
+_FINER = 0.999
+
+type CompileStep = Callable[[Policy], jax.stages.Compiled]
+
 _VERBS: dict[Placement, Verb] = {"device": "save", "host": "offload", "recompute": "recompute"}
 _PLACES: dict[str, Placement] = {verb: place for place, verb in _VERBS.items()}
 
@@ -45,150 +48,6 @@ class BudgetError(ValueError):
         self.smallest_bytes = smallest_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """Where the values of one name live, and what that costs.
-
-    Attributes:
-      name: as given to `jaxoff.name`; "(dots)" for outputs of dots and convolutions without a name,
-        "(offload)" and "(not_offload)" for marked values without one.
-      shape: of one instance.
-      count: instances in a step.
-      nbytes: of all of them.
-      choice: "save", "offload" or "recompute".
-      recomputed_ms: of a step, that saving it instead would spare.
-      copied_ms: of the link, both ways.
-      exposed_ms: of that, its share of what nothing hides.
-      why: what the other choices would do, or which mark decided.
-    """
-
-    name: str
-    shape: str
-    count: int
-    nbytes: int
-    choice: Verb
-    recomputed_ms: float
-    copied_ms: float
-    exposed_ms: float
-    why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A placement of every residual, and what it is predicted to cost. Prints as a table.
-
-    Attributes:
-      rows: the placements, in the order in which the values are made.
-      peak: the moment of a step at which most device memory is in use.
-      host_bytes: pinned host memory.
-      times: of a step, split.
-      device_bytes: the budget.
-      device: what it was planned for.
-    """
-
-    rows: tuple[Planned, ...]
-    peak: Moment
-    host_bytes: int
-    times: Times
-    device_bytes: int
-    device: Device
-
-    @property
-    def policy(self) -> Policy:
-        """The placement as a policy, for `jax.checkpoint`, `jaxoff.scan` or `jaxoff.layers`.
-
-        Their `keep_first="auto"` leaves it as it is.
-        """
-
-        def named(choice: Verb) -> tuple[str, ...]:
-            return tuple(
-                glob.escape(r.name) for r in self.rows if r.choice == choice and r.name not in UNNAMED
-            )
-
-        dots = any(row.name == UNNAMED_DOTS and row.choice == "save" for row in self.rows)
-        return Policy(
-            offload=named("offload"),
-            save=named("save"),
-            recompute=named("recompute"),
-            unmarked="dots" if dots else "recompute",
-            preset="plan",
-        )
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most device memory in use at once, predicted."""
-        return self.peak.nbytes
-
-    @property
-    def step_ms(self) -> float:
-        """The time of a step, predicted: of the train step, or of the loss and its gradients."""
-        return self.times.total
-
-    def choice(self, name: str) -> Verb:
-        """Where the values of a name live.
-
-        Raises:
-          KeyError: for a name that is not planned.
-        """
-        for row in self.rows:
-            if row.name == name:
-                return row.choice
-        raise KeyError(f"A plan has {', '.join(row.name for row in self.rows)}, got {name!r}.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON-ready values."""
-        return {
-            "rows": [dataclasses.asdict(row) for row in self.rows],
-            "peak": dataclasses.asdict(self.peak),
-            "host_bytes": self.host_bytes,
-            "times": dataclasses.asdict(self.times),
-            "device_bytes": self.device_bytes,
-            "device": self.device.to_dict(),
-        }
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Plan:
-        """The plan whose `to_dict` this is."""
-        return cls(
-            rows=tuple(Planned(**row) for row in fields["rows"]),
-            peak=Moment(**fields["peak"]),
-            host_bytes=fields["host_bytes"],
-            times=Times(**fields["times"]),
-            device_bytes=fields["device_bytes"],
-            device=Device.from_dict(fields["device"]),
-        )
-
-    def to_json(self) -> str:
-        """The plan as text, for `from_json`."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """The plan whose `to_json` this is.
-
-        Raises:
-          ValueError: for other text.
-        """
-        try:
-            return cls.from_dict(json.loads(text))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"A plan is read from the JSON of Plan.to_json, got other text: {error!r}."
-            ) from None
-
-    def table(self) -> str:
-        """The plan as text: name, bytes, choice, ms recomputed, copied and exposed, why; and the totals."""
-        return printed(self)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def __rich_console__(self, console, options):
-        from jaxoff._plan_table import render
-
-        yield from render(self, console.is_terminal)
-
-
 def plan(
     fun: Callable[..., Any],
     /,
@@ -200,6 +59,7 @@ def plan(
     device: Device = H200,
     fixed: Mapping[str, Verb] | None = None,
     margin: float | None = None,
+    compile_step: CompileStep | None = None,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     **kwargs,
@@ -208,8 +68,9 @@ def plan(
 
     Each name inside of `jax.checkpoint`, in scanned layers or in layers one after the other, is saved,
     offloaded or recomputed; outputs of dots without a name are saved, all of them, or recomputed. Nothing is
-    compiled or allocated: times and bytes come from the traced program and the device's profile, by the model
-    in `jaxoff._plan_model`, and the choice is the best of all by that model, found by an integer program.
+    allocated, nor compiled without `compile_step`: times and bytes come from the traced program and the
+    device's profile, by the model in `jaxoff._plan_model`, and the choice is the best of all by that model,
+    found by an integer program.
 
     Args:
       fun: a loss: a function of arrays, not yet differentiated, with `jax.checkpoint` around its layers,
@@ -229,7 +90,10 @@ def plan(
       fixed: by name, "save", "offload" or "recompute" where that is decided. Marks are honoured anyway.
       margin: the part that stays free of what arguments and results leave of the budget (a loss's gradients
         are results); None for 10%, and 25% for a step over several devices, by which predicted peaks have
-        been short (`bench/LOG.md`).
+        been short (`bench/LOG.md`); 0% with `compile_step`.
+      compile_step: compiles the step under a policy. What XLA assigns is then known and not predicted: a plan
+        whose program takes more than the budget is made again for as much less, until one fits. Compile for
+        the device that runs it; ahead of time other kernels are picked, which has made 0.5% of difference.
       argnums: the positional arguments to differentiate a loss for, as for `jax.grad`. None: every
         floating-point argument.
       has_aux: whether a loss returns `(output, auxiliary)`, as for `jax.grad`.
@@ -239,6 +103,7 @@ def plan(
 
     Raises:
       BudgetError: if nothing fits; it says the smallest budget that does, and what takes the space.
+      TypeError: for a `compile_step` that returns something else than a compiled program.
       ValueError: for a function without `jax.checkpoint`, a train step whose layers keep something, a fixed
         name that it does not have or a placement that is none, a budget or margin out of range, and argnums
         out of range or given with a train step.
@@ -272,7 +137,9 @@ def plan(
       program.
     """
     planner = Planner.of(fun, args, kwargs, resident_bytes, link, device, argnums, has_aux)
-    return planner.plan(device_bytes, host_bytes, fixed or {}, margin)
+    if compile_step is None:
+        return planner.plan(device_bytes, host_bytes, fixed or {}, margin)
+    return planner.plan_compiled(device_bytes, host_bytes, fixed or {}, margin or 0.0, compile_step)
 
 
 def no_host_memory(host_bytes: int) -> BudgetError:
@@ -335,6 +202,37 @@ class Planner:
         if choice is None:
             raise _too_small(model, int(device_bytes), host, places)
         return dataclasses.replace(self, model=model).planned(choice, int(device_bytes))
+
+    def plan_compiled(
+        self,
+        device_bytes: float,
+        host_bytes: float | None,
+        fixed: Mapping[str, str],
+        margin: float,
+        compile_step: CompileStep,
+    ) -> Plan:
+        """The plan for a budget whose compiled step fits it; see `plan`."""
+        limit, refused = device_bytes, ""
+        while True:
+            try:
+                plan = self.plan(max(0, limit), host_bytes, fixed, margin)
+            except BudgetError as error:
+                raise BudgetError(f"{error}{refused}", error.smallest_bytes) from None
+            compiled = compile_step(plan.policy)
+            if not isinstance(compiled, jax.stages.Compiled):
+                raise TypeError(
+                    "compile_step returns a compiled step, as in lambda policy: step(policy).lower(*args)"
+                    f".compile(); got {type(compiled).__name__}."
+                )
+            held = held_nbytes(compiled) + self.model.resident_nbytes
+            if held <= device_bytes:
+                return dataclasses.replace(plan, device_bytes=int(device_bytes), compiled_bytes=held)
+            # So that what is refused is not found again, by whatever precision the search has.
+            limit = _FINER * min(limit, device_bytes - (held - plan.peak_bytes))
+            refused = (
+                f" That is the budget of {human(int(device_bytes))} less the {human(held - plan.peak_bytes)} "
+                "by which a plan, compiled, took more than predicted."
+            )
 
     def host_budget(self, host_bytes: float | None) -> int:
         """What a device may have of pinned host memory: as given, or its share of XLA's pool."""
@@ -430,15 +328,3 @@ def _too_small(model: Model, device_bytes: int, host_bytes: int, fixed: Choice) 
 def _copied_ms(kind: LayerModel, n: int, choice: Choice) -> float:
     moved = n in kind.use(choice).moved
     return moved * kind.turns * (kind.d2h_ms(n) + kind.h2d_ms(n))
-
-
-def split(peak: Moment) -> str:
-    """What takes the device's memory at a moment."""
-    parts = (
-        ("arguments", peak.arguments),
-        ("resident", peak.resident),
-        ("gradients and others", peak.alive),
-        ("residuals", peak.residuals),
-        ("working set", peak.working),
-    )
-    return ", ".join(f"{name} {human(nbytes)}" for name, nbytes in parts if nbytes)

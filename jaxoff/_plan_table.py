@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxoff._plan import split
+from jaxoff._planned import split
 from jaxoff._table import human
 
 if TYPE_CHECKING:
-    from jaxoff._plan import Plan
+    from jaxoff._planned import Plan
 
 _COLOURS = {"offload": "cyan", "save": "yellow", "recompute": "dim"}
 _HEADINGS = ("name", "shape", "count", "bytes", "choice", "recomputed", "copied", "exposed", "why")
@@ -35,7 +35,8 @@ def render(plan: Plan, terminal: bool) -> Iterator[Any]:
         f"\nstep about {t.total:.1f} ms: kernels {t.kernels:.1f}, recomputed {t.recomputed:.1f}, stored "
         f"{t.stored:.1f}, slowed by copies {t.slowed:.1f}, copies exposed {exposed:.1f}"
     )
+    compiled = "" if plan.compiled_bytes is None else f" (compiled {human(plan.compiled_bytes)})"
     yield Text(
-        f"device peak {human(plan.peak_bytes)} of {human(plan.device_bytes)}: {split(plan.peak)}; "
+        f"device peak {human(plan.peak_bytes)}{compiled} of {human(plan.device_bytes)}: {split(plan.peak)}; "
         f"host {human(plan.host_bytes)}"
     )

@@ -94,7 +94,7 @@ def verify(
     facts = CompiledFacts(
         host_bytes=memory.host_temp_size_in_bytes,
         device_temp_bytes=memory.temp_size_in_bytes,
-        device_peak_bytes=_peak(memory),
+        device_peak_bytes=held_nbytes(compiled),
         twin_peak_bytes=_twin_peak(saved_twin),
         scheduling_mode=graphs.mode,
         captured_commands=tuple(sorted(graphs.captured)),
@@ -127,10 +127,12 @@ def _platforms(compiled: jax.stages.Compiled) -> set[str]:
 def _twin_peak(twin: Any) -> int | None:
     if twin is None or isinstance(twin, CompiledFacts):
         return twin and twin.device_peak_bytes
-    return _peak(twin.memory_analysis())
+    return held_nbytes(twin)
 
 
-def _peak(memory: Any) -> int:
+def held_nbytes(compiled: jax.stages.Compiled) -> int:
+    """The device memory that a program takes: arguments, results and temporaries, aliased bytes once."""
+    memory: Any = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return held - memory.alias_size_in_bytes
 

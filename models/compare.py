@@ -93,7 +93,7 @@ def measure(options: Options, *, on_device: bool) -> Measurement:
     program = Program(options, policy.on_device() if on_device else policy)
     corpus = data.load(options.data)
     batches = data.Batches(corpus.train, options.batch, options.seq, options.seed)
-    state, step, times, loss = program.init(), program.compile_step(), [], None
+    state, step, times, loss = program.init(), program.compiled_step, [], None
     for i in range(WARM_UP_STEPS + STEPS):
         tokens = program.microbatches(batches[i])
         start = time.perf_counter()

@@ -104,20 +104,40 @@ class Program:
         params = self.state_shapes["params"]
         return jaxoff.explain(self.loss, params, self.microbatch_shape, argnums=0, has_aux=True)
 
-    def plan(self, device_bytes: float) -> jaxoff.Plan:
+    def plan(
+        self,
+        device_bytes: float,
+        compile_step: Callable[[jaxoff.Policy], jax.stages.Compiled] | None = None,
+    ) -> jaxoff.Plan:
         """Plans where the residuals of a step live, for a budget of device memory.
+
+        Args:
+          device_bytes: the budget of a device.
+          compile_step: as for `jaxoff.plan`.
 
         Raises:
           jaxoff.BudgetError: if nothing fits.
         """
         planned = type(self)(self.options, jaxoff.policy())  # what is planned has its layers checkpointed
-        args = self.state_shapes, self.tokens_shape
-        return jaxoff.plan(planned.step, *args, device_bytes=device_bytes, **self._planning)
+        return jaxoff.plan(
+            planned.step,
+            self.state_shapes,
+            self.tokens_shape,
+            device_bytes=device_bytes,
+            link=self._link,
+            margin=self._margin if compile_step is None else None,
+            compile_step=compile_step,
+        )
 
     @property
-    def _planning(self) -> dict[str, Any]:
-        """What else `jaxoff.plan` is told."""
-        return {"margin": _MARGIN}
+    def _margin(self) -> float | None:
+        """What `jaxoff.plan` leaves free of what it cannot know."""
+        return _MARGIN
+
+    @property
+    def _link(self) -> int | None:
+        """How many devices copy at once; None for one."""
+        return None
 
     def init(self) -> State:
         """The state before the first step."""
@@ -128,8 +148,9 @@ class Program:
         """(state, tokens (A, B, S + 1)) to (state, metrics), by `jaxoff.jit`. The state is donated."""
         return jaxoff.jit(self._step, donate_argnums=0)
 
-    def compile_step(self) -> jax.stages.Compiled:
-        """Compiles `step`."""
+    @functools.cached_property
+    def compiled_step(self) -> jax.stages.Compiled:
+        """`step`, compiled."""
         return self.step.lower(self.state_shapes, self.tokens_shape).compile()
 
     def compile_held_out(self, windows: np.ndarray) -> jax.stages.Compiled:

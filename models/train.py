@@ -91,11 +91,10 @@ def prepare(options: Options, out: Path, *, resume: bool, again: str, device_gb:
     corpus = data.load(options.data)
     batches = data.Batches(corpus.train, options.batch, options.seq, options.seed)
     kind = Program if options.layout is None else ParallelProgram
-    plan = None
+    plan, program = None, kind(options, policy_text.parse(options.policy))
     if device_gb is not None:
-        plan = plan_within(device_gb, kind(options, None))
-        options = dataclasses.replace(options, policy=policy_text.render(plan.policy))
-    program = kind(options, policy_text.parse(options.policy))
+        plan, program = plan_within(device_gb, program)
+        options = program.options
     windows = program.held_out_windows(corpus.held_out)
     job = Job(options, folder, resume, corpus, batches, windows, program, again, plan)
     if resume:
@@ -103,16 +102,29 @@ def prepare(options: Options, out: Path, *, resume: bool, again: str, device_gb:
     return job
 
 
-def plan_within(device_gb: float, program: Program) -> jaxoff.Plan:
-    """The plan for a budget of memory of each device in GB, 10^9 bytes.
+def plan_within(device_gb: float, program: Program) -> tuple[jaxoff.Plan, Program]:
+    """The plan for a budget of memory of each device in GB, 10^9 bytes, and the program under its policy.
+
+    On an accelerator the plan is checked by the compiled step, which the program then has.
 
     Raises:
       InputError: if nothing fits.
     """
+    under: dict[str, Program] = {}
+
+    def planned(policy: jaxoff.Policy) -> Program:
+        text = policy_text.render(policy)
+        if text not in under:
+            options = dataclasses.replace(program.options, policy=text)
+            under[text] = type(program)(options, policy_text.parse(text))
+        return under[text]
+
+    on_cpu = jax.default_backend() == "cpu"  # which has no second kind of memory
     try:
-        return program.plan(device_gb * 1e9)
+        plan = program.plan(device_gb * 1e9, None if on_cpu else lambda policy: planned(policy).compiled_step)
     except ValueError as error:
         raise InputError(f"--device-gb {device_gb:g}: {error}") from None
+    return plan, planned(plan.policy)
 
 
 def train(job: Job, console: Console, *, comparison: bool | None) -> int:
@@ -204,7 +216,7 @@ def run(job: Job, console: Console, checkpoints: Checkpoints) -> tuple[Outcome, 
         if first == job.options.steps:
             return Outcome(state, first, None, []), history, None
         start = time.perf_counter()
-        step, held_out = program.compile_step(), program.compile_held_out(job.windows)
+        step, held_out = program.compiled_step, program.compile_held_out(job.windows)
         compile_s = time.perf_counter() - start
         with Stop() as stop, Display(console, job.options, first, program.work) as display:
             trainer = Trainer(
@@ -355,6 +367,11 @@ def cli(
     """Train a mixture-of-experts language model on bytes of text, with chosen activations in host memory."""
     if policy is not None and device_gb is not None:
         raise InputError("--device-gb plans where residuals live, so it takes no --policy; give one of them.")
+    if comparison and device_gb is not None:
+        raise InputError(
+            "--compare measures before the device is in use, which --device-gb compiles on. Give --compare "
+            "with the --policy that --device-gb prints."
+        )
     options = Options.of(
         preset,
         overrides=parse_overrides(overrides or []),
@@ -381,7 +398,7 @@ def cli(
     folder = out or Path("runs", preset)
     job = prepare(options, folder, resume=resume, again=context.obj, device_gb=device_gb)
     console = make_console() if is_first() else Console(file=io.StringIO())
-    return train(job, console, comparison=comparison)
+    return train(job, console, comparison=False if device_gb is not None else comparison)
 
 
 def say_error(message: object) -> None:

@@ -11,6 +11,7 @@ import pytest
 import jaxoff
 from jaxoff import Device, SharedLink
 from jaxoff._plan import MARGIN
+from jaxoff._verify import held_nbytes
 from tests.jaxoff.planned import ACT_NBYTES, DEVICE, LAYERS, X_NBYTES, arguments, layer, scanned, unrolled
 
 PLENTY = 1e9
@@ -231,3 +232,43 @@ def test_a_frontier_goes_down_and_draws_itself(tmp_path):
 
 def test_a_named_device_plans_with_no_gpu():
     assert jaxoff.plan(scanned(), *arguments(), device_bytes=PLENTY).device == Device.of("h200")
+
+
+def compiled(policy):
+    return jaxoff.jit(jax.value_and_grad(scanned(policy=policy), (0, 1))).lower(*arguments()).compile()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.8, 0.7])
+def test_a_compiled_plan_fits_where_a_predicted_one_may_not(share):
+    """Programs for a CPU take more than is predicted for a GPU."""
+    whole = planned(compile_step=compiled)
+    assert whole.policy == planned().policy
+    assert whole.compiled_bytes == held_nbytes(compiled(whole.policy)) > whole.peak_bytes
+    budget = share * whole.compiled_bytes - 1
+    tried = []
+
+    def compile_step(policy):
+        tried.append(held_nbytes(compiled(policy)))
+        return compiled(policy)
+
+    found = planned(device_bytes=budget, compile_step=compile_step)
+    assert found.compiled_bytes is not None
+    assert found.compiled_bytes == tried[-1] <= budget < min(tried[:-1], default=whole.compiled_bytes)
+    assert found.device_bytes == int(budget) and found.policy != whole.policy
+    assert f"(compiled {found.compiled_bytes / 1e3:.2f} kB)" in str(found)
+    assert jaxoff.Plan.from_json(found.to_json()) == found
+    resident = planned(device_bytes=budget + 10**6, resident_bytes=10**6, compile_step=compile_step)
+    assert resident.compiled_bytes == found.compiled_bytes + 10**6
+
+
+def test_a_budget_that_no_compiled_plan_fits():
+    with pytest.raises(
+        jaxoff.BudgetError, match=r"less the .* by which a plan, compiled, took more"
+    ) as raised:
+        planned(device_bytes=1.01 * smallest(margin=0), compile_step=compiled)
+    assert raised.value.smallest_bytes == smallest(margin=0)
+
+
+def test_what_is_not_compiled_is_refused():
+    with pytest.raises(TypeError, match=r"compile_step returns a compiled step, .*got Lowered"):
+        planned(compile_step=lambda _: jax.jit(jnp.sin).lower(1.0))

@@ -95,3 +95,10 @@ def test_a_budget_and_a_policy_exclude_each_other(capsys, tmp_path):
     status, said = run(capsys, tmp_path, "--device-gb", "1", "--policy", "te_v2")
     assert status == 2
     assert "takes no --policy" in said.err
+
+
+def test_a_comparison_comes_before_the_device_is_in_use(capsys, tmp_path):
+    text = tmp_path / "text.py"
+    text.write_text("x" * 1000)
+    assert train.main(["--device-gb", "1", "--compare", "--data", str(text)]) == 2
+    assert "Give --compare with the --policy" in capsys.readouterr().err

@@ -43,13 +43,13 @@ def test_the_step_is_compiled_for_copies_beside_compute():
     for p in (moving, twin):
         p.step.lower(p.state_shapes, tokens(p))
     assert moving.step.options[SCHEDULING_MODE] == "CONCURRENT"
-    assert twin.step.options == {}
+    assert twin.step.options.keys() <= {DISABLED_PASSES}
 
 
 @pytest.mark.long
 def test_the_step_does_what_jax_jit_makes_of_it():
     p = program(policy_text.parse(POLICY), accum=2, overrides=LOOP)
-    state, metrics = p.compile_step()(p.init(), tokens(p))
+    state, metrics = p.compiled_step(p.init(), tokens(p))
     want_state, want = jax.jit(p._step)(p.init(), tokens(p))
     assert metrics["loss"] == want["loss"]  # to the last bit; gradients may add up in another order
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state, want_state)
