@@ -93,7 +93,8 @@ def prepare(options: Options, out: Path, *, resume: bool, again: str, device_gb:
     kind = Program if options.layout is None else ParallelProgram
     plan, program = None, kind(options, policy_text.parse(options.policy))
     if device_gb is not None:
-        plan, program = plan_within(device_gb, program)
+        # A CPU has one kind of memory: what is compiled for it says nothing of a device's.
+        plan, program = plan_within(device_gb, program, compiled=jax.default_backend() != "cpu")
         options = program.options
     windows = program.held_out_windows(corpus.held_out)
     job = Job(options, folder, resume, corpus, batches, windows, program, again, plan)
@@ -102,10 +103,13 @@ def prepare(options: Options, out: Path, *, resume: bool, again: str, device_gb:
     return job
 
 
-def plan_within(device_gb: float, program: Program) -> tuple[jaxoff.Plan, Program]:
+def plan_within(device_gb: float, program: Program, *, compiled: bool) -> tuple[jaxoff.Plan, Program]:
     """The plan for a budget of memory of each device in GB, 10^9 bytes, and the program under its policy.
 
-    On an accelerator the plan is checked by the compiled step, which the program then has.
+    Args:
+      device_gb: the budget.
+      program: under any policy.
+      compiled: whether the plan is checked by the compiled step, which the program then has.
 
     Raises:
       InputError: if nothing fits.
@@ -119,9 +123,9 @@ def plan_within(device_gb: float, program: Program) -> tuple[jaxoff.Plan, Progra
             under[text] = type(program)(options, policy_text.parse(text))
         return under[text]
 
-    on_cpu = jax.default_backend() == "cpu"  # which has no second kind of memory
+    check = (lambda policy: planned(policy).compiled_step) if compiled else None
     try:
-        plan = program.plan(device_gb * 1e9, None if on_cpu else lambda policy: planned(policy).compiled_step)
+        plan = program.plan(device_gb * 1e9, check)
     except ValueError as error:
         raise InputError(f"--device-gb {device_gb:g}: {error}") from None
     return plan, planned(plan.policy)

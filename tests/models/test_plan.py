@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import jaxoff
+from jaxoff._verify import held_nbytes
 from models import policy_text, train
+from models.errors import InputError
 from models.options import Options, parse_overrides
 from models.program import Program
 
@@ -102,3 +104,16 @@ def test_a_comparison_comes_before_the_device_is_in_use(capsys, tmp_path):
     text.write_text("x" * 1000)
     assert train.main(["--device-gb", "1", "--compare", "--data", str(text)]) == 2
     assert "Give --compare with the --policy" in capsys.readouterr().err
+
+
+def test_a_plan_is_checked_by_the_step_that_is_then_taken():
+    program = Program(Options.of("tiny", overrides=parse_overrides(ONE_LAYER), **SMALLER), None)
+    budget = 10 * program.state_bytes
+    plan, planned = train.plan_within(budget / 1e9, program, compiled=True)
+    step = planned.__dict__["compiled_step"]  # compiled already
+    assert plan.compiled_bytes == held_nbytes(step) <= budget
+    assert planned.policy == plan.policy
+    assert planned.options.policy == policy_text.render(plan.policy)
+    assert train.plan_within(budget / 1e9, program, compiled=False)[0].compiled_bytes is None
+    with pytest.raises(InputError, match="--device-gb 1e-06: .* the smallest budget is"):
+        train.plan_within(1e-6, program, compiled=True)
