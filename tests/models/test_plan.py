@@ -115,5 +115,5 @@ def test_a_plan_is_checked_by_the_step_that_is_then_taken():
     assert planned.policy == plan.policy
     assert planned.options.policy == policy_text.render(plan.policy)
     assert train.plan_within(budget / 1e9, program, compiled=False)[0].compiled_bytes is None
-    with pytest.raises(InputError, match="--device-gb 1e-06: .* the smallest budget is"):
+    with pytest.raises(InputError, match=r"--device-gb 1e-06: .* the smallest budget is"):
         train.plan_within(1e-6, program, compiled=True)
