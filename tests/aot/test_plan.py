@@ -116,16 +116,21 @@ def test_what_is_planned_fits_its_budget_and_xla_leaves_it_so(gigabytes, tmp_pat
 
 @pytest.mark.parametrize("gigabytes", [22, pytest.param(14, marks=pytest.mark.long)])
 def test_what_is_planned_and_compiled_fits_and_needs_no_margin(gigabytes):
+    """The plan for 14 GB takes 14.09, compiled; that for 22 leaves what the margin keeps free."""
+    held = []
+
     def compile_step(policy):
         step = jaxoff.jit(jax.value_and_grad(loss(policy), (0, 1)))
-        return jaxoff.target("h200").compile(step, *arguments())
+        program = jaxoff.target("h200").compile(step, *arguments())
+        held.append(jaxoff.verify(program, compiler_options=step.options).device_peak_bytes)
+        return program
 
     budget = gigabytes * 1e9
     found = jaxoff.plan(loss(jaxoff.policy()), *arguments(), device_bytes=budget, compile_step=compile_step)
-    assert found.compiled_bytes == compiled(found.policy)[0] <= budget
+    assert found.compiled_bytes == held[-1] <= budget
+    assert all(nbytes > budget for nbytes in held[:-1])
     by_prediction = jaxoff.plan(loss(jaxoff.policy()), *arguments(), device_bytes=budget)
-    fits = compiled(by_prediction.policy)[0] <= budget  # one of 14 GB takes 14.09
-    assert not fits or found.step_ms < by_prediction.step_ms
+    assert len(held) > 1 or found.step_ms < by_prediction.step_ms
 
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

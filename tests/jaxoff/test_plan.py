@@ -238,7 +238,7 @@ def compiled(policy):
     return jaxoff.jit(jax.value_and_grad(scanned(policy=policy), (0, 1))).lower(*arguments()).compile()
 
 
-@pytest.mark.parametrize("share", [1.0, 0.9, 0.8, 0.7])
+@pytest.mark.parametrize("share", [1.0, 0.8])
 def test_a_compiled_plan_fits_where_a_predicted_one_may_not(share):
     """Programs for a CPU take more than is predicted for a GPU."""
     whole = planned(compile_step=compiled)
@@ -248,8 +248,9 @@ def test_a_compiled_plan_fits_where_a_predicted_one_may_not(share):
     tried = []
 
     def compile_step(policy):
-        tried.append(held_nbytes(compiled(policy)))
-        return compiled(policy)
+        step = compiled(policy)
+        tried.append(held_nbytes(step))
+        return step
 
     found = planned(device_bytes=budget, compile_step=compile_step)
     assert found.compiled_bytes is not None
