@@ -53,6 +53,7 @@ from bench.step_limits import (
 from bench.step_models import Form, Workload
 from bench.step_peaks import measure_peaks, peak_of
 from bench.step_variants import VARIANTS, Program, compile_all, step_of
+from jaxoff._verify import held_nbytes
 
 WORKLOADS = (
     "dense-b4-l12", "dense-b16-l12", "dense-b4-l48", "dense-b16-l48", "nano-b4-l4", "nano_act-b4-l4",
@@ -168,10 +169,9 @@ def exposed(program: Program, arguments: Any) -> Row:
 def compiled_facts(call: jax.stages.Compiled) -> Row:
     """What the compiler says of memory, and what the schedule says of traffic with the host (on a GPU)."""
     memory: Any = call.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     found: Row = {
         "temp_bytes": memory.temp_size_in_bytes,
-        "device_peak_bytes": held - memory.alias_size_in_bytes,
+        "device_peak_bytes": held_nbytes(call),
         "host_bytes": memory.host_temp_size_in_bytes,
     }
     found |= dict.fromkeys(("d2h_bytes", "h2d_bytes", "kernel_host_bytes"))

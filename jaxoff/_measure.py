@@ -19,6 +19,7 @@ from jaxoff import _trace
 from jaxoff._jit import jit
 from jaxoff._table import human
 from jaxoff._trace import GpuTimes
+from jaxoff._verify import held_nbytes
 
 type NextArgs = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
 
@@ -183,11 +184,10 @@ def measure(
             'jaxoff.target("h200").compile(fun, *args).',
         )
     memory: Any = compiled.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return Measurement(
         device=f"{len(devices)} x {devices[0].device_kind}",
         times_ms=tuple(times),
-        program_bytes=held - memory.alias_size_in_bytes,
+        program_bytes=held_nbytes(compiled),
         host_bytes=memory.host_temp_size_in_bytes,
         peak_bytes=peak,
         traced_ms=traced_ms,

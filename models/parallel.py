@@ -72,12 +72,8 @@ class ParallelProgram(Program):
         return jaxoff.explain(self.divided.loss, params, self.tokens_shape, argnums=0, has_aux=True)
 
     @property
-    def _margin(self) -> float | None:
-        return None
-
-    @property
-    def _link(self) -> int | None:
-        return jax.local_device_count()  # all of a host's devices copy at once
+    def _planning(self) -> dict[str, Any]:
+        return {"link": jax.local_device_count()}  # all of a host's devices copy at once
 
     def init(self) -> State:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)

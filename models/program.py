@@ -119,25 +119,14 @@ class Program:
           jaxoff.BudgetError: if nothing fits.
         """
         planned = type(self)(self.options, jaxoff.policy())  # what is planned has its layers checkpointed
-        return jaxoff.plan(
-            planned.step,
-            self.state_shapes,
-            self.tokens_shape,
-            device_bytes=device_bytes,
-            link=self._link,
-            margin=self._margin if compile_step is None else None,
-            compile_step=compile_step,
-        )
+        args = self.state_shapes, self.tokens_shape
+        told = self._planning if compile_step is None else {**self._planning, "margin": None}
+        return jaxoff.plan(planned.step, *args, device_bytes=device_bytes, compile_step=compile_step, **told)
 
     @property
-    def _margin(self) -> float | None:
-        """What `jaxoff.plan` leaves free of what it cannot know."""
-        return _MARGIN
-
-    @property
-    def _link(self) -> int | None:
-        """How many devices copy at once; None for one."""
-        return None
+    def _planning(self) -> dict[str, Any]:
+        """What else `jaxoff.plan` is told."""
+        return {"margin": _MARGIN}
 
     def init(self) -> State:
         """The state before the first step."""
