@@ -1,0 +1,141 @@
+"""The bubble of a pipeline, measured: what a step takes beyond its microbatches.
+
+Steps of one mesh with several numbers of microbatches m, and of stages V on each of its P ranks, take turns
+in one process. The slope of a line through the times is what a microbatch takes; the bubble is what a step
+takes beyond m of those, as a part of them. A rank that has nothing to do in P - 1 of its ticks makes that
+(P - 1) / (V m). What a step does once, such as adding up gradients between ranks, counts as bubble here; what
+it does for each microbatch outside of stages, its head, makes the bubble less than that.
+
+    python -m bench.bubble --out bubble.json --pipe 2 --virtual 1 2 --microbatches 4 8 16
+
+`--tiny` runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxoff
+from bench.grouped_mlp import say, summary
+from bench.parallel_programs import OFFLOAD, SAVE, VARIANTS, WIDTHS, Workload
+from bench.provenance import provenance
+from bench.rounds import times_in_rounds
+from bench.step_variants import compiling
+from models.divided import Layout
+from models.mesh import MeshShape
+from models.pipeline import Schedule
+
+type Row = dict[str, Any]
+
+
+def derive(rows: Sequence[Row]) -> None:
+    """Adds what a microbatch takes, and the bubble, to rows of one pipeline that differ in microbatches."""
+    m = np.array([row["microbatches"] for row in rows], float)
+    slope = np.polyfit(m, [row["ms"] for row in rows], 1)[0]
+    for row in rows:
+        row["microbatch_ms"] = float(slope)
+        row["bubble"] = float(row["ms"] / (row["microbatches"] * slope) - 1)
+
+
+def workloads(o: argparse.Namespace) -> list[Workload]:
+    """One for each number of stages and of microbatches."""
+    policy = jaxoff.policy(offload=OFFLOAD.split(","), save=SAVE.split(","))
+    mesh = MeshShape(pipe=o.pipe)
+    return [
+        Workload(o.widths, o.layers, Layout(mesh, virtual), m, o.batch, o.seq, policy)
+        for virtual in o.virtual
+        for m in o.microbatches
+    ]
+
+
+def measure(o: argparse.Namespace) -> list[Row]:
+    """A row for each workload."""
+    pending, weights = [], {}
+    with ThreadPoolExecutor(o.jobs) as pool:
+        for workload in o.workloads:
+            lowered = workload.jitted(VARIANTS[o.variant]).lower(*workload.shapes())
+            pending.append(compiling(pool, lowered, alone=not pending))
+            say(f"  {workload.name}: lowered after {time.perf_counter() - o.start:.0f} s")
+    calls = {}
+    for workload, future in zip(o.workloads, pending, strict=True):
+        virtual = workload.layout.virtual
+        if virtual not in weights:
+            weights[virtual] = workload.weights()
+        call, _ = future.result()
+        calls[virtual, workload.microbatches] = functools.partial(call, weights[virtual], workload.inputs())
+    for call in calls.values():
+        jax.block_until_ready(call())
+    say(f"  ran once after {time.perf_counter() - o.start:.0f} s")
+    rows = []
+    for (virtual, m), times in times_in_rounds(calls, o.repeats).items():
+        schedule = Schedule(o.pipe, virtual, m)
+        row = {"virtual": virtual, "microbatches": m, "ticks": schedule.ticks, "formula": schedule.bubble}
+        rows.append(row | summary(times) | {"repeats": len(times)})
+    for virtual in o.virtual:
+        derive([row for row in rows if row["virtual"] == virtual])
+    return rows
+
+
+def line_of(row: Row) -> str:
+    """One measured row, for the terminal."""
+    return (
+        f"  {row['virtual']} stages a rank, {row['microbatches']:3} microbatches  {row['ms']:9.2f} ms  "
+        f"bubble {row['bubble']:6.1%}, by formula {row['formula']:6.1%}"
+    )
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="The bubble of a pipeline against its formula.")
+    parser.add_argument("--out", type=Path, required=True, help="the result file, JSON")
+    parser.add_argument("--pipe", type=int, default=2, help="ranks")
+    parser.add_argument("--virtual", type=int, nargs="+", default=[1, 2], help="stages of each")
+    parser.add_argument(
+        "--microbatches", type=int, nargs="+", default=[4, 8, 16], help="at least two numbers"
+    )
+    parser.add_argument("--variant", choices=VARIANTS, default="jaxoff", help="how the step is compiled")
+    parser.add_argument("--widths", choices=WIDTHS, default="nano", help="the model")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a microbatch")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence")
+    parser.add_argument("--repeats", type=int, default=6, help="samples of each step")
+    parser.add_argument("--jobs", type=int, default=6, help="how many programs compile at a time")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    o = parser.parse_args(arguments)
+    if len(set(o.microbatches)) < 2:
+        parser.error(f"--microbatches takes at least two different numbers, got {o.microbatches}")
+    if o.tiny:
+        o.widths, o.seq = "tiny", 16
+    try:
+        o.workloads = workloads(o)
+    except ValueError as error:
+        parser.error(str(error))
+    return o
+
+
+def main(arguments: list[str] | None = None) -> None:
+    start = time.perf_counter()
+    o = parse(arguments)
+    # One pool of pinned memory for all GPUs of a process.
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(48 * o.pipe))
+    result = provenance({key: value for key, value in vars(o).items() if key != "workloads"})
+    o.start = start
+    result["rows"] = measure(o)
+    o.out.write_text(json.dumps(result, indent=1) + "\n")
+    for row in result["rows"]:
+        say(line_of(row))
+
+
+if __name__ == "__main__":
+    main()
