@@ -17,7 +17,7 @@ import importlib.metadata
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,9 @@ def arguments(mesh: jax.sharding.Mesh, rows: int, width: int, capacity: float) -
     return jax.device_put(x, by_device), jax.device_put(sent.reshape(-1), by_device)
 
 
-def measure(o: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each capacity, exchange and set of options: milliseconds of one exchange, or an error."""
+def measure(o: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Rows for each capacity: milliseconds of one exchange under a set of options, or an error."""
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
-    rows = []
     for capacity in o.capacities:
         args = arguments(mesh, o.rows, o.width, capacity)
         sent_bytes = int(jnp.sum(args[1])) * 2 * o.width // mesh.size  # of a device, its own too
@@ -110,8 +109,7 @@ def measure(o: argparse.Namespace) -> list[dict[str, Any]]:
             found[key] |= summary([ms / (2 * o.turns) for ms in times])
         for (kind, options), row in found.items():
             say(f"{capacity} {kind:7} {options:9} {row.get('ms', row.get('error'))}")
-        rows += found.values()
-    return rows
+        yield list(found.values())
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -125,7 +123,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=8, help="there and back in a program")
     parser.add_argument("--repeats", type=int, default=16, help="samples of each program")
     o = parser.parse_args(arguments)
-    o.out.write_text(json.dumps(provenance(vars(o)) | {"rows": measure(o)}, indent=1) + "\n")
+    result = provenance(vars(o)) | {"rows": []}
+    for rows in measure(o):
+        result["rows"] += rows
+        o.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
