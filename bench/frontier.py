@@ -10,12 +10,16 @@ cache, if there is one.
     python -m bench.frontier --out b.json --resume a.json --workloads dense-b4-l12 --no-times --limit-s 200
     python -m bench.frontier_table b.json --markdown frontier.md --chart frontier.png
 
+`--ahead` finds the points on a machine without a GPU, for an H200, and checks each plan by compiling its step
+(`compile_step` of `jaxoff.plan`); `--resume` then measures them.
+
 `--tiny` runs it on a CPU; figures that only a GPU has are null there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,7 +33,8 @@ from typing import Any
 
 import jax
 
-from bench.frontier_points import ROLES, Point, budgets_of, planner_of, points_of
+import jaxoff
+from bench.frontier_points import ROLES, Point, budgets_of, compiled_for, planner_of, points_of
 from bench.grouped_mlp import describe, say
 from bench.options import one_of
 from bench.provenance import provenance
@@ -185,6 +190,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-peaks", action="store_true", help="no memory")
     parser.add_argument("--no-times", action="store_true", help="no times")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--ahead", action="store_true", help="only find points, where there is no GPU")
     parser.add_argument("--measure", metavar="POINT", help="one point's memory, as JSON")
     o = parser.parse_args(arguments)
     try:
@@ -195,6 +201,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--out is needed: the result file")
     if min(o.budgets, o.steps, o.repeats, o.jobs) < 1:
         parser.error("--budgets, --steps, --repeats and --jobs must be at least 1")
+    if o.ahead:
+        o.no_peaks = o.no_times = True
     return o
 
 
@@ -204,7 +212,9 @@ def rows_of(workload: Workload, o: argparse.Namespace, earlier: list[Row]) -> li
     roles = [role for role in o.roles if role not in {row["point"]["role"] for row in known}]
     if not roles:
         return known
-    points = points_of(workload, roles, budgets_of(planner_of(workload), o.budgets))
+    with jaxoff.target("h200").tracing() if o.ahead else contextlib.nullcontext():
+        compile_step = compiled_for(workload, jaxoff.target("h200")) if o.ahead else None
+        points = points_of(workload, roles, budgets_of(planner_of(workload), o.budgets), compile_step)
     return known + [{"workload": workload.name, "point": dataclasses.asdict(point)} for point in points]
 
 

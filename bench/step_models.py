@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxoff
 from models import Block, Config
+from models.layers import traced_platform
 
 # A loop over layers, or layers one after the other, which take their weights stacked or as a list.
 type Form = Literal["scanned", "unrolled"]
@@ -220,7 +221,7 @@ def _dense_layer(name, heads, weights, carry):
     x = name(x_BSD, "x_in")
     qkv = name(_rms_norm(x) @ weights["qkv"], "qkv").reshape(B, S, 3 * heads, D // heads)
     q, k, v = jnp.split(qkv, 3, axis=2)
-    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    kernel = "cudnn" if traced_platform() == "gpu" else "xla"
     attention = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
     x = x + name(name(attention.reshape(B, S, D), "attn") @ weights["proj"], "out_proj")
     x = name(x, "mlp_in")

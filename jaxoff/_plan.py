@@ -28,6 +28,8 @@ from jaxoff._verify import held_nbytes
 MARGIN, MESH_MARGIN = 0.1, 0.25
 # A plan that its compiled program refuted is made again for less than it needs by at least this.
 _FINER = 0.999
+# The smallest plan is found in its budget, whatever precision the search has.
+_COARSER = 1.000001
 
 type CompileStep = Callable[[Policy], jax.stages.Compiled]
 
@@ -212,12 +214,17 @@ class Planner:
         compile_step: CompileStep,
     ) -> Plan:
         """The plan for a budget whose compiled step fits it; see `plan`."""
-        limit, refused = device_bytes, ""
+        limit, refused, why = device_bytes, set[Policy](), ""
         while True:
             try:
                 plan = self.plan(max(0, limit), host_bytes, fixed, margin)
             except BudgetError as error:
-                raise BudgetError(f"{error}{refused}", error.smallest_bytes) from None
+                if not refused or error.smallest_bytes is None:
+                    raise
+                # Another plan was short by more than this one may be.
+                plan = self.plan(_COARSER * error.smallest_bytes, host_bytes, fixed, margin)
+                if plan.policy in refused:
+                    raise BudgetError(f"{error}{why}", error.smallest_bytes) from None
             compiled = compile_step(plan.policy)
             if not isinstance(compiled, jax.stages.Compiled):
                 raise TypeError(
@@ -227,9 +234,10 @@ class Planner:
             held = held_nbytes(compiled) + self.model.resident_nbytes
             if held <= device_bytes:
                 return dataclasses.replace(plan, device_bytes=int(device_bytes), compiled_bytes=held)
+            refused.add(plan.policy)
             # So that what is refused is not found again, by whatever precision the search has.
             limit = _FINER * min(limit, device_bytes - (held - plan.peak_bytes))
-            refused = (
+            why = (
                 f" That is the budget of {human(int(device_bytes))} less the {human(held - plan.peak_bytes)} "
                 "by which a plan, compiled, took more than predicted."
             )

@@ -215,12 +215,20 @@ def rope(x_BSNH: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BSNH.dtype)
 
 
+def traced_platform() -> str:
+    """What a function is traced for: the device of the abstract mesh, as in `jaxoff.target`, or JAX's own."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return jax.default_backend()
+    return "gpu" if device.platform == "cuda" else device.platform
+
+
 def attention_implementation(config: Config, platform: str | None = None) -> Implementation:
     """Says which attention a model uses: "cudnn" or "xla".
 
     Args:
       config: its `attention`, where that is not "auto", is the answer.
-      platform: "gpu" or another; by default the one that JAX computes on.
+      platform: "gpu" or another; by default the one that is traced for.
 
     Returns:
       "cudnn" on a GPU for 16-bit activations and heads of a width that is a multiple of 8 up to 128, "xla"
@@ -228,7 +236,7 @@ def attention_implementation(config: Config, platform: str | None = None) -> Imp
     """
     if config.attention != "auto":
         return "cudnn" if config.attention == "cudnn" else "xla"
-    on_gpu = (platform or jax.default_backend()) == "gpu"
+    on_gpu = (platform or traced_platform()) == "gpu"
     return (
         "cudnn"
         if on_gpu and config.dtype == "bfloat16" and config.head_dim <= 128 and not config.head_dim % 8

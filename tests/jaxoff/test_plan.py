@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxoff
-from jaxoff import Device, SharedLink
+from jaxoff import Device, SharedLink, _plan
 from jaxoff._plan import MARGIN
 from jaxoff._verify import held_nbytes
 from tests.jaxoff.planned import ACT_NBYTES, DEVICE, LAYERS, X_NBYTES, arguments, layer, scanned, unrolled
@@ -260,6 +260,25 @@ def test_a_compiled_plan_fits_where_a_predicted_one_may_not(share):
     assert jaxoff.Plan.from_json(found.to_json()) == found
     resident = planned(device_bytes=budget + 10**6, resident_bytes=10**6, compile_step=compile_step)
     assert resident.compiled_bytes == found.compiled_bytes + 10**6
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_the_smallest_plan_is_tried_before_a_budget_is_given_up(monkeypatch, excess):
+    """However much more than predicted another one took."""
+    budget = int(1.5 * smallest(margin=0))
+    held = iter([10 * budget, budget + excess])
+    monkeypatch.setattr(_plan, "held_nbytes", lambda _: next(held))
+    some_program = jax.jit(jnp.sin).lower(1.0).compile()
+
+    def found():
+        return planned(device_bytes=budget, compile_step=lambda _: some_program)
+
+    if excess:
+        with pytest.raises(jaxoff.BudgetError, match=r"less the .* by which a plan, compiled, took more"):
+            found()
+        return
+    assert found().compiled_bytes == budget
+    assert next(held, None) is None
 
 
 def test_a_budget_that_no_compiled_plan_fits():
