@@ -201,6 +201,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--out is needed: the result file")
     if min(o.budgets, o.steps, o.repeats, o.jobs) < 1:
         parser.error("--budgets, --steps, --repeats and --jobs must be at least 1")
+    if o.ahead and o.tiny:
+        parser.error("--ahead finds points for a GPU, and --tiny has sizes for a CPU: leave one of them out")
     if o.ahead:
         o.no_peaks = o.no_times = True
     return o

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax import lax
 
 import jaxoff
+from bench import frontier
 from bench.frontier_points import Point, planner_of
 from bench.step_models import Workload
 from jaxoff._settings import DISABLED_PASSES
@@ -131,6 +133,18 @@ def test_what_is_planned_and_compiled_fits_and_needs_no_margin(gigabytes):
     assert all(nbytes > budget for nbytes in held[:-1])
     by_prediction = jaxoff.plan(loss(jaxoff.policy()), *arguments(), device_bytes=budget)
     assert len(held) > 1 or found.step_ms < by_prediction.step_ms
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_CUDNN, reason="needs cuDNN: pip install 'jax[cuda13]' (no GPU needed)")
+def test_points_of_a_frontier_are_found_and_compiled_without_a_gpu(tmp_path):
+    words = ["--ahead", "--workloads", "dense-b1-l2", "--budgets", "2"]
+    frontier.main([*words, "--out", str(out := tmp_path / "points.json")])
+    rows = json.loads(out.read_text())["rows"]
+    assert not any({"memory", "time"} & row.keys() for row in rows)
+    plans = [row["point"] for row in rows if row["point"]["role"] == "plan"]
+    assert len(plans) == 2
+    assert all(0 < plan["predicted"]["compiled_bytes"] <= plan["budget"] for plan in plans)
 
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

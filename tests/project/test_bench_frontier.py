@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from bench import frontier, frontier_table
-from bench.frontier_points import MAXTEXT, ROLES, Point, _each_once, budgets_of, planner_of, points_of
+from bench.frontier_points import (
+    AHEAD,
+    MAXTEXT,
+    ROLES,
+    Point,
+    _each_once,
+    budgets_of,
+    planner_of,
+    points_of,
+)
 from bench.step_models import Workload
 from jaxoff._plan import MARGIN
 from jaxoff._search import smallest
@@ -71,6 +80,17 @@ def test_plans_fit_their_budgets_and_get_faster(points):
     assert all(point.predicted["peak_bytes"] <= point.budget for point in plans)
     times = [point.predicted["ms"] for point in plans]
     assert times == sorted(times, reverse=True)
+
+
+def test_plans_may_be_checked_by_compilation():
+    budget = 10**9
+
+    def compiled(policy):
+        step = Point("", "plan", dataclasses.asdict(policy)).step(DENSE)
+        return step.jitted.lower(*DENSE.shapes("scanned")).compile()
+
+    (point,) = points_of(DENSE, ["plan"], [budget], compiled)
+    assert 0 < point.predicted["compiled_bytes"] <= AHEAD * budget
 
 
 def test_points_place_residuals_as_their_names_say(points):
@@ -178,6 +198,7 @@ def test_the_table_sets_predictions_against_measurements():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--out", "x", "--ahead", "--tiny"], "leave one of them out"),
         (["--workloads", "dense"], "a workload is KIND"),
         ([], "--out is needed"),
         (["--out", "x", "--roles", "plans"], "unknown: plans"),
