@@ -16,10 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +25,19 @@ import numpy as np
 
 import jaxoff
 from bench.grouped_mlp import say, summary
-from bench.parallel_programs import OFFLOAD, SAVE, VARIANTS, WIDTHS, Workload
+from bench.parallel_programs import (
+    OFFLOAD,
+    SAVE,
+    VARIANTS,
+    Workload,
+    add_options,
+    allow_pinned_memory,
+    compile_lowered,
+    shrink,
+)
 from bench.provenance import provenance
 from bench.rounds import times_in_rounds
-from bench.step_variants import compiling
+from bench.step_variants import Program
 from models.divided import Layout
 from models.mesh import MeshShape
 from models.pipeline import Schedule
@@ -60,23 +66,29 @@ def workloads(o: argparse.Namespace) -> list[Workload]:
 
 
 def measure(o: argparse.Namespace) -> list[Row]:
-    """A row for each workload."""
-    pending, weights = [], {}
-    with ThreadPoolExecutor(o.jobs) as pool:
-        for workload in o.workloads:
-            lowered = workload.jitted(VARIANTS[o.variant]).lower(*workload.shapes())
-            pending.append(compiling(pool, lowered, alone=not pending))
-            say(f"  {workload.name}: lowered after {time.perf_counter() - o.start:.0f} s")
+    """A row for each workload.
+
+    Raises:
+      RuntimeError: if one does not compile.
+    """
+
+    def lowering(workload: Workload) -> Callable[[], jax.stages.Lowered]:
+        return lambda: workload.jitted(VARIANTS[o.variant]).lower(*workload.shapes())
+
+    def compiled(name: str, found: Program | Row) -> None:
+        if not isinstance(found, Program):
+            raise RuntimeError(f"{name}: {found['error']}")
+        say(f"  {name}: lowered in {found.lower_s:.0f} s, compiled in {found.compile_s:.0f} s")
+
+    programs = compile_lowered({w.name: lowering(w) for w in o.workloads}, o.jobs, compiled)
+    by_stages = {workload.layout.virtual: workload for workload in o.workloads}
+    weights = {virtual: workload.weights() for virtual, workload in by_stages.items()}
     calls = {}
-    for workload, future in zip(o.workloads, pending, strict=True):
-        virtual = workload.layout.virtual
-        if virtual not in weights:
-            weights[virtual] = workload.weights()
-        call, _ = future.result()
+    for workload in o.workloads:
+        virtual, call = workload.layout.virtual, programs[workload.name].call
         calls[virtual, workload.microbatches] = functools.partial(call, weights[virtual], workload.inputs())
     for call in calls.values():
         jax.block_until_ready(call())
-    say(f"  ran once after {time.perf_counter() - o.start:.0f} s")
     rows = []
     for (virtual, m), times in times_in_rounds(calls, o.repeats).items():
         schedule = Schedule(o.pipe, virtual, m)
@@ -105,18 +117,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--microbatches", type=int, nargs="+", default=[4, 8, 16], help="at least two numbers"
     )
     parser.add_argument("--variant", choices=VARIANTS, default="jaxoff", help="how the step is compiled")
-    parser.add_argument("--widths", choices=WIDTHS, default="nano", help="the model")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=2, help="sequences of a microbatch")
-    parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence")
-    parser.add_argument("--repeats", type=int, default=6, help="samples of each step")
-    parser.add_argument("--jobs", type=int, default=6, help="how many programs compile at a time")
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    add_options(parser, batch=2, repeats=6, jobs=6)
     o = parser.parse_args(arguments)
     if len(set(o.microbatches)) < 2:
         parser.error(f"--microbatches takes at least two different numbers, got {o.microbatches}")
-    if o.tiny:
-        o.widths, o.seq = "tiny", 16
+    shrink(o)
     try:
         o.workloads = workloads(o)
     except ValueError as error:
@@ -125,12 +130,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    start = time.perf_counter()
     o = parse(arguments)
-    # One pool of pinned memory for all GPUs of a process.
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(48 * o.pipe))
+    allow_pinned_memory(o.pipe)
     result = provenance({key: value for key, value in vars(o).items() if key != "workloads"})
-    o.start = start
     result["rows"] = measure(o)
     o.out.write_text(json.dumps(result, indent=1) + "\n")
     for row in result["rows"]:

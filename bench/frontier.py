@@ -214,9 +214,11 @@ def rows_of(workload: Workload, o: argparse.Namespace, earlier: list[Row]) -> li
     roles = [role for role in o.roles if role not in {row["point"]["role"] for row in known}]
     if not roles:
         return known
-    with jaxoff.target("h200").tracing() if o.ahead else contextlib.nullcontext():
-        compile_step = compiled_for(workload, jaxoff.target("h200")) if o.ahead else None
-        points = points_of(workload, roles, budgets_of(planner_of(workload), o.budgets), compile_step)
+    target = jaxoff.target("h200") if o.ahead else None
+    with target.tracing() if target else contextlib.nullcontext():
+        planner = planner_of(workload)
+        compile_step = compiled_for(workload, target) if target else None
+        points = points_of(workload, planner, roles, budgets_of(planner, o.budgets), compile_step)
     return known + [{"workload": workload.name, "point": dataclasses.asdict(point)} for point in points]
 
 

@@ -29,7 +29,16 @@ from jax.sharding import PartitionSpec as P
 import jaxoff
 from bench.grouped_mlp import describe, say
 from bench.options import one_of
-from bench.parallel_programs import OFFLOAD, SAVE, VARIANTS, WIDTHS, Workload, compile_all
+from bench.parallel_programs import (
+    OFFLOAD,
+    SAVE,
+    VARIANTS,
+    Workload,
+    add_options,
+    allow_pinned_memory,
+    compile_all,
+    shrink,
+)
 from bench.provenance import provenance
 from bench.step import compiled_facts, time_in_turns, traced
 from bench.step_checks import compare_bits
@@ -213,11 +222,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mesh", required=True, help="such as data=2,expert=2,pipe=2")
     parser.add_argument("--virtual", type=int, default=1, help="stages of each pipe rank")
     parser.add_argument("--capacity", type=float, default=CAPACITY, help="room for rows to experts' devices")
-    parser.add_argument("--widths", choices=WIDTHS, default="nano", help="the model")
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8, help="of a step")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a microbatch, each device's own")
-    parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence")
     parser.add_argument("--logits-chunk", type=int, default=0, help="tokens with logits at a time; 0: all")
     parser.add_argument("--offload", default=OFFLOAD, help="names that go to the host")
     parser.add_argument("--save", default=SAVE, help="names that stay; the rest is recomputed")
@@ -225,21 +230,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--variants", type=one_of(VARIANTS), default=tuple(VARIANTS), help=", ".join(VARIANTS)
     )
-    parser.add_argument("--repeats", type=int, default=10, help="samples of each variant")
     parser.add_argument("--sample-ms", type=float, default=600.0, help="shorter steps are queued")
-    parser.add_argument("--jobs", type=int, default=5, help="how many programs compile at a time")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
     parser.add_argument("--limit-s", type=float, help="start nothing after so many seconds")
     parser.add_argument("--no-trace", action="store_true", help="no profile of each variant")
     parser.add_argument(
         "--bits", type=int, default=0, metavar="STEPS", help="compare bits with the saved twin's"
     )
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    add_options(parser, batch=1, repeats=10, jobs=5)
     o = parser.parse_args(arguments)
+    shrink(o)
     try:
         o.mesh = MeshShape.parse(o.mesh)
-        if o.tiny:
-            o.widths, o.seq = "tiny", 16
         policy = jaxoff.policy(offload=o.offload.split(","), save=o.save.split(","))
         layout = Layout(o.mesh, o.virtual, o.capacity)
         o.workload = Workload(
@@ -254,8 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
     start = time.perf_counter()
     o = parse(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    # One pool of pinned memory for all GPUs of a process.
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(48 * o.mesh.size))
+    allow_pinned_memory(o.mesh.size)
     result: Row = {"workload": o.workload.name, "rows": []}
 
     def over() -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -165,6 +167,30 @@ class Workload:
         )
 
 
+def add_options(parser: argparse.ArgumentParser, *, batch: int, repeats: int, jobs: int) -> None:
+    """The options of programs that take steps of a `Workload`, with these defaults."""
+    parser.add_argument("--widths", choices=WIDTHS, default="nano", help="the model")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--batch", type=int, default=batch, help="sequences of a microbatch, each device's own"
+    )
+    parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence")
+    parser.add_argument("--repeats", type=int, default=repeats, help="samples of each step")
+    parser.add_argument("--jobs", type=int, default=jobs, help="how many programs compile at a time")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+
+
+def shrink(o: argparse.Namespace) -> None:
+    """What `--tiny` stands for."""
+    if o.tiny:
+        o.widths, o.seq = "tiny", 16
+
+
+def allow_pinned_memory(gpus: int) -> None:
+    """Sets the size of a process's one pool of pinned memory, for all of its GPUs."""
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(48 * gpus))
+
+
 def compile_all(
     workload: Workload,
     variants: Mapping[str, Variant],
@@ -182,13 +208,26 @@ def compile_all(
       options: compiler options that win over the variants' own.
     """
     arguments = workload.shapes()
+
+    def lowering(variant: Variant) -> Callable[[], jax.stages.Lowered]:
+        return lambda: workload.jitted(variant, options).lower(*arguments)
+
+    return compile_lowered({name: lowering(variant) for name, variant in variants.items()}, jobs, on_done)
+
+
+def compile_lowered(
+    lowerings: Mapping[str, Callable[[], jax.stages.Lowered]],
+    jobs: int,
+    on_done: Callable[[str, Program | dict[str, Any]], None],
+) -> dict[str, Program]:
+    """Lowers steps one after the other and compiles them side by side; see `compile_all`."""
     done: dict[str, Program] = {}
     with ThreadPoolExecutor(jobs) as pool:
         pending = {}
-        for name, variant in variants.items():
+        for name, lower in lowerings.items():
             try:
                 start = time.perf_counter()
-                lowered = workload.jitted(variant, options).lower(*arguments)
+                lowered = lower()
                 lower_s = time.perf_counter() - start
                 pending[name] = lower_s, compiling(pool, lowered, alone=not pending)
             except Exception as error:  # whatever tracing or lowering raises

@@ -198,9 +198,8 @@ def test_the_peak_of_a_train_step_is_that_of_the_compiled_program(fixed):
         ("mixtral-b4-l2", {"moe.act": SAVE}),
     ],
 )
-def test_the_peak_of_experts_is_that_of_the_compiled_program(workload, choices, monkeypatch):
+def test_the_peak_of_experts_is_that_of_the_compiled_program(workload, choices):
     """The block of the model, with the kernels and the attention that it has on the GPU."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     layers, target = Workload.parse(workload), jaxoff.target("h200")
     with target.tracing():
         planner = planner_of(layers)

@@ -136,3 +136,11 @@ def test_a_later_token_changes_no_earlier_output():
 )
 def test_which_attention_runs_where(overrides, platform, want):
     assert attention_implementation(Config.preset("tiny", **overrides), platform) == want
+
+
+@pytest.mark.parametrize(("platform", "want"), [("cuda", "cudnn"), ("gpu", "cudnn"), ("cpu", "xla")])
+def test_attention_is_chosen_for_the_device_that_is_traced_for(platform, want):
+    device = jax.sharding.AbstractDevice(device_kind="any", num_cores=1, platform=platform)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert attention_implementation(Config.preset("tiny")) == want

@@ -32,7 +32,7 @@ def planner():
 
 @pytest.fixture(scope="module")
 def points(planner):
-    return points_of(DENSE, ROLES, budgets_of(planner, 3))
+    return points_of(DENSE, planner, ROLES, budgets_of(planner, 3))
 
 
 def of_role(points, role):
@@ -82,14 +82,14 @@ def test_plans_fit_their_budgets_and_get_faster(points):
     assert times == sorted(times, reverse=True)
 
 
-def test_plans_may_be_checked_by_compilation():
+def test_plans_may_be_checked_by_compilation(planner):
     budget = 10**9
 
     def compiled(policy):
         step = Point("", "plan", dataclasses.asdict(policy)).step(DENSE)
         return step.jitted.lower(*DENSE.shapes("scanned")).compile()
 
-    (point,) = points_of(DENSE, ["plan"], [budget], compiled)
+    (point,) = points_of(DENSE, planner, ["plan"], [budget], compiled)
     assert 0 < point.predicted["compiled_bytes"] <= AHEAD * budget
 
 
