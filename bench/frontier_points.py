@@ -14,15 +14,15 @@ from jax import lax
 import jaxoff
 from bench.step_models import Workload, loss
 from bench.step_variants import Step
-from jaxoff import Policy
+from jaxoff import FirstLayers, Policy
 from jaxoff._layer import UNNAMED_DOTS
 from jaxoff._plan import MARGIN, CompileStep, Planner
 from jaxoff._policy import Placement
 from jaxoff._search import fastest, smallest
 
-type Role = Literal["plan", "stock", "maxtext", "single", "bound"]
+type Role = Literal["plan", "layers", "stock", "maxtext", "single", "bound"]
 
-ROLES: tuple[Role, ...] = ("plan", "stock", "maxtext", "single", "bound")
+ROLES: tuple[Role, ...] = ("plan", "layers", "stock", "maxtext", "single", "bound")
 STOCK = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "offload_dots")
 _PLACES: dict[str, Placement] = {"save": "device", "offload": "host"}
 _STOCK_CHOICES: dict[str, dict[str, Placement]] = {
@@ -48,9 +48,9 @@ _SAME = {
     "dense": {"qkv_proj": "qkv", "context": "attn", "out_proj": "out_proj", "mlpwi": "pre", "mlpwo": "down"},
     "nano": {"qkv_proj": "attn.qkv", "context": "attn.core", "mlpwi": "moe.act", "mlpwo": "moe.combined"},
 }
-# Of a budget, what a step compiled ahead of time may take: on the card it has other kernels, and has taken
-# 0.5% less to 1.1% more (bench/LOG.md).
-AHEAD = 0.995
+# What a step compiled ahead of time leaves of a budget: on the card it has other kernels, whose memory of
+# their own has been up to 0.2 GB (bench/LOG.md).
+AHEAD_NBYTES = 1 << 28
 # XLA's pool of pinned memory, with room for what is not a residual.
 HOST_BYTES = 90e9
 
@@ -62,7 +62,7 @@ class Point:
     Attributes:
       name: of the point.
       role: what it is compared as.
-      policy: fields of a `jaxoff.Policy`; None with a stock policy or without any.
+      policy: fields of a `jaxoff.Policy` or a `jaxoff.FirstLayers`; None with a stock policy or without any.
       stock: one of `STOCK`, or None.
       budget: bytes of device memory that it was planned for, or None.
       predicted: by the planner: "ms", "peak_bytes", "host_bytes", and "compiled_bytes" of what was compiled;
@@ -98,10 +98,16 @@ class Point:
 
     def _callable(self) -> Any:
         if self.policy is not None:
-            return Policy(**self.policy)
+            return _policy_of(self.policy)
         if self.stock == "offload_dots":
             return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
         return None if self.stock is None else getattr(jax.checkpoint_policies, self.stock)
+
+
+def _policy_of(fields: dict[str, Any]) -> Policy | FirstLayers:
+    if "count" not in fields:
+        return Policy(**fields)
+    return FirstLayers(fields["count"], _policy_of(fields["policy"]), _policy_of(fields["rest"]))
 
 
 def planner_of(workload: Workload) -> Planner:
@@ -136,6 +142,7 @@ def points_of(
     """The points of a workload; with `compile_step` plans are checked by compilation, with no margin."""
     found = {
         "plan": lambda: _plans(planner, budgets, compile_step),
+        "layers": lambda: _plans_by_layer(planner, budgets, compile_step),
         "stock": lambda: _stock(planner),
         "maxtext": lambda: _maxtext(planner, workload),
         "single": lambda: _singles(planner, budgets),
@@ -149,7 +156,7 @@ def _each_once(points: list[Point], planner: Planner) -> list[Point]:
     found: dict[Any, Point] = {}
     for point in points:
         key, choice = point.name, _choice(point)
-        if choice is not None and point.role != "plan":
+        if choice is not None and point.role not in ("plan", "layers"):
             kept = planner.model.kept_labels(choice)
             key = frozenset((label, place) for label, place in choice.items() if label in kept)
         first = found.setdefault(key, point)
@@ -181,13 +188,23 @@ def _plans(planner: Planner, budgets: Sequence[int], compile_step: CompileStep |
         if compile_step is None:
             plan = planner.plan(budget, HOST_BYTES, {}, MARGIN)
         else:
-            plan = planner.plan_compiled(AHEAD * budget, HOST_BYTES, {}, 0.0, compile_step)
+            plan = planner.plan_compiled(budget - AHEAD_NBYTES, HOST_BYTES, {}, 0.0, compile_step)
         predicted = {"ms": plan.step_ms, "peak_bytes": plan.peak_bytes, "host_bytes": plan.host_bytes}
         if plan.compiled_bytes is not None:
             predicted["compiled_bytes"] = plan.compiled_bytes
         fields = dataclasses.asdict(plan.policy)
         name = f"plan {number}: {budget / 1e9:.1f} GB"
         yield Point(name, "plan", fields, budget=budget, predicted=predicted)
+
+
+def _plans_by_layer(
+    planner: Planner, budgets: Sequence[int], compile_step: CompileStep | None
+) -> Iterator[Point]:
+    """Plans whose first layers are placed otherwise than the others, for the budgets for which those win."""
+    for point in _plans(dataclasses.replace(planner, in_two=True), budgets, compile_step):
+        if point.policy is not None and "count" in point.policy:
+            name = point.name.replace("plan", f"first {point.policy['count']},")
+            yield dataclasses.replace(point, name=name, role="layers")
 
 
 def _stock(planner: Planner) -> Iterator[Point]:

@@ -14,12 +14,20 @@ from bench.tables import show
 
 _COLOURS = {
     "plan": "#d62728",
+    "layers": "#2ca02c",
     "stock": "#ff7f0e",
     "maxtext": "#1f77b4",
     "single": "#9467bd",
     "bound": "#7f7f7f",
 }
-_LABELS = {"plan": "jaxoff.plan", "stock": "stock policies", "maxtext": "MaxText's", "single": "one name"}
+_LABELS = {
+    "plan": "jaxoff.plan",
+    "layers": "jaxoff.plan, by layer",
+    "stock": "stock policies",
+    "maxtext": "MaxText's",
+    "single": "one name",
+}
+_PLANS = ("plan", "layers")
 _HEADINGS = ("point", "step", "predicted", "peak", "predicted", "budget", "steps in it")
 
 type Row = dict[str, Any]
@@ -98,11 +106,11 @@ def draw(results: dict[str, list[Row]], path: Path) -> None:
             if not known:
                 continue
             known.sort()
-            style = "o-" if role == "plan" else "o"
+            style = "o-" if role in _PLANS else "o"
             axes.plot(
                 [k[0] for k in known], [k[1] for k in known], style, color=colour, label=_LABELS.get(role)
             )
-            for gigabytes, ms, name in known if role != "plan" else ():
+            for gigabytes, ms, name in known if role not in _PLANS else ():
                 axes.annotate(name, (gigabytes, ms), fontsize=6, xytext=(3, 3), textcoords="offset points")
         axes.set(title=workload, xlabel="peak device memory, GB", ylabel="step, ms")
         axes.grid(alpha=0.3)

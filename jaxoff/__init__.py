@@ -19,6 +19,7 @@ from jaxoff._plan import BudgetError as BudgetError
 from jaxoff._plan import plan as plan
 from jaxoff._planned import Plan as Plan
 from jaxoff._planned import Planned as Planned
+from jaxoff._policy import FirstLayers as FirstLayers
 from jaxoff._policy import Policy as Policy
 from jaxoff._presets import policies as policies
 from jaxoff._presets import policy as policy

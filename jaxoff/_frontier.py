@@ -69,6 +69,7 @@ def frontier(
     link: int | SharedLink | None = None,
     device: Device = H200,
     fixed: Mapping[str, Verb] | None = None,
+    first_layers: bool = False,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     **kwargs,
@@ -76,8 +77,8 @@ def frontier(
     """Plans a function for budgets from the smallest that there is a plan for to where more does not help.
 
     Args:
-      fun, *args, **kwargs, host_bytes, resident_bytes, link, device, fixed, argnums, has_aux: as for
-        `jaxoff.plan`.
+      fun, *args, **kwargs, host_bytes, resident_bytes, link, device, fixed, first_layers, argnums, has_aux:
+        as for `jaxoff.plan`.
       points: how many budgets, at even distances.
 
     Returns:
@@ -101,7 +102,7 @@ def frontier(
     if points < 2:
         raise ValueError(f"points is how many budgets to plan for, at least 2, got {points}.")
     planner = Planner.of(fun, args, kwargs, resident_bytes, link, device, argnums, has_aux)
-    return frontier_of(planner, points, host_bytes, fixed or {})
+    return frontier_of(dataclasses.replace(planner, in_two=first_layers), points, host_bytes, fixed or {})
 
 
 def frontier_of(

@@ -31,6 +31,7 @@ from jaxoff._edges import copied
 from jaxoff._exchanges import cast_first
 from jaxoff._inline import Renamed, inlined, now, traced
 from jaxoff._order import estimated, ordered
+from jaxoff._pieces import Pieces
 from jaxoff._straight import Spare, Straight
 from jaxoff._units import back_to_the_kernel, dependents, is_heavy
 
@@ -187,6 +188,8 @@ def row_nbytes(loop: Loop, xs: int) -> int:
 def written_out(
     loop: Loop,
     operands: list[Any],
+    pieces: Pieces,
+    given: Mapping[int, Any],
     sends: Mapping[int, Handed],
     takes: Mapping[int, Handed],
     firsts: Mapping[int, Any],
@@ -200,6 +203,8 @@ def written_out(
     Args:
       loop: the scan.
       operands: of the scan; stacks that it takes from another loop have a spare row.
+      pieces: the rows that it reads and writes of stacks that it has pieces of; the operands are whole.
+      given: by number of the ys, stacks that another loop has written rows of.
       sends: by number of the ys, stacks that another loop takes.
       takes: by number of the xs, stacks that it takes from another loop.
       firsts: by number of the xs, the values of the first turn for what is copied back ahead.
@@ -211,24 +216,27 @@ def written_out(
       Equations, the results of the scan, and by number of the ys the last turn's value on the device, for
       stacks that are copied back ahead.
     """
-    turn = _Turn(loop, sends, takes)
+    turn = _Turn(loop, pieces, sends, takes)
 
-    def run(consts, carry, xs, arrived):
-        stacks = [_compat.empty(v.aval, rows, is_whole=is_whole) for v, rows in turn.ys()]
+    def run(consts, carry, xs, begun, arrived):
+        stacks = [
+            begun[k] if k in begun else _compat.empty(v.aval, rows, is_whole=is_whole)
+            for k, (v, rows) in enumerate(turn.ys())
+        ]
         lasts = [_compat.empty(v.aval, None, is_whole=is_whole) for v in turn.lasts]
-        state = _State(jnp.int32(_FIRST_COUNT), carry, stacks, lasts, [xs[k] for k in takes], arrived)
+        state = _State(jnp.int32(turn.first_count), carry, stacks, lasts, [xs[k] for k in takes], arrived)
         body = turn.ordered(consts, xs, state, device, large_nbytes)
 
         def step(state):
             leaves, structure = jax.tree.flatten(state)
             return jax.tree.unflatten(structure, _compat.jaxpr_as_fun(body)(*consts, *xs, *leaves))
 
-        end = _FIRST_COUNT + loop.layout.length
+        end = turn.first_count + loop.layout.length
         return lax.while_loop(lambda state: state.count < end, step, state)
 
     consts, carry, xs = loop.divided(operands)
-    given = consts, carry, xs, [firsts[k] for k in turn.ahead]
-    eqns, results = traced(run, given, like=loop.eqn)
+    operands_of_run = consts, carry, xs, dict(given), [firsts[k] for k in turn.ahead]
+    eqns, results = traced(run, operands_of_run, like=loop.eqn)
     end = len(carry) + len(turn.ys())
     return eqns, results[1 : 1 + end], dict(zip(turn.leaves, results[1 + end :], strict=False))
 
@@ -237,7 +245,7 @@ class _State(NamedTuple):
     """What a turn hands to the next one.
 
     Attributes:
-      count: the number of turns that are over, and `_FIRST_COUNT`.
+      count: the number of turns that are over, and `_Turn.first_count`.
       carry: of the scan.
       stacks: of the ys.
       lasts: the latest values of what the loop leaves on the device at its end.
@@ -260,10 +268,12 @@ class _Turn:
       ahead: the xs that are copied back a turn ahead, in the order of `_State.arrived`.
       leaves: the ys whose last value stays on the device, in the order of `_State.lasts`.
       lasts: their values in the body of the scan.
+      first_count: the count of the first turn.
     """
 
-    def __init__(self, loop: Loop, sends: Mapping[int, Handed], takes: Mapping[int, Handed]):
-        self._loop, self._sends, self._takes = loop, sends, takes
+    def __init__(self, loop: Loop, pieces: Pieces, sends: Mapping[int, Handed], takes: Mapping[int, Handed]):
+        self._loop, self._pieces, self._sends, self._takes = loop, pieces, sends, takes
+        self.first_count = _FIRST_COUNT + pieces.most
         self.ahead = [k for k, stack in takes.items() if stack.ahead]
         self.leaves = [k for k, stack in sends.items() if stack.ahead]
         self._kept = loop.kept()
@@ -271,8 +281,11 @@ class _Turn:
 
     def ys(self) -> list[tuple[Any, int]]:
         """What each stack holds, and its rows."""
-        values = self._loop.body.outvars[self._loop.layout.num_carry :]
-        return [(v, self._loop.layout.length + (k in self._sends)) for k, v in enumerate(values)]
+        values, written = self._loop.body.outvars[self._loop.layout.num_carry :], self._pieces.written
+        rows = dict.fromkeys(self._sends, self._loop.layout.length + 1) | {
+            k: w.rows for k, w in written.items()
+        }
+        return [(v, rows.get(k, self._loop.layout.length)) for k, v in enumerate(values)]
 
     def ordered(
         self, consts: list[Any], xs: list[Any], state: _State, device: Device, large_nbytes: int
@@ -329,7 +342,7 @@ class _Turn:
 
     def _row_at(self, offset: int) -> int:
         """A row, so many behind that of the turn, but for what depends on the count of turns."""
-        return self._loop.first - self._loop.step * _FIRST_COUNT + offset
+        return self._loop.first - self._loop.step * self.first_count + offset
 
     def _run(
         self, aside: list[int], consts: list[Any], xs: list[Any], state: _State
@@ -337,7 +350,10 @@ class _Turn:
         """The next state, and copies of what came back ahead."""
         loop, index = self._loop, self._row_at(0) + self._loop.step * state.count
         taken = dict(zip(self._takes, state.taken, strict=True))
-        inputs: dict[int, Any] = {k: _row(x, index) for k, x in enumerate(xs) if k not in taken}
+        offsets, written = self._pieces.offsets, self._pieces.written
+        inputs: dict[int, Any] = {
+            k: _row(x, index + offsets.get(k, 0)) for k, x in enumerate(xs) if k not in taken
+        }
         for k, stack in taken.items():
             if k not in self.ahead:
                 inputs[k] = _row(stack, index + self._takes[k].offset)
@@ -354,6 +370,7 @@ class _Turn:
                 lasts[j] = copied(lasts[j], state.count)
         for k, y in enumerate(out[: len(stacks)]):
             at = index + (self._sends[k].offset if k in self._sends else 0)
+            at += written[k].offset if k in written else 0
             if k in self._kept:  # or XLA computes it twice, the second time in its place in the stack
                 y = copied(y, state.count)
             if k in later:  # the first turn writes something, anything, into the spare row

@@ -14,10 +14,11 @@ from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._inline import inlined, now
-from jaxoff._layer import Layer, Turn, layer_of
+from jaxoff._layer import Layer
 from jaxoff._program import Program
 from jaxoff._scan import is_in_scan
 from jaxoff._timeline import Call, Point, Timeline
+from jaxoff._turn import Turn, layer_of
 from jaxoff._units import variables
 
 _FORWARD, _BACKWARD = "jaxoff.forward.", "jaxoff.backward."

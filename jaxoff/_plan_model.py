@@ -17,21 +17,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from jaxoff._cost import Device
-from jaxoff._layer import Layer, Shared, Step, Value
-from jaxoff._policy import Placement
+from jaxoff._layer_model import Choice, LayerModel, Times, Use
 from jaxoff._timeline import Point
-
-type Choice = Mapping[str, Placement]
-
-# A copy is planned for so many times its estimated length; as in `jaxoff._copy_times`.
-_SLACK, _SEND_SLACK = 1.5, 1.1
-# How much of the memory that small and large values could share they do not, beside copies.
-APART = 0.75
-# Kernels beside a copy take longer by so much of the copy's time.
-SLOWED = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,38 +62,6 @@ def _with_margin(nbytes: int, known: int, margin: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Times:
-    """The time of a step, in ms.
-
-    Attributes:
-      kernels: if everything were kept.
-      recomputed: of kernels that run again.
-      slowed: by which kernels take longer beside copies.
-      exposed_forward, exposed_backward: copies that nothing hides.
-      stored: to write what is saved into the stacks of loops.
-    """
-
-    kernels: float = 0.0
-    recomputed: float = 0.0
-    slowed: float = 0.0
-    exposed_forward: float = 0.0
-    exposed_backward: float = 0.0
-    stored: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return sum(dataclasses.astuple(self))
-
-    def __add__(self, other: Times) -> Times:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Times(*(a + b for a, b in pairs))
-
-    def __mul__(self, times: int) -> Times:
-        return Times(*(times * part for part in dataclasses.astuple(self)))
-
-
-@dataclasses.dataclass(frozen=True)
 class Cost:
     """What a placement costs, by the model.
 
@@ -117,254 +74,6 @@ class Cost:
     times: Times
     peak: Moment
     host_nbytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """What becomes of the values of a layer under a choice, by their numbers.
-
-    Attributes:
-      again: those made again in the backward pass.
-      saved, moved: those that wait on the device and in host memory.
-      ordered: whether `jaxoff.jit` puts the turn in order.
-    """
-
-    again: frozenset[int]
-    saved: frozenset[int]
-    moved: frozenset[int]
-    ordered: bool
-
-    @property
-    def packed(self) -> bool:
-        """Whether turns in order run one kernel after the other: a value may take any place free by then.
-
-        In graphs with edges by data, which copies need, XLA gives every value a place for the whole turn.
-        """
-        return self.ordered and not self.moved
-
-
-class LayerModel:
-    """The costs of a turn of a part.
-
-    Attributes:
-      layer: the turn.
-      count: how many parts are like it.
-      device: speeds.
-      runs: how often each runs in a step.
-    """
-
-    def __init__(self, layer: Layer, count: int, device: Device, runs: int = 1):
-        self.layer, self.count, self.device, self.runs = layer, count, device, runs
-
-    @property
-    def turns(self) -> int:
-        """How many turns of such parts a step has."""
-        return self.layer.turns * self.count * self.runs
-
-    @functools.cached_property
-    def readers(self) -> dict[int, list[int]]:
-        """By value, those that are made from it."""
-        readers: dict[int, list[int]] = {n: [] for n in range(len(self.layer.values))}
-        for n, value in enumerate(self.layer.values):
-            for read in value.reads:
-                readers[read].append(n)
-        return readers
-
-    def placed(self, value: Value, choice: Choice) -> Placement:
-        """Where a value would live, if it is needed."""
-        if value.carried:
-            return "device"
-        return value.fixed or choice.get(value.label or "", "recompute")
-
-    def use(self, choice: Choice) -> Use:
-        """What is made again, saved and moved: what the backward pass needs, back to what is kept."""
-        again, kept = set(), {"device": set(), "host": set()}
-        for n in reversed(range(len(self.layer.values))):
-            value = self.layer.values[n]
-            if value.first is not None or any(reader in again for reader in self.readers[n]):
-                place = self.placed(value, choice)
-                (again if place == "recompute" else kept[place]).add(n)
-        ordered = self.layer.in_order or bool(kept["host"])
-        return Use(frozenset(again), frozenset(kept["device"]), frozenset(kept["host"]), ordered)
-
-    def d2h_ms(self, n: int) -> float:
-        return self.device.d2h_ms(self.layer.values[n].nbytes)
-
-    def h2d_ms(self, n: int) -> float:
-        return self.device.h2d_ms(self.layer.values[n].nbytes)
-
-    def slowed_ms(self, n: int) -> float:
-        """By which kernels take longer beside the copies of a value: those read and write memory, too."""
-        copies = self.d2h_ms(n) + self.h2d_ms(n)
-        return max(SLOWED * copies, self.device.pass_ms(self.layer.values[n].nbytes))
-
-    def times(self, use: Use) -> Times:
-        """Of a turn."""
-        forward, backward = self.layer.forward_ms, self.layer.backward_ms
-        again = sum(self.layer.values[n].ms for n in use.again)
-        sent, back = sum(map(self.d2h_ms, use.moved)), sum(map(self.h2d_ms, use.moved))
-        return Times(
-            kernels=forward + backward,
-            recomputed=again,
-            slowed=sum(map(self.slowed_ms, use.moved)),
-            exposed_forward=max(0.0, sent - forward),
-            exposed_backward=max(0.0, back - backward - again),
-            stored=sum(self.layer.values[n].stored_ms for n in use.saved),
-        )
-
-    def residual_nbytes(self, use: Use) -> int:
-        """On the device, of all turns."""
-        return self.layer.turns * sum(self.layer.values[n].nbytes for n in use.saved)
-
-    def host_nbytes(self, use: Use) -> int:
-        """In host memory, of all turns; stacks of a loop have a spare row."""
-        rows = self.layer.turns + (self.layer.turns > 1)
-        return rows * sum(self.layer.values[n].nbytes for n in use.moved)
-
-    def is_sent_late(self, n: int) -> bool:
-        """Whether a copy to the host does not end with the turn that makes the value."""
-        return self.layer.values[n].made_ms + _SEND_SLACK * self.d2h_ms(n) > self.layer.forward_ends_ms
-
-    @functools.cache  # noqa: B019 - lives as long as the model
-    def arrives(self, n: int, first: int) -> int:
-        """The step from which on a reloaded value is on the device, if one needs it first.
-
-        -1: a reload that could not be in time starts in the turn before. By programs compiled for an H200 it
-        then has its place all the time, beside that of the value of the turn until that was read last.
-        """
-        ends = [step.ends_ms for step in self.layer.backward]
-        starts = (ends[first - 1] if first else 0.0) - _SLACK * self.h2d_ms(n)
-        return -1 if starts < 0 else next(s for s, end in enumerate(ends) if end > starts)
-
-    def copies(self, n: int, first: int, s: int) -> int:
-        """How many copies of a reloaded value are on the device at a step, if one needs it first."""
-        arrives, last = self.arrives(n, first), self.reach(n)[1]
-        return 1 + (s <= last) if arrives < 0 else int(arrives <= s <= last)
-
-    @functools.cache  # noqa: B019
-    def reach(self, n: int) -> tuple[int, int]:
-        """The first and last step that reads a value, by way of others that may be made again, too."""
-        value = self.layer.values[n]
-        steps = [s for s in (value.first, value.last) if s is not None]
-        if not steps:
-            steps = [self.reach(reader)[0] for reader in self.readers[n] if self.is_reached(reader)]
-        return min(steps), max(steps)
-
-    @functools.cache  # noqa: B019
-    def is_reached(self, n: int) -> bool:
-        """Whether the backward pass needs a value, or one that is made from it."""
-        return self.layer.values[n].first is not None or any(map(self.is_reached, self.readers[n]))
-
-    @functools.cache  # noqa: B019
-    def copied_row(self, n: int) -> tuple[int, int] | None:
-        """The steps between which a turn has a copy of a saved value: a row of a stack that kernels read."""
-        if self.layer.turns == 1:
-            return None
-        names = [v for m, v in enumerate(self.layer.values) if m == n or n in self.names_of(m)]
-        ends = [s for v in names for s in v.copied or ()]
-        return (min(ends), max(ends)) if ends else None
-
-    @functools.cache  # noqa: B019
-    def names_of(self, n: int) -> frozenset[int]:
-        """The values that a value is another name of."""
-        other = self.layer.values[n].same_as
-        return frozenset() if other is None else self.names_of(other) | {other}
-
-    @functools.cache  # noqa: B019
-    def hidden(self, n: int) -> int:
-        """The last step at which a value is there anyway under another name; -1 if at none."""
-        lasts = (self.layer.values[other].last for other in self.names_of(n))
-        return max((last for last in lasts if last is not None), default=-1)
-
-    def starts(self, use: Use) -> dict[int, int]:
-        """The step before which each value is made again: at first use in order, else at the beginning."""
-        if not use.ordered:
-            return dict.fromkeys(use.again, 0)
-        starts: dict[int, int] = {}
-        for n in sorted(use.again, reverse=True):
-            first = self.layer.values[n].first
-            later = [starts[r] for r in self.readers[n] if r in use.again and not self.is_read_anew(n)]
-            starts[n] = min([*later, *([first] if first is not None else [])])
-        return starts
-
-    @functools.cache  # noqa: B019
-    def is_read_anew(self, n: int) -> bool:
-        """Whether turns in order read a value twice, for others that are made again and for itself.
-
-        By programs compiled for an H200, large rows of stacks such as the weights of experts.
-        """
-        value = self.layer.values[n]
-        return value.is_large and not value.reads and not value.carried and value.first is not None
-
-    def forward_nbytes(self, use: Use) -> int:
-        """The working set of the forward pass."""
-        late = sum(self.layer.values[n].nbytes for n in use.moved if self.is_sent_late(n))
-        steps = self.layer.forward
-        return late + max((s.small for s in steps), default=0) + max((s.large for s in steps), default=0)
-
-    def written(self, step: Step, ordered: bool) -> int:
-        """What of a step takes no memory of its own.
-
-        In stock order gradients go into their stacks; in jaxoff's, sums of cotangents into the memory of one.
-        """
-        return step.handed_on if ordered else step.written
-
-    def is_shared(self, shared: Shared, use: Use) -> bool:
-        """Whether XLA makes one kernel of several: barriers between them prevent it in jaxoff's order."""
-        names = self.names_of(shared.value) | {shared.value}
-        return not (use.ordered or names.isdisjoint(use.saved) or use.again.isdisjoint(shared.again))
-
-    def working_nbytes(self, use: Use) -> tuple[int, str]:
-        """The working set of the backward pass, and the step at which most of it is in use.
-
-        Where every value has a place for the whole turn, few small ones are put where large ones have been:
-        it is nearer to the most that the large ones take at once, and the most that the small ones do, than
-        to the most at one step.
-        """
-        if not self.layer.backward:
-            return 0, ""
-        small, large = self.by_step(use)
-        both = [sum(sizes) for sizes in zip(small, large, strict=True)]
-        what = self.layer.backward[both.index(max(both))].what
-        apart = 0.0 if use.packed else APART if use.moved else 1.0
-        return round((1 - apart) * max(both) + apart * (max(small) + max(large))), what
-
-    def fullest(self, use: Use) -> set[int]:
-        """The steps of the backward pass at which the small and the large values take most, or both do."""
-        small, large = self.by_step(use)
-        both = [sum(sizes) for sizes in zip(small, large, strict=True)]
-        return {sizes.index(max(sizes)) for sizes in (both, small, large)}
-
-    def by_step(self, use: Use) -> tuple[list[int], list[int]]:
-        """Bytes of small and of large values, by step of the backward pass."""
-        small = [step.small - self.written(step, use.ordered) for step in self.layer.backward]
-        large = [step.large for step in self.layer.backward]
-        for s, step in enumerate(self.layer.backward):
-            for shared in step.shared:
-                if self.is_shared(shared, use):
-                    small[s] += shared.small
-                    large[s] += shared.large
-
-        def add(n: int, first: int, last: int) -> None:
-            value = self.layer.values[n]
-            for s in range(first, last + 1):
-                (large if value.is_large else small)[s] += value.nbytes
-
-        starts = self.starts(use)
-        for n, start in starts.items():
-            last, hidden = self.layer.values[n].last, self.hidden(n)
-            if last is not None and not (self.names_of(n) & (use.saved | use.moved)):
-                add(n, max(start, hidden + 1), last)
-        for n in use.saved:
-            if (row := self.copied_row(n)) is not None:
-                # In graphs with edges by data, a copy of a row is made at any time.
-                add(n, *((0, len(small) - 1) if use.moved else row))
-        for n in use.moved:
-            first = min([self.reach(n)[0], *(starts[r] for r in self.readers[n] if r in starts)])
-            value = self.layer.values[n]
-            for s in range(len(small)):
-                (large if value.is_large else small)[s] += value.nbytes * self.copies(n, first, s)
-        return small, large
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,6 +114,47 @@ class Model:
             found |= dict.fromkeys(point for _, point in largest.values())
         return tuple(found)
 
+    @property
+    def kernels_ms(self) -> float:
+        """What a step takes in any case."""
+        per_kind = (kind.turns * (kind.layer.forward_ms + kind.layer.backward_ms) for kind in self.layers)
+        return self.outside_ms + sum(per_kind)
+
+    def in_two(self, first: int) -> Model:
+        """The same step with each loop in two: so many turns first, and the others, whose labels differ.
+
+        What is in no loop goes with the others.
+        """
+        kinds: list[LayerModel] = []
+        parts: list[tuple[int, ...]] = []  # by kind, which it has become
+        for kind in self.layers:
+            rest = kind.layer.turns - first if kind.layer.turns > 1 else 1
+            counts = [(first, False), (rest, True)] if kind.layer.turns > 1 else [(1, True)]
+            made = [(kind.layer.turns, False)] if rest < 1 else counts
+            parts.append(tuple(range(len(kinds), len(kinds) + len(made))))
+            kinds += [
+                LayerModel(kind.layer.with_turns(turns, others=others), kind.count, kind.device, kind.runs)
+                for turns, others in made
+            ]
+
+        def divided(point: Point) -> Iterator[Point]:
+            for running in (None,) if point.kind is None else parts[point.kind]:
+                holds = [0] * len(kinds)
+                for of, number in zip(parts, point.holds, strict=True):
+                    for part in of:
+                        # While the first turns run, the others have not begun, or are over.
+                        holds[part] = number - (running in of and running < part)
+                yield dataclasses.replace(point, holds=tuple(holds), kind=running)
+
+        points = tuple(part for point in self.points for part in divided(point))
+        return dataclasses.replace(self, layers=tuple(kinds), points=points)
+
+    def uses(self, choice: Choice) -> list[Use]:
+        """What becomes of the values of each kind of part."""
+        uses = [kind.use(choice) for kind in self.layers]
+        concurrent = any(use.moved for use in uses)
+        return [dataclasses.replace(use, concurrent=concurrent) for use in uses]
+
     def needed(self, choice: Choice) -> int:
         """The smallest budget of device memory that a choice fits."""
         return max(moment.needed(self.margin) for moment in self.timeline(choice))
@@ -412,14 +162,13 @@ class Model:
     def kept_labels(self, choice: Choice) -> set[str]:
         """Those of whose values something is saved or moved under a choice."""
         kept = set()
-        for kind in self.layers:
-            use = kind.use(choice)
+        for kind, use in zip(self.layers, self.uses(choice), strict=True):
             kept |= {kind.layer.values[n].label or "" for n in use.saved | use.moved}
         return kept
 
     def cost(self, choice: Choice) -> Cost:
         """What a choice costs."""
-        uses = [kind.use(choice) for kind in self.layers]
+        uses = self.uses(choice)
         times = Times(self.outside_ms)
         for kind, use in zip(self.layers, uses, strict=True):
             times += kind.times(use) * kind.turns
@@ -428,10 +177,12 @@ class Model:
 
     def timeline(self, choice: Choice) -> Iterator[Moment]:
         """Device memory over a step: forward, then backward."""
-        uses = [kind.use(choice) for kind in self.layers]
+        uses = self.uses(choice)
         kept = [kind.residual_nbytes(use) for kind, use in zip(self.layers, uses, strict=True)]
+        left = [kind.left_nbytes(use) for kind, use in zip(self.layers, uses, strict=True)]
         for point in self.telling_points:
             residuals = sum(n * nbytes for n, nbytes in zip(point.holds, kept, strict=True))
+            residuals += sum(n * nbytes for n, nbytes in zip(point.waiting, left, strict=True))
             what, working = point.what, 0
             if point.kind is not None:
                 kind, use = self.layers[point.kind], uses[point.kind]

@@ -22,12 +22,14 @@ def render(plan: Plan, terminal: bool) -> Iterator[Any]:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, header_style="bold")
-    for heading in _HEADINGS:
-        left = heading in ("name", "shape", "choice", "why")
+    layers = {"first": f"first {plan.first_layers}", "others": "others"}
+    for heading in ("layers", *_HEADINGS) if plan.first_layers else _HEADINGS:
+        left = heading in ("layers", "name", "shape", "choice", "why")
         table.add_column(heading, justify="left" if left else "right", overflow="fold")
     for row in plan.rows:
         times = (f"{ms:.2f} ms" if ms else "" for ms in (row.recomputed_ms, row.copied_ms, row.exposed_ms))
         cells = (row.name, row.shape, str(row.count), human(row.nbytes), row.choice, *times, row.why)
+        cells = (layers[row.layers], *cells) if plan.first_layers else cells
         table.add_row(*map(Text, cells), style=_COLOURS[row.choice] if terminal else None)
     yield table
     t, exposed = plan.times, plan.times.exposed_forward + plan.times.exposed_backward

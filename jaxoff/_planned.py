@@ -10,11 +10,13 @@ from typing import Any, Literal
 
 from jaxoff._cost import Device
 from jaxoff._layer import UNNAMED, UNNAMED_DOTS
-from jaxoff._plan_model import Moment, Times
-from jaxoff._policy import Policy
+from jaxoff._layer_model import Times
+from jaxoff._plan_model import Moment
+from jaxoff._policy import FirstLayers, Policy
 from jaxoff._table import human, printed
 
 type Verb = Literal["save", "offload", "recompute"]
+type Layers = Literal["all", "first", "others"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Planned:
       copied_ms: of the link, both ways.
       exposed_ms: of that, its share of what nothing hides.
       why: what the other choices would do, or which mark decided.
+      layers: whether it is of "all" layers, of the "first" ones, or of the "others".
     """
 
     name: str
@@ -43,6 +46,7 @@ class Planned:
     copied_ms: float
     exposed_ms: float
     why: str
+    layers: Layers = "all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Plan:
       times: of a step, split.
       device_bytes: the budget.
       device: what it was planned for.
+      first_layers: how many layers of each loop are placed otherwise than the others; 0 if none.
       compiled_bytes: device memory that the compiled step takes, where `compile_step` was given; None else.
     """
 
@@ -65,21 +70,27 @@ class Plan:
     times: Times
     device_bytes: int
     device: Device
+    first_layers: int = 0
     compiled_bytes: int | None = None
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> Any:
         """The placement as a policy, for `jax.checkpoint`, `jaxoff.scan` or `jaxoff.layers`.
 
-        Their `keep_first="auto"` leaves it as it is.
+        A `jaxoff.FirstLayers` where first layers are placed otherwise. Their `keep_first="auto"` leaves it as
+        it is.
         """
+        if self.first_layers:
+            return FirstLayers(self.first_layers, self._policy("first"), self._policy("others"))
+        return self._policy("all")
+
+    def _policy(self, layers: Layers) -> Policy:
+        rows = [row for row in self.rows if row.layers == layers]
 
         def named(choice: Verb) -> tuple[str, ...]:
-            return tuple(
-                glob.escape(r.name) for r in self.rows if r.choice == choice and r.name not in UNNAMED
-            )
+            return tuple(glob.escape(r.name) for r in rows if r.choice == choice and r.name not in UNNAMED)
 
-        dots = any(row.name == UNNAMED_DOTS and row.choice == "save" for row in self.rows)
+        dots = any(row.name == UNNAMED_DOTS and row.choice == "save" for row in rows)
         return Policy(
             offload=named("offload"),
             save=named("save"),
@@ -98,14 +109,14 @@ class Plan:
         """The time of a step, predicted: of the train step, or of the loss and its gradients."""
         return self.times.total
 
-    def choice(self, name: str) -> Verb:
-        """Where the values of a name live.
+    def choice(self, name: str, *, others: bool = False) -> Verb:
+        """Where the values of a name live: of the first layers, or of the others, if those differ.
 
         Raises:
           KeyError: for a name that is not planned.
         """
         for row in self.rows:
-            if row.name == name:
+            if row.name == name and row.layers in ("all", "others" if others else "first"):
                 return row.choice
         raise KeyError(f"A plan has {', '.join(row.name for row in self.rows)}, got {name!r}.")
 
@@ -118,6 +129,7 @@ class Plan:
             "times": dataclasses.asdict(self.times),
             "device_bytes": self.device_bytes,
             "device": self.device.to_dict(),
+            "first_layers": self.first_layers,
             "compiled_bytes": self.compiled_bytes,
         }
 
@@ -131,6 +143,7 @@ class Plan:
             times=Times(**fields["times"]),
             device_bytes=fields["device_bytes"],
             device=Device.from_dict(fields["device"]),
+            first_layers=fields.get("first_layers", 0),
             compiled_bytes=fields.get("compiled_bytes"),
         )
 

@@ -204,6 +204,56 @@ class Either:
 
 
 @dataclasses.dataclass(frozen=True)
+class FirstLayers:
+    """Two policies for the layers of each `jaxoff.scan` or `jaxoff.layers`: the first ones, and the others.
+
+    What the first layers keep waits longest for its backward pass. With copies that not all layers have the
+    time for, or more memory than one placement for all needs and less than the next, this is between.
+
+    Attributes:
+      count: how many layers are first ones, in the order of the forward pass; all, where there are fewer.
+      policy: theirs: a `jaxoff.policy`, or any policy of `jax.checkpoint`.
+      rest: that of the others.
+
+    Example:
+      >>> import jaxoff
+      >>> moved = jaxoff.policy(offload=["attn.core"], save=["mlp.act"])
+      >>> policy = jaxoff.FirstLayers(8, moved, rest=moved.on_device())
+      >>> policy.rest.memory_kind
+      'device'
+    """
+
+    count: int
+    policy: Callable[..., Any]
+    rest: Callable[..., Any]
+
+    def __post_init__(self):
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 0:
+            raise ValueError(
+                f"count is how many layers are first, an integer of at least 0, got {self.count!r}."
+            )
+        for policy in (self.policy, self.rest):
+            if not callable(policy) or isinstance(policy, FirstLayers):
+                raise TypeError(
+                    f"FirstLayers takes two policies, callables (prim, *avals, **params), got {policy!r}."
+                )
+
+    def __call__(self, prim, *in_avals, **params) -> Any:
+        raise TypeError(
+            "A policy by layer goes to jaxoff.scan or jaxoff.layers, which know the number of the layer; "
+            f"jax.checkpoint does not, and got {self!r}. Hand it .policy or .rest."
+        )
+
+    def of(self, layer: int) -> Callable[..., Any]:
+        """The policy of a layer."""
+        return self.policy if layer < self.count else self.rest
+
+    def on_device(self) -> FirstLayers:
+        """The saved twin: keeps on the device exactly what this policy moves to the host."""
+        return FirstLayers(self.count, on_device(self.policy), on_device(self.rest))
+
+
+@dataclasses.dataclass(frozen=True)
 class OnDevice:
     """A policy of any origin with its offloads turned into saves."""
 
@@ -266,7 +316,11 @@ def as_given(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
 
 def on_device(policy: Callable[..., Any]) -> Callable[..., Any]:
     """The saved twin of any policy: keeps on the device exactly what it moves to the host."""
-    return policy.on_device() if isinstance(policy, (Policy, Either, KeepFirst)) else OnDevice(policy)
+    return (
+        policy.on_device()
+        if isinstance(policy, (Policy, Either, FirstLayers, KeepFirst))
+        else OnDevice(policy)
+    )
 
 
 def decide(policy: Callable[..., Any] | None, prim, *in_avals, **params) -> Decision:

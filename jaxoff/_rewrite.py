@@ -12,6 +12,7 @@ from jaxoff._exchanges import one_after_another
 from jaxoff._inline import Renamed, called, inlined, now, scalars_apart
 from jaxoff._loops import Loop, handed, row_nbytes, written_out
 from jaxoff._order import LARGE_NBYTES, ordered
+from jaxoff._pieces import shared_by
 from jaxoff._scan import PLAIN_SCOPE, is_in_scan
 from jaxoff._straight import Straight
 from jaxoff._units import dependents
@@ -83,10 +84,14 @@ class _Rewriter:
         }
         stacks = list(handed(whole, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes))
         self.spare_nbytes += sum(row_nbytes(loops[stack.reader], stack.xs) for stack in stacks)
+        shared = shared_by(jaxpr, {i: loop.layout for i, loop in loops.items()})
         renamed: Renamed = {}
         lasts: dict[tuple[int, int], Any] = {}
         eqns, end = [], 0
         for i, eqn in enumerate(jaxpr.eqns):
+            if i in shared.gone:
+                renamed |= {v: now(renamed, result) for v, result in shared.gone[i].items()}
+                continue
             operands = [now(renamed, v) for v in eqn.invars]
             if i not in loops:
                 eqns.append(eqn.replace(invars=operands))
@@ -94,9 +99,15 @@ class _Rewriter:
             sends = {stack.ys: stack for stack in stacks if stack.writer == i}
             takes = {stack.xs: stack for stack in stacks if stack.reader == i}
             firsts = {k: lasts[stack.writer, stack.ys] for k, stack in takes.items() if stack.ahead}
+            pieces, layout = shared.pieces[i], loops[i].layout
+            for k, whole_one in pieces.whole.items():
+                operands[layout.num_consts + layout.num_carry + k] = now(renamed, whole_one)
+            begun = {k: now(renamed, w.before) for k, w in pieces.written.items() if w.before is not None}
             new, results, last = written_out(
                 loops[i],
                 operands,
+                pieces,
+                begun,
                 sends,
                 takes,
                 firsts,

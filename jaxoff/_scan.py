@@ -14,6 +14,7 @@ from jaxoff._compat import JaxprEqn
 from jaxoff._cost import H200, Device
 from jaxoff._errors import near_miss
 from jaxoff._keep_first import Block, Choice, check, policy_of_last
+from jaxoff._policy import FirstLayers
 
 _compat.exclude_from_source_lines(__file__)
 
@@ -39,14 +40,16 @@ def scan(
     """`jax.lax.scan` over layers, each under `jax.checkpoint` with a policy.
 
     Inside `jaxoff.jit` the copies of what the policy offloads run beside the compute. A loop that offloads
-    nothing takes less memory there than `jax.lax.scan`, and no more time.
+    nothing takes less memory there than `jax.lax.scan`, and no more time. Two policies, a
+    `jaxoff.FirstLayers`, make two loops; differentiated inside `jaxoff.jit`, both read the rows of xs, and
+    write their gradients, where those are. Elsewhere XLA copies them.
 
     Args:
       body: `(carry, x) -> (carry, y)`, as for `jax.lax.scan`.
       init: the first carry, a pytree of arrays.
       xs: pytree of arrays whose leading axis is the loop's; None with a length.
       length: number of steps, where xs does not tell.
-      policy: a `jaxoff.policy` or any policy of `jax.checkpoint`.
+      policy: a `jaxoff.policy`, any policy of `jax.checkpoint`, or a `jaxoff.FirstLayers` of two such.
       reverse: whether to go from the last step to the first.
       strategy: "captured": a loop, whose body is captured into CUDA graphs with concurrent edges; "ordered":
         no loop, the steps one after the other with copies ordered by barriers; "plain": a loop, left to XLA.
@@ -64,7 +67,8 @@ def scan(
       The last carry and the stacked ys.
 
     Raises:
-      ValueError: for an unknown strategy or keep_first, or a block that does not divide the length.
+      ValueError: for an unknown strategy or keep_first, or a block that does not divide the length or the
+        number of first layers.
     """
     check(keep_first)
     if strategy not in get_args(Strategy):
@@ -79,6 +83,27 @@ def scan(
         return lax.scan(body, init, xs, 0, reverse=reverse)
     if strategy == "auto":
         strategy = "captured" if steps > block else "ordered"
+    if isinstance(policy, FirstLayers):
+        parts = _in_two(policy, xs, steps, reverse)
+        if policy.count % block and len(parts) == 2:
+            raise ValueError(f"block must divide the number of first layers, {policy.count}, got {block}.")
+        stacked = []
+        for part, rows, count in parts:
+            init, ys = scan(
+                body,
+                init,
+                rows,
+                count,
+                policy=part,
+                reverse=reverse,
+                strategy=strategy,
+                block=block,
+                keep_first=keep_first,
+                device=device,
+            )
+            stacked.append(ys)
+        stacked = stacked[::-1] if reverse else stacked
+        return init, jax.tree.map(lambda *ys: lax.concatenate(ys, 0), *stacked)
     turns = steps // block
     args = jax.eval_shape(lambda: (init, jax.tree.map(lambda leaf: leaf[0], xs)))
     last = policy_of_last(Block(body, args, block, turns), policy, keep_first, device)
@@ -115,7 +140,7 @@ def layers(
       functions: one `x -> x` a layer; or one function `(params, x) -> x` for all.
       x: what the first layer takes, a pytree of arrays.
       params: with one function, the parameters of each layer, pytrees that may differ.
-      policy: a `jaxoff.policy` or any policy of `jax.checkpoint`.
+      policy: a `jaxoff.policy`, any policy of `jax.checkpoint`, or a `jaxoff.FirstLayers` of two such.
       keep_first: whether the last residual that moves in each layer stays on the device; as for
         `jaxoff.scan`, each layer a block.
       device: speeds of the accelerator and its link, from which "auto" estimates.
@@ -136,11 +161,12 @@ def layers(
     else:
         calls = [(function, ()) for function in functions]
     known = {}  # equal layers are looked at once
-    for function, weights in calls:
+    for i, (function, weights) in enumerate(calls):
+        given = policy.of(i) if isinstance(policy, FirstLayers) else policy
         args = *weights, x
-        key = id(function), jax.tree.structure(args), *map(jax.typeof, jax.tree.leaves(args))
+        key = id(function), given, jax.tree.structure(args), *map(jax.typeof, jax.tree.leaves(args))
         if key not in known:
-            known[key] = policy_of_last(Block(function, args, turns=len(calls)), policy, keep_first, device)
+            known[key] = policy_of_last(Block(function, args, turns=len(calls)), given, keep_first, device)
         x = jax.checkpoint(function, policy=known[key])(*args)
     return x
 
@@ -148,6 +174,19 @@ def layers(
 def is_in_scan(eqn: JaxprEqn) -> bool:
     """Whether an equation is the loop of a `jaxoff.scan`, or its backward pass, that is not left to XLA."""
     return _compat.scan_in(eqn) is not None and LAYERS_SCOPE in str(eqn.source_info.name_stack)
+
+
+def _in_two(policy: FirstLayers, xs: Any, steps: int, reverse: bool) -> list[tuple[Any, Any, int]]:
+    """The policies that steps have, with the xs of those that have it and how many they are."""
+    first = min(policy.count, steps)
+    if first in (0, steps):
+        return [(policy.of(0), xs, steps)]
+    counts = (steps - first, first) if reverse else (first, steps - first)
+    leaves, structure = jax.tree.flatten(xs)
+    pieces = [lax.split(leaf, counts) for leaf in leaves]
+    rows = [jax.tree.unflatten(structure, [piece[i] for piece in pieces]) for i in range(2)]
+    rows = rows[::-1] if reverse else rows
+    return [(policy.policy, rows[0], first), (policy.rest, rows[1], steps - first)]
 
 
 def _loop(body, init, xs, steps, reverse, strategy):

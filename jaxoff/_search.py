@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxoff._layer import UNNAMED_DOTS
-from jaxoff._plan_model import APART, Choice, LayerModel, Model
+from jaxoff._layer import UNNAMED_DOTS, name_of
+from jaxoff._layer_model import APART, Choice, LayerModel
+from jaxoff._plan_model import Model
 from jaxoff._policy import Placement
 
 _GB = 1e9
@@ -26,7 +28,9 @@ _TOLERANCE = 2e-6 * _GB
 type Terms = Mapping[int, float]
 
 
-def fastest(model: Model, device_bytes: int, host_bytes: int | None, fixed: Choice) -> Choice | None:
+def fastest(
+    model: Model, device_bytes: int, host_bytes: int | None, fixed: Choice, below_ms: float = math.inf
+) -> Choice | None:
     """The choice with the shortest step within budgets of device and host memory; None where none fits.
 
     Args:
@@ -34,8 +38,9 @@ def fastest(model: Model, device_bytes: int, host_bytes: int | None, fixed: Choi
       device_bytes: the budget, of which the model's margin stays free.
       host_bytes: at most so much pinned host memory, if given.
       fixed: placements of some labels.
+      below_ms: only a shorter step is looked for.
     """
-    return _Search(model, host_bytes, fixed).solve(device_bytes)
+    return _Search(model, host_bytes, fixed).solve(device_bytes, below_ms)
 
 
 def smallest(model: Model, host_bytes: int | None, fixed: Choice) -> Choice | None:
@@ -96,22 +101,31 @@ class _Kind:
 
     Attributes:
       again, saved, moved: by value, the variables that say so.
-      moving: whether it moves anything, or may take the memory of what does.
+      moving: whether it moves anything, or may take the memory of what does; in jaxoff's order, whether the
+        step does.
       small, large, both, working: of its working set in the backward pass, GB.
     """
 
-    def __init__(self, program: _Program, model: LayerModel, save: dict[str, int], move: dict[str, int]):
+    def __init__(
+        self,
+        program: _Program,
+        model: LayerModel,
+        save: dict[str, int],
+        move: dict[str, int],
+        step_moves: int,
+    ):
         self._program, self._model = program, model
         self.layer, values = model.layer, model.layer.values
         self.again = {n: program.variable() for n in range(len(values))}
         self.saved = {n: program.variable() for n in range(len(values))}
         self.moved = {n: program.variable() for n in range(len(values))}
-        self.moving = program.variable(integer=True)
+        self.moving = step_moves if self.layer.in_order else program.variable(integer=True)
         self.small, self.large, self.both, self.working = (program.variable(np.inf) for _ in range(4))
         steps = (s.small + s.large + sum(t.small + t.large for t in s.shared) for s in self.layer.backward)
         # More than the working set can be: what it need not be at least is lower by as much.
         self._much = (2 * sum(value.nbytes for value in values) + max(steps, default=0)) / _GB
         self._made_by: dict[int, dict[int, int]] = {}
+        self._left_there: dict[int, int] | None = None
         self._written_out: set[int] = set()
         for n, value in enumerate(values):
             kept: list[tuple[int, float]] = []
@@ -136,9 +150,11 @@ class _Kind:
             for ordered in (True,) if self.layer.in_order else (False, True):
                 self._memory(s, ordered)
         moved = list(self.moved.values())
-        program.at_most([(self.moving, 1.0), *((v, -1.0) for v in moved)], 0.0)
+        if not self.layer.in_order:
+            program.at_most([(self.moving, 1.0), *((v, -1.0) for v in moved)], 0.0)
         for variable in moved:
-            program.at_most([(variable, 1.0), (self.moving, -1.0)], 0.0)
+            for moves in {self.moving, step_moves}:
+                program.at_most([(variable, 1.0), (moves, -1.0)], 0.0)
         beside_copies = [(self.both, 1 - APART), (self.small, APART), (self.large, APART)]
         if self.layer.in_order:  # what is packed takes less: the most at one step, by `_memory`
             program.at_least(self.working, [*beside_copies, (self.moving, self._much)], -self._much)
@@ -177,10 +193,27 @@ class _Kind:
         for variable in exposed:
             program.cost[variable] += turns
 
-    def residuals(self, parts: int) -> list[tuple[int, float]]:
-        """What so many parts keep on the device, GB."""
-        factor = parts * self.layer.turns / _GB
-        return [(v, factor * self.layer.values[n].nbytes) for n, v in self.saved.items()]
+    def residuals(self, parts: int, waiting: int) -> list[tuple[int, float]]:
+        """What so many parts keep on the device, GB, so many of which do not run."""
+        terms = [(v, parts * self.layer.turns * self.layer.values[n].nbytes) for n, v in self.saved.items()]
+        left = self._left() if waiting and self.layer.turns > 1 else {}
+        terms += [(v, waiting * self.layer.values[n].nbytes) for n, v in left.items()]
+        return [(v, nbytes / _GB) for v, nbytes in terms]
+
+    def _left(self) -> dict[int, int]:
+        """By value, the variable that says whether the last turn of a loop leaves it on the device."""
+        if self._left_there is None:
+            self._left_there = left = {}
+            for n, until in ((n, self._model.left_until(n)) for n in self.moved if self._model.is_reached(n)):
+                if self._model.reach(n)[0] <= until:
+                    left[n] = self.moved[n]
+                    continue
+                made = self._made(until) if until >= 0 else {}
+                if readers := [made[r] for r in self._model.readers[n] if r in made]:
+                    left[n] = self._program.variable()
+                    for reader in readers:
+                        self._program.at_least(left[n], [(reader, 1.0), (self.moved[n], 1.0)], -1.0)
+        return self._left_there
 
     def on_host(self) -> list[tuple[int, float]]:
         factor = self._model.count * (self.layer.turns + (self.layer.turns > 1)) / _GB
@@ -298,15 +331,16 @@ class _Search:
         for label in model.labels:
             place = fixed.get(label)
             for variables, name in ((self._save, "device"), (self._move, "host")):
-                possible = place in (None, name) and not (name == "host" and label == UNNAMED_DOTS)
+                possible = place in (None, name) and not (name == "host" and name_of(label) == UNNAMED_DOTS)
                 variables[label] = program.variable(float(possible), lower=float(place == name), integer=True)
             program.at_most([(self._save[label], 1.0), (self._move[label], 1.0)], 1.0)
-        self._kinds = [_Kind(program, kind, self._save, self._move) for kind in model.layers]
+        moves = program.variable(integer=True)
+        self._kinds = [_Kind(program, kind, self._save, self._move, moves) for kind in model.layers]
         self._peak = program.variable(np.inf)
         for point in model.telling_points:
             terms, constant = [], (point.nbytes - point.results_nbytes) / _GB
-            for parts, kind in zip(point.holds, self._kinds, strict=True):
-                terms += kind.residuals(parts) if parts else []
+            for parts, waiting, kind in zip(point.holds, point.waiting, self._kinds, strict=True):
+                terms += kind.residuals(parts, waiting) if parts else []
             if point.kind is not None:
                 kind = self._kinds[point.kind]
                 if point.backward:
@@ -321,9 +355,11 @@ class _Search:
         if host_bytes is not None:
             program.at_most([term for kind in self._kinds for term in kind.on_host()], host_bytes / _GB)
 
-    def solve(self, device_bytes: int | None) -> Choice | None:
+    def solve(self, device_bytes: int | None, below_ms: float = math.inf) -> Choice | None:
         """The fastest choice with at most so much device memory; without a bound, that which needs least."""
         cost = dict(self._program.cost)
+        if below_ms < math.inf:
+            self._program.at_most(cost.items(), below_ms - self._model.kernels_ms)
         if device_bytes is None:
             cost = {variable: 1e-6 * ms for variable, ms in cost.items()} | {self._peak: 1.0}
         else:
@@ -355,8 +391,8 @@ class _Search:
     def _write_out(self, choice: Choice) -> bool:
         """Writes out the steps at which parts in jaxoff's order are fullest; False if there is none left."""
         found = False
-        for kind, model in zip(self._kinds, self._model.layers, strict=True):
-            use = model.use(choice)
+        uses = self._model.uses(choice)
+        for kind, model, use in zip(self._kinds, self._model.layers, uses, strict=True):
             for s in model.fullest(use) if use.ordered else ():
                 found = kind.write_out(s) or found
         return found

@@ -34,6 +34,11 @@ class Point:
     backward: bool = False
     results_nbytes: int = 0
 
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """By number of the kind of part, how many hold their residuals and do not run."""
+        return tuple(max(0, n - (kind == self.kind)) for kind, n in enumerate(self.holds))
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:

@@ -20,12 +20,12 @@ from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._cost import Device
 from jaxoff._inline import Renamed, inlined, now
-from jaxoff._layer import Turn, layer_of
 from jaxoff._one_device import of_one_device
 from jaxoff._parts import Divided
 from jaxoff._policy import VIEWS, Policy
 from jaxoff._scan import is_in_scan
 from jaxoff._timeline import Call, Loop, Timeline
+from jaxoff._turn import Turn, layer_of
 from jaxoff._units import variables
 
 

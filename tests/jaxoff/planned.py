@@ -9,8 +9,9 @@ from jax import lax
 import jaxoff
 from jaxoff._cost import Device
 from jaxoff._layer import Layer, Step, Value
+from jaxoff._layer_model import LayerModel
 from jaxoff._parts import divide
-from jaxoff._plan_model import LayerModel, Model
+from jaxoff._plan_model import Model
 from jaxoff._program import Program
 from jaxoff._timeline import Point
 

@@ -11,7 +11,8 @@ import jaxoff
 from jaxoff._cost import Device
 from jaxoff._kernel_times import PRODUCTS, TRAFFIC
 from jaxoff._layer import UNNAMED_DOTS, Layer, Step, Value
-from jaxoff._plan_model import APART, SLOWED, LayerModel, Model
+from jaxoff._layer_model import APART, SLOWED, LayerModel
+from jaxoff._plan_model import Model
 from tests.jaxoff.planned import (
     ACT_NBYTES,
     DEVICE,
