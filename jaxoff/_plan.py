@@ -105,8 +105,9 @@ def plan(
         whose program takes more than the budget is made again for as much less, until one fits. Compile for
         the device that runs it; ahead of time other kernels are picked, which has made 1% of difference.
       first_layers: whether the first layers of each `jaxoff.scan` may be placed otherwise than its others,
-        where that makes a step faster; then `policy` is a `jaxoff.FirstLayers`. Of loops
-        over more than 64 layers not every number of first ones is tried. Layers in no loop go with the others: hand them `policy.rest`.
+        where that makes a step faster; then `policy` is a `jaxoff.FirstLayers`. Of loops over more than 64
+        layers not every number of first ones is tried. Layers in no loop go with the others: hand them
+        `policy.rest`.
       argnums: the positional arguments to differentiate a loss for, as for `jax.grad`. None: every
         floating-point argument.
       has_aux: whether a loss returns `(output, auxiliary)`, as for `jax.grad`.

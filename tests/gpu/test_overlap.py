@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -11,6 +12,7 @@ pytestmark = pytest.mark.gpu
 
 LAYERS, ROWS, D, FF = 6, 16384, 4096, 8192
 NBYTES = LAYERS * ROWS * D * 2
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 
 def layer(x, w):
@@ -21,19 +23,48 @@ def layer(x, w):
     return x + jnp.square(jax.nn.relu(normed @ w["up"])) @ w["down"], None
 
 
-def test_a_residual_that_a_whole_turn_reads_comes_back_beside_kernels():
-    def loss(w, x):
-        policy = jaxoff.policy(offload=["x_in"])
+def loss(policy):
+    def of_weights(w, x):
         return jaxoff.scan(layer, x, w, policy=policy)[0].astype(jnp.float32).mean()
 
+    return of_weights
+
+
+def arguments():
     up, down, x = jax.random.split(jax.random.key(0), 3)
     w = {
         "up": jax.random.normal(up, (LAYERS, D, FF), jnp.bfloat16) * D**-0.5,
         "down": jax.random.normal(down, (LAYERS, FF, D), jnp.bfloat16) * FF**-0.5,
     }
-    step = jaxoff.jit(jax.value_and_grad(loss))
-    taken = jaxoff.measure(step, w, jax.random.normal(x, (ROWS, D), jnp.bfloat16))
+    return w, jax.random.normal(x, (ROWS, D), jnp.bfloat16)
+
+
+def check_beside_kernels(taken, layers):
     (gpu,) = taken.gpus
     for copy in (gpu.d2h, gpu.h2d):
-        assert copy.nbytes >= (LAYERS - 1) / LAYERS * NBYTES, str(taken)
+        assert copy.nbytes >= (layers - 1) / LAYERS * NBYTES, str(taken)
         assert copy.exposed_ms < 0.1 * copy.busy_ms, str(taken)
+
+
+def test_a_residual_that_a_whole_turn_reads_comes_back_beside_kernels():
+    step = jaxoff.jit(jax.value_and_grad(loss(jaxoff.policy(offload=["x_in"]))))
+    check_beside_kernels(jaxoff.measure(step, *arguments()), LAYERS)
+
+
+def test_the_first_layers_move_beside_kernels_and_the_others_keep():
+    first, args = 4, arguments()
+    moved = jaxoff.policy(offload=["x_in"])
+    policy = jaxoff.FirstLayers(first, moved, rest=moved.on_device())
+
+    def step(policy):
+        return jaxoff.jit(jax.value_and_grad(loss(policy)), compiler_options=DETERMINISTIC)
+
+    check_beside_kernels(jaxoff.measure(step(policy), *args), first)
+    programs = [step(p).lower(*args).compile() for p in (policy, moved.on_device())]
+    mixed, saved = (jax.device_get(program(*args)) for program in programs)
+    for ours, theirs in zip(jax.tree.leaves(mixed), jax.tree.leaves(saved), strict=True):
+        np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8))
+    ours, theirs = (program.memory_analysis() for program in programs)
+    each = NBYTES // LAYERS
+    assert ours.host_temp_size_in_bytes == (first + 1) * each  # and a spare row
+    assert ours.temp_size_in_bytes < theirs.temp_size_in_bytes - each
