@@ -16,7 +16,8 @@ from bench.step_models import Workload, loss
 from bench.step_variants import Step
 from jaxoff import FirstLayers, Policy
 from jaxoff._layer import UNNAMED_DOTS
-from jaxoff._plan import MARGIN, CompileStep, Planner
+from jaxoff._plan import MARGIN, Planner
+from jaxoff._plan_compiled import CompileStep
 from jaxoff._policy import Placement
 from jaxoff._search import fastest, smallest
 

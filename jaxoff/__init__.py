@@ -15,8 +15,8 @@ from jaxoff._marks import mark_offload as mark_offload
 from jaxoff._marks import name as name
 from jaxoff._measure import Measurement as Measurement
 from jaxoff._measure import measure as measure
-from jaxoff._plan import BudgetError as BudgetError
 from jaxoff._plan import plan as plan
+from jaxoff._planned import BudgetError as BudgetError
 from jaxoff._planned import Plan as Plan
 from jaxoff._planned import Planned as Planned
 from jaxoff._policy import FirstLayers as FirstLayers

@@ -15,46 +15,26 @@ from jaxoff._errors import near_miss
 from jaxoff._layer import UNNAMED_DOTS, is_of_others, name_of, of_others
 from jaxoff._layer_model import Choice, LayerModel
 from jaxoff._parts import divide
+from jaxoff._plan_compiled import CompileStep, fitting
 from jaxoff._plan_model import Cost, Model
-from jaxoff._planned import Plan, Planned, Verb, split
-from jaxoff._policy import Placement, Policy
+from jaxoff._planned import BudgetError, Plan, Planned, Verb, split
+from jaxoff._policy import Placement
 from jaxoff._program import Program
 from jaxoff._requirements import POOL_VARIABLE, pinned_pool_bytes
 from jaxoff._search import fastest, smallest
 from jaxoff._table import human
 from jaxoff._train_step import divide_step, is_train_step
-from jaxoff._verify import held_nbytes
 
 # What is left free of a budget, less the arguments: predicted peaks have been so much short.
 MARGIN, MESH_MARGIN = 0.1, 0.25
-# A plan that its compiled program refuted is made again for less than it needs by at least this.
-_FINER = 0.999
-# The smallest plan is found in its budget, whatever precision the search has.
-_COARSER = 1.000001
-# Compiled programs may take less than predicted, but not less than this part.
-_LEAST = 0.9
 # Two loops are worth it for so much.
 _FASTER_MS = 1e-4
 # So many numbers of first layers are tried, at even distances: each takes a search of its own.
 _COUNTS = 61
 
-type CompileStep = Callable[[Any], jax.stages.Compiled]
 
 _VERBS: dict[Placement, Verb] = {"device": "save", "host": "offload", "recompute": "recompute"}
 _PLACES: dict[str, Placement] = {verb: place for place, verb in _VERBS.items()}
-
-
-class BudgetError(ValueError):
-    """No placement fits the budget.
-
-    Attributes:
-      smallest_bytes: the smallest budget of device memory for which there is a plan; None where the budget of
-        host memory is what nothing fits.
-    """
-
-    def __init__(self, message: str, smallest_bytes: int | None):
-        super().__init__(message)
-        self.smallest_bytes = smallest_bytes
 
 
 def plan(
@@ -247,33 +227,11 @@ class Planner:
         compile_step: CompileStep,
     ) -> Plan:
         """The plan for a budget whose compiled step fits it; see `plan`."""
-        limit, refused, why = device_bytes, set[Policy](), ""
-        while True:
-            try:
-                plan = self.plan(max(0, limit), host_bytes, fixed, margin)
-            except BudgetError as error:
-                if error.smallest_bytes is None or _LEAST * error.smallest_bytes > device_bytes:
-                    raise
-                # It may take less than predicted, or be short by less than another plan was.
-                plan = self.plan(_COARSER * error.smallest_bytes, host_bytes, fixed, margin)
-                if plan.policy in refused:
-                    raise BudgetError(f"{error}{why}", error.smallest_bytes) from None
-            compiled = compile_step(plan.policy)
-            if not isinstance(compiled, jax.stages.Compiled):
-                raise TypeError(
-                    "compile_step returns a compiled step, as in lambda policy: step(policy).lower(*args)"
-                    f".compile(); got {type(compiled).__name__}."
-                )
-            held = held_nbytes(compiled) + self.model.resident_nbytes
-            if held <= device_bytes:
-                return dataclasses.replace(plan, device_bytes=int(device_bytes), compiled_bytes=held)
-            refused.add(plan.policy)
-            # So that what is refused is not found again, by whatever precision the search has.
-            limit = _FINER * min(limit, device_bytes - (held - plan.peak_bytes))
-            why = (
-                f" That is the budget of {human(int(device_bytes))} less the {human(held - plan.peak_bytes)} "
-                "by which a plan, compiled, took more than predicted."
-            )
+
+        def plan_for(nbytes: float) -> Plan:
+            return self.plan(nbytes, host_bytes, fixed, margin)
+
+        return fitting(plan_for, device_bytes, self.model.resident_nbytes, compile_step)
 
     def host_budget(self, host_bytes: float | None) -> int:
         """What a device may have of pinned host memory: as given, or its share of XLA's pool."""

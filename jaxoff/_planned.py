@@ -19,6 +19,19 @@ type Verb = Literal["save", "offload", "recompute"]
 type Layers = Literal["all", "first", "others"]
 
 
+class BudgetError(ValueError):
+    """No placement fits the budget.
+
+    Attributes:
+      smallest_bytes: the smallest budget of device memory for which there is a plan; None where the budget of
+        host memory is what nothing fits.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int | None):
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
 @dataclasses.dataclass(frozen=True)
 class Planned:
     """Where the values of one name live, and what that costs.

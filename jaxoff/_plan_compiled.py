@@ -1,0 +1,115 @@
+"""Plans checked by compilation: what XLA assigns is then known, not predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxoff._planned import BudgetError, Plan
+from jaxoff._table import human
+from jaxoff._verify import held_nbytes
+
+type CompileStep = Callable[[Any], jax.stages.Compiled]
+
+# A plan that its compiled program refuted is made again for less than it needs by at least this.
+_FINER = 0.999
+# The smallest plan is found in its budget, whatever precision the search has.
+_COARSER = 1.000001
+# Compiled programs may take less than predicted, but not less than this part.
+_LEAST = 0.9
+# So many plans more are compiled, to find a faster one between what was refused and what fits.
+_TRIES = 3
+
+
+def fitting(
+    plan_for: Callable[[float], Plan], device_bytes: float, resident_bytes: int, compile_step: CompileStep
+) -> Plan:
+    """A plan whose compiled step fits a budget.
+
+    Args:
+      plan_for: the fastest plan for a budget, as predicted.
+      device_bytes: the budget.
+      resident_bytes: what else is on the device all the time.
+      compile_step: as for `jaxoff.plan`.
+
+    Raises:
+      BudgetError: if none was found.
+      TypeError: if what `compile_step` returns is not compiled.
+    """
+    steps = _Steps(device_bytes, resident_bytes, compile_step)
+    limit = too_much = device_bytes
+    while True:
+        try:
+            plan = plan_for(max(0, limit))
+        except BudgetError as error:
+            if error.smallest_bytes is None or _LEAST * error.smallest_bytes > device_bytes:
+                raise
+            # It may take less than predicted, or be short by less than another plan was.
+            limit = _COARSER * error.smallest_bytes
+            plan = plan_for(limit)
+            if plan.policy in steps.short:
+                raise BudgetError(f"{error}{steps.why(plan)}", error.smallest_bytes) from None
+        found = steps.checked(plan)
+        if plan.policy not in steps.short:
+            break
+        # So that what is refused is not found again, by whatever precision the search has.
+        too_much, limit = limit, _FINER * min(limit, device_bytes - steps.short[plan.policy])
+    return _fastest_between(limit, too_much, found, plan_for, steps)
+
+
+def _fastest_between(
+    limit: float, too_much: float, found: Plan, plan_for: Callable[[float], Plan], steps: _Steps
+) -> Plan:
+    """The fastest plan found between two limits, of which the plan for the higher one was refused.
+
+    What is between may be short by less than that.
+    """
+    tries = _TRIES
+    while tries and too_much - limit > (1 - _FINER) * too_much:
+        middle = (limit + too_much) / 2
+        plan = plan_for(middle)
+        if plan.policy not in steps.short and plan.step_ms < found.step_ms:
+            tries -= 1
+            checked = steps.checked(plan)
+            found = found if plan.policy in steps.short else checked
+        if plan.policy in steps.short:
+            too_much = middle
+        else:
+            limit = middle
+    return found
+
+
+class _Steps:
+    """Compiles the steps of plans.
+
+    Attributes:
+      short: by policy that was refused, by how much its step takes more than predicted.
+    """
+
+    def __init__(self, device_bytes: float, resident_bytes: int, compile_step: CompileStep):
+        self._device_bytes, self._resident_bytes = device_bytes, resident_bytes
+        self._compile_step = compile_step
+        self.short: dict[Any, int] = {}
+
+    def checked(self, plan: Plan) -> Plan:
+        """A plan with what its compiled step takes."""
+        step = self._compile_step(plan.policy)
+        if not isinstance(step, jax.stages.Compiled):
+            raise TypeError(
+                "compile_step returns a compiled step, as in lambda policy: step(policy).lower(*args)"
+                f".compile(); got {type(step).__name__}."
+            )
+        held = held_nbytes(step) + self._resident_bytes
+        if held > self._device_bytes:
+            self.short[plan.policy] = held - plan.peak_bytes
+        return dataclasses.replace(plan, device_bytes=int(self._device_bytes), compiled_bytes=held)
+
+    def why(self, plan: Plan) -> str:
+        """Why the smallest plan was refused."""
+        return (
+            f" Compiled, the step of that plan takes {human(self.short[plan.policy])} more than predicted, "
+            f"and the budget is {human(int(self._device_bytes))}."
+        )
