@@ -56,6 +56,9 @@ def plan(
     ] = 0.0,
     device: Annotated[str, typer.Option(help="A shipped profile or the path of one.")] = "h200",
     gpus: Annotated[int, typer.Option(help="How many GPUs of the host copy at once.")] = 1,
+    first_layers: Annotated[
+        bool, typer.Option(help="Whether first layers may be placed otherwise than the others.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[
         str | None, typer.Option("--frontier", help="Draw time against memory into this file.")
@@ -75,6 +78,7 @@ def plan(
             resident_bytes=resident_gb * 1e9,
             link=gpus,
             device=jaxoff.Device.of(device),
+            first_layers=first_layers,
         )
         found = jaxoff.plan(fun, *arguments, device_bytes=device_gb * 1e9, **given)
         print(found.to_json() if as_json else found)

@@ -64,6 +64,11 @@ class Shared:
     gone: dict[int, dict[Var, Var]]
 
 
+def pieces_in(jaxpr: Jaxpr) -> set[Var]:
+    """The pieces into which a program splits stacks."""
+    return {v for eqn in jaxpr.eqns if _splits(eqn) for v in eqn.outvars}
+
+
 def shared_by(jaxpr: Jaxpr, layouts: Mapping[int, ScanLayout]) -> Shared:
     """Finds arrays that are split for loops, and those that are put together from what loops have stacked.
 
@@ -83,7 +88,7 @@ def shared_by(jaxpr: Jaxpr, layouts: Mapping[int, ScanLayout]) -> Shared:
     reads = _reads(jaxpr)
     gone: dict[int, dict[Var, Var]] = {}
     for number, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name == "split" and eqn.params["axis"] == 0:
+        if _splits(eqn):
             starts = itertools.accumulate(eqn.params["sizes"], initial=0)
             for v, start in zip(eqn.outvars, starts, strict=False):
                 for i, k in xs.get(v, ()):
@@ -101,6 +106,10 @@ def shared_by(jaxpr: Jaxpr, layouts: Mapping[int, ScanLayout]) -> Shared:
             assert before is not None  # there is an operand
             gone[number] = {eqn.outvars[0]: before}
     return Shared(pieces, gone)
+
+
+def _splits(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "split" and eqn.params["axis"] == 0
 
 
 def _puts_together(eqn: JaxprEqn, ys: Mapping[Any, Any], reads: Mapping[Any, int]) -> bool:

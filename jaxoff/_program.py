@@ -222,8 +222,13 @@ class Kept:
 
     @property
     def values(self) -> list[Any]:
-        """The kept values, without the function's own inputs and constants, which live anyway."""
+        """The kept values, without the function's own inputs and constants, which live anyway.
+
+        Nor pieces of those: `jaxoff.jit` reads them in place.
+        """
         inputs = {*self.live.jaxpr.invars, *self.live.jaxpr.constvars}
+        splits = (eqn for eqn in self.live.jaxpr.eqns if eqn.primitive.name == "split")
+        inputs |= {v for eqn in splits if eqn.invars[0] in inputs for v in eqn.outvars}
         unique = dict.fromkeys(v for v in self.live.jaxpr.outvars if not isinstance(v, _compat.Literal))
         return [v for v in unique if v not in inputs]
 

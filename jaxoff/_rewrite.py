@@ -12,10 +12,10 @@ from jaxoff._exchanges import one_after_another
 from jaxoff._inline import Renamed, called, inlined, now, scalars_apart
 from jaxoff._loops import Loop, handed, row_nbytes, written_out
 from jaxoff._order import LARGE_NBYTES, ordered
-from jaxoff._pieces import shared_by
+from jaxoff._pieces import pieces_in, shared_by
 from jaxoff._scan import PLAIN_SCOPE, is_in_scan
 from jaxoff._straight import Straight
-from jaxoff._units import dependents
+from jaxoff._units import dependents, variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,12 @@ class _Rewriter:
 
     def loops(self, jaxpr: Jaxpr) -> Jaxpr:
         """Writes out the scans of layers; other equations stay as they are."""
-        layers = {i: eqn for i, eqn in enumerate(jaxpr.eqns) if _is_of_layers(eqn)}
+        pieces = pieces_in(jaxpr)
+        layers = {
+            i: eqn
+            for i, eqn in enumerate(jaxpr.eqns)
+            if _is_of_layers(eqn) or (is_in_scan(eqn) and not pieces.isdisjoint(variables(eqn)))
+        }
         loops = {i: loop for i, eqn in layers.items() if (loop := Loop.of(eqn))}
         self.written += len(loops)
         self.scanned += sum("H2D" in _transfers(eqn.params["jaxpr"].jaxpr) for eqn in layers.values())

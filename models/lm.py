@@ -178,6 +178,8 @@ def scan_under(policy, body: Callable[..., Any], init: Any, xs: Any) -> tuple[An
 
 
 def _checkpointed(function: Callable[..., Any], policy) -> Callable[..., Any]:
+    if isinstance(policy, jaxoff.FirstLayers):
+        policy = policy.rest
     return function if policy is None else jax.checkpoint(function, policy=policy)
 
 
