@@ -45,6 +45,14 @@ def test_it_prints_the_plan(run):
     assert "device peak" in result.stdout
 
 
+def test_first_layers_are_placed_otherwise(run):
+    arguments = "my_setup:setup", "--device-gb", "0.08"
+    assert run(*arguments).stdout.startswith("name ")
+    result = run(*arguments, "--first-layers")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("layers ")
+
+
 def test_json_is_a_plan_and_the_frontier_a_picture(run, tmp_path):
     result = run("my_setup:setup", "--device-gb", "1", "--json", "--gpus", "4", "--frontier", "curve.png")
     found = jaxoff.Plan.from_dict(json.loads(result.stdout))
