@@ -94,9 +94,11 @@ def draw(results: dict[str, list[Row]], path: Path) -> None:
     """Time against peak memory: the plans a line, all else points."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7 * max(1, len(results)), 5), layout="constrained")
+    columns = max(1, min(2, len(results)))
+    lines = max(1, -(-len(results) // columns))
+    figure = Figure(figsize=(7 * columns, 5 * lines), layout="constrained")
     for index, (workload, rows) in enumerate(results.items()):
-        axes = figure.add_subplot(1, len(results), index + 1)
+        axes = figure.add_subplot(lines, columns, index + 1)
         for role, colour in _COLOURS.items():
             known = [
                 (peak / 1e9, ms, row["point"]["name"])

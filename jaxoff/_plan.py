@@ -86,8 +86,8 @@ def plan(
         the device that runs it; ahead of time other kernels are picked, which has made 1% of difference.
       first_layers: whether the first layers of each `jaxoff.scan` may be placed otherwise than its others,
         where that makes a step faster; then `policy` is a `jaxoff.FirstLayers`. Of loops over more than 64
-        layers not every number of first ones is tried. Layers in no loop go with the others: hand them
-        `policy.rest`.
+        layers not every number of first ones is tried. What is in no `jaxoff.scan` goes with the others: hand
+        it `policy.rest`.
       argnums: the positional arguments to differentiate a loss for, as for `jax.grad`. None: every
         floating-point argument.
       has_aux: whether a loss returns `(output, auxiliary)`, as for `jax.grad`.
@@ -215,7 +215,7 @@ class Planner:
 
     def _counts(self) -> range:
         """The numbers of first layers to try: a loop of one turn does not overlap its copies."""
-        most = max(kind.layer.turns for kind in self.model.layers)
+        most = max((kind.layer.turns for kind in self.model.layers if kind.layer.in_order), default=0)
         return range(2, most - 1, max(1, -(-(most - 3) // _COUNTS)))
 
     def plan_compiled(

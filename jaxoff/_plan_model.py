@@ -121,16 +121,17 @@ class Model:
         return self.outside_ms + sum(per_kind)
 
     def in_two(self, first: int) -> Model:
-        """The same step with each loop in two: so many turns first, and the others, whose labels differ.
+        """The same step with each `jaxoff.scan` in two: so many turns first, and the others' labels differ.
 
-        What is in no loop goes with the others.
+        What is in none goes with the others.
         """
         kinds: list[LayerModel] = []
         parts: list[tuple[int, ...]] = []  # by kind, which it has become
         for kind in self.layers:
-            rest = kind.layer.turns - first if kind.layer.turns > 1 else 1
-            counts = [(first, False), (rest, True)] if kind.layer.turns > 1 else [(1, True)]
-            made = [(kind.layer.turns, False)] if rest < 1 else counts
+            turns = kind.layer.turns
+            made = [(turns, True)]
+            if turns > 1 and kind.layer.in_order:
+                made = [(first, False), (turns - first, True)] if first < turns else [(turns, False)]
             parts.append(tuple(range(len(kinds), len(kinds) + len(made))))
             kinds += [
                 LayerModel(kind.layer.with_turns(turns, others=others), kind.count, kind.device, kind.runs)
