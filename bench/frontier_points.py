@@ -49,9 +49,9 @@ _SAME = {
     "dense": {"qkv_proj": "qkv", "context": "attn", "out_proj": "out_proj", "mlpwi": "pre", "mlpwo": "down"},
     "nano": {"qkv_proj": "attn.qkv", "context": "attn.core", "mlpwi": "moe.act", "mlpwo": "moe.combined"},
 }
-# What a step compiled ahead of time leaves of a budget: on the card it has other kernels, whose memory of
-# their own has been up to five times 32 MiB (bench/LOG.md).
-AHEAD_NBYTES = 192 << 20
+# What a step compiled ahead of time leaves of a budget, and of a small one: on the card it has other kernels,
+# whose memory of their own has been up to five times 32 MiB (bench/LOG.md).
+AHEAD_NBYTES, AHEAD_PART = 192 << 20, 0.012
 # XLA's pool of pinned memory, with room for what is not a residual.
 HOST_BYTES = 90e9
 
@@ -189,7 +189,8 @@ def _plans(planner: Planner, budgets: Sequence[int], compile_step: CompileStep |
         if compile_step is None:
             plan = planner.plan(budget, HOST_BYTES, {}, MARGIN)
         else:
-            plan = planner.plan_compiled(budget - AHEAD_NBYTES, HOST_BYTES, {}, 0.0, compile_step)
+            nbytes = budget - min(AHEAD_NBYTES, AHEAD_PART * budget)
+            plan = planner.plan_compiled(nbytes, HOST_BYTES, {}, 0.0, compile_step)
         predicted = {"ms": plan.step_ms, "peak_bytes": plan.peak_bytes, "host_bytes": plan.host_bytes}
         if plan.compiled_bytes is not None:
             predicted["compiled_bytes"] = plan.compiled_bytes

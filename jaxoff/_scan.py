@@ -41,8 +41,9 @@ def scan(
 
     Inside `jaxoff.jit` the copies of what the policy offloads run beside the compute. A loop that offloads
     nothing takes less memory there than `jax.lax.scan`, and no more time. Two policies, a
-    `jaxoff.FirstLayers`, make two loops; differentiated inside `jaxoff.jit`, both read the rows of xs, and
-    write their gradients, where those are. Elsewhere XLA copies them.
+    `jaxoff.FirstLayers`, make two loops; inside `jaxoff.jit` both read the rows of xs, and write their
+    gradients, where those are. Elsewhere XLA copies them. Copies of a single layer, a loop of one turn, do
+    not overlap.
 
     Args:
       body: `(carry, x) -> (carry, y)`, as for `jax.lax.scan`.

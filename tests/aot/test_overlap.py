@@ -79,6 +79,24 @@ def test_layers_in_a_loop_overlap():
     assert all(copy.via == "dma" and copy.is_async and copy.overlaps for copy in ours.copies)
 
 
+def test_the_first_layers_in_a_loop_of_their_own_overlap():
+    ours = facts("scan", jaxoff.FirstLayers(4, POLICY, POLICY.on_device()))
+    assert ours.findings == ()
+    assert ours.d2h_bytes == ours.h2d_bytes == 4 * 2 * X_NBYTES
+    assert ours.host_bytes == (4 + 1) * 2 * X_NBYTES
+    assert all(copy.via == "dma" and copy.is_async and copy.overlaps for copy in ours.copies)
+
+
+def test_two_loops_read_and_write_one_stack():
+    """They hold what one does; in stock order XLA copies the weights' rows and their gradients' for them."""
+    saved = POLICY.on_device()
+    two = jaxoff.FirstLayers(3, saved, saved)
+    assert facts("scan", two).device_temp_bytes <= facts("scan", saved).device_temp_bytes + X_NBYTES
+    stacks = LAYERS * 2 * WIDTH * (WIDTH + 2 * HIDDEN)
+    stock = facts("scan", two, False).device_temp_bytes
+    assert stock >= facts("scan", saved, False).device_temp_bytes + stacks
+
+
 def test_stacks_are_not_filled_with_zeros_first():
     """XLA by itself writes every stack of a loop before its rows: of gradients, and of what is saved."""
 

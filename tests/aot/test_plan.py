@@ -15,6 +15,9 @@ import jaxoff
 from bench import frontier
 from bench.frontier_points import Point, planner_of
 from bench.step_models import Workload
+from jaxoff._cost import H200
+from jaxoff._layer import of_others
+from jaxoff._plan import Planner
 from jaxoff._settings import DISABLED_PASSES
 from tests.aot import programs
 
@@ -116,14 +119,39 @@ def test_what_is_planned_fits_its_budget_and_xla_leaves_it_so(gigabytes, tmp_pat
         assert facts.device_peak_bytes <= budget
 
 
-@pytest.mark.parametrize("gigabytes", [16, pytest.param(20, marks=pytest.mark.long)])
-def test_the_peak_of_two_loops_is_that_of_the_compiled_program(gigabytes):
-    """Weights and gradients are in one piece, and what the first loop's last turn leaves is counted."""
-    found = jaxoff.plan(loss(jaxoff.policy()), *arguments(), device_bytes=gigabytes * 1e9, first_layers=True)
-    assert found.first_layers > 0 and found.host_bytes > 0
-    peak, host = compiled(found.policy)
-    assert found.peak_bytes == pytest.approx(peak, rel=PRECISION)
-    assert found.host_bytes == host
+QKV = dict(qkv=MOVE, mlp_in=SAVE)
+ALL_SAVED = dict(x_in=SAVE, qkv=SAVE, mlp_in=SAVE, pre=SAVE)
+WIDE = dict(x_in=MOVE, qkv=MOVE, mlp_in=SAVE, pre=SAVE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("first", "rest"),
+    [
+        (QKV, ALL_SAVED),
+        (QKV, WIDE),
+        (ALL_SAVED, QKV),
+        (ALL_SAVED, ALL_SAVED),
+    ],
+)
+def test_two_loops_take_what_is_predicted_as_exactly_as_one(first, rest):
+    """Weights and gradients are in one piece, and what the first loop leaves for its way back is counted."""
+
+    def policy(choices):
+        places = {v: [name for name, choice in choices.items() if choice == v] for v in (SAVE, MOVE)}
+        return jaxoff.policy(save=places[SAVE], offload=places[MOVE])
+
+    def short(model, choice, policy):
+        cost, (peak, host) = model.cost(choice), compiled(policy)
+        assert cost.host_nbytes == host
+        return peak - cost.peak.nbytes
+
+    model = Planner.of(loss(jaxoff.policy()), arguments(), {}, 0, None, H200, None, False).model
+    kept = [{k: "host" if v == MOVE else "device" for k, v in choices.items()} for choices in (first, rest)]
+    one = [short(model, *each) for each in zip(kept, map(policy, (first, rest)), strict=True)]
+    both = kept[0] | {of_others(name): place for name, place in kept[1].items()}
+    two = short(model.in_two(6), both, jaxoff.FirstLayers(6, policy(first), policy(rest)))
+    assert min(*one, 0) - 2e8 <= two <= max(*one, 0) + 2e8
 
 
 @pytest.mark.parametrize("gigabytes", [22, pytest.param(14, marks=pytest.mark.long)])

@@ -48,7 +48,7 @@ def differentiated(fun):
 
 @pytest.mark.parametrize("jit", [jax.jit, jaxoff.jit])
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("count", [0, 1, 2, 5, 6, 9])
+@pytest.mark.parametrize("count", [1, 4, 9])
 def test_it_computes_what_lax_scan_does(count, reverse, jit):
     policy = jaxoff.FirstLayers(count, MOVED, KEPT)
     plain = functools.partial(loss, functools.partial(lax.scan, reverse=reverse))
@@ -141,8 +141,8 @@ def test_it_works_over_a_mesh(manual):
 
         if not manual:
             return mean
-        specs = dict(in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(), check_vma=False)
-        return jax.shard_map(mean, mesh=mesh, **specs)
+        specs = (jax.P(), jax.P("data"))
+        return jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=False)
 
     w_spec, x_spec = (jax.P(), jax.P("data")) if manual else (jax.P(None, None, "data"), jax.P())
     args = [jax.device_put(v, jax.NamedSharding(mesh, spec)) for v, spec in ((w, w_spec), (x, x_spec))]

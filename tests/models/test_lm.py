@@ -101,6 +101,9 @@ EVERY = {
     "offload": jaxoff.policy(offload=["*"]),
     "recompute": jaxoff.policy(recompute=["*"]),
     "attention saved, experts offloaded": jaxoff.policy(save=["attn.*"], offload=["moe.*", "mlp.*"]),
+    "first layers offloaded": jaxoff.FirstLayers(
+        1, jaxoff.policy(offload=["*"]), jaxoff.policy(save=["attn.*"])
+    ),
     "activations and inputs offloaded": jaxoff.policy(save=["moe.probs"], offload=["*.act", "attn.norm_in"]),
 }
 
