@@ -235,8 +235,8 @@ def written_out(
         return lax.while_loop(lambda state: state.count < end, step, state)
 
     consts, carry, xs = loop.divided(operands)
-    operands_of_run = consts, carry, xs, dict(given), [firsts[k] for k in turn.ahead]
-    eqns, results = traced(run, operands_of_run, like=loop.eqn)
+    args = consts, carry, xs, dict(given), [firsts[k] for k in turn.ahead]
+    eqns, results = traced(run, args, like=loop.eqn)
     end = len(carry) + len(turn.ys())
     return eqns, results[1 : 1 + end], dict(zip(turn.leaves, results[1 + end :], strict=False))
 
@@ -282,10 +282,9 @@ class _Turn:
     def ys(self) -> list[tuple[Any, int]]:
         """What each stack holds, and its rows."""
         values, written = self._loop.body.outvars[self._loop.layout.num_carry :], self._pieces.written
-        rows = dict.fromkeys(self._sends, self._loop.layout.length + 1) | {
-            k: w.rows for k, w in written.items()
-        }
-        return [(v, rows.get(k, self._loop.layout.length)) for k, v in enumerate(values)]
+        length = self._loop.layout.length
+        rows = dict.fromkeys(self._sends, length + 1) | {k: w.rows for k, w in written.items()}
+        return [(v, rows.get(k, length)) for k, v in enumerate(values)]
 
     def ordered(
         self, consts: list[Any], xs: list[Any], state: _State, device: Device, large_nbytes: int

@@ -113,10 +113,12 @@ def _splits(eqn: JaxprEqn) -> bool:
 
 
 def _puts_together(eqn: JaxprEqn, ys: Mapping[Any, Any], reads: Mapping[Any, int]) -> bool:
-    """Whether an equation puts together stacks of loops that nothing else reads."""
+    """Whether an equation puts together stacks, each of a loop of its own, that nothing else reads."""
     if eqn.primitive.name != "concatenate" or eqn.params["dimension"] != 0:
         return False
-    return all(v in ys and reads[v] == 1 and not _compat.is_host(v.aval) for v in eqn.invars)
+    if not all(v in ys and reads[v] == 1 and not _compat.is_host(v.aval) for v in eqn.invars):
+        return False
+    return len({ys[v][0] for v in eqn.invars}) == len(eqn.invars)
 
 
 def _rows(v: Any) -> int:

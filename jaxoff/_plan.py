@@ -271,8 +271,8 @@ class Planner:
                 )
                 for row in rows
             )
-        times = cost.times
-        return Plan(tuple(rows), cost.peak, cost.host_nbytes, times, device_bytes, self.device, first)
+        rows = tuple(rows)
+        return Plan(rows, cost.peak, cost.host_nbytes, cost.times, device_bytes, self.device, first)
 
     def _rows(self, choice: Choice, cost: Cost, device_bytes: int) -> Iterator[Planned]:
         values: dict[str, list[tuple[LayerModel, int]]] = {}

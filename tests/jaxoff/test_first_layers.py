@@ -116,6 +116,20 @@ def test_a_stack_that_others_read_too_stays_whole():
     assert_close(got, jax.value_and_grad(lambda w, x: loss(lax.scan, w, x)[0] + (w**2).sum())(*arguments()))
 
 
+def test_what_one_loop_stacks_twice_is_put_together_behind_it():
+    def both(scan, w, x):
+        def layer(x, w):
+            out = x + jaxoff.name(jnp.tanh(x @ w), "act")
+            return out, (out, 2 * x)
+
+        ys = scan(layer, x, w)[1]
+        return (jnp.concatenate(ys) ** 2).sum()
+
+    fun = functools.partial(both, functools.partial(jaxoff.scan, policy=KEPT))
+    got = jaxoff.jit(jax.value_and_grad(fun))(*arguments())
+    assert_close(got, jax.value_and_grad(functools.partial(both, lax.scan))(*arguments()))
+
+
 def test_it_works_in_a_loop_over_microbatches():
     def grads(fun, w, xs):
         def turn(sums, x):
