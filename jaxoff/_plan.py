@@ -27,8 +27,8 @@ from jaxoff._train_step import divide_step, is_train_step
 
 # What is left free of a budget, less the arguments: predicted peaks have been so much short.
 MARGIN, MESH_MARGIN = 0.1, 0.25
-# Two loops are worth it for so much.
-_FASTER_MS = 1e-4
+# Two loops are worth it for so much of a step.
+_FASTER = 1e-5
 # So many numbers of first layers are tried, at even distances: each takes a search of its own.
 _COUNTS = 61
 
@@ -208,7 +208,7 @@ class Planner:
         places |= {of_others(label): place for label, place in places.items()}
         for count in self._counts() if self.in_two else ():
             with_first = model.in_two(count)
-            choice = fastest(with_first, int(device_bytes), host, places, best.step_ms - _FASTER_MS)
+            choice = fastest(with_first, int(device_bytes), host, places, (1 - _FASTER) * best.step_ms)
             if choice is not None:
                 best = dataclasses.replace(self, model=with_first).planned(choice, int(device_bytes), count)
         return best

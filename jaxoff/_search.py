@@ -10,9 +10,12 @@ solution breaks the budget for that, the step at which it does is written out, a
 from __future__ import annotations
 
 import collections
+import contextlib
+import ctypes
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -21,9 +24,10 @@ from jaxoff._layer_model import APART, Choice, LayerModel
 from jaxoff._plan_model import Model
 from jaxoff._policy import Placement
 
-_GB = 1e9
-# HiGHS keeps constraints up to 1e-6.
-_TOLERANCE = 2e-6 * _GB
+# Bytes are counted in this, and for small models in a part of their own size: what HiGHS can tell apart.
+_GB, _PART = 1e9, 0.1
+# HiGHS keeps constraints up to 1e-6; the model counts whole bytes.
+_TOLERANCE, _ROUNDED = 2e-6, 2
 
 type Terms = Mapping[int, float]
 
@@ -49,9 +53,14 @@ def smallest(model: Model, host_bytes: int | None, fixed: Choice) -> Choice | No
 
 
 class _Program:
-    """An integer program that grows."""
+    """An integer program that grows.
 
-    def __init__(self):
+    Attributes:
+      unit: what bytes are counted in.
+    """
+
+    def __init__(self, unit: float):
+        self.unit = unit
         self._upper: list[float] = []
         self._lower: list[float] = []
         self._integer: list[bool] = []
@@ -86,14 +95,38 @@ class _Program:
         objective = np.zeros(len(self._upper))
         for variable, factor in cost.items():
             objective[variable] = factor
-        found = milp(
-            objective,
-            integrality=np.array(self._integer, int),
-            bounds=Bounds(np.array(self._lower), np.array(self._upper)),  # pyright: ignore
-            constraints=LinearConstraint(matrix, ub=np.array(bounds)),  # pyright: ignore
-            options={"mip_rel_gap": 1e-9},
-        )
+        with _nothing_printed():
+            found = milp(
+                objective,
+                integrality=np.array(self._integer, int),
+                bounds=Bounds(np.array(self._lower), np.array(self._upper)),  # pyright: ignore
+                constraints=LinearConstraint(matrix, ub=np.array(bounds)),  # pyright: ignore
+                options={"mip_rel_gap": 1e-9},
+            )
         return found.x
+
+
+@contextlib.contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """Keeps a line that HiGHS prints, whatever its options say, off the standard output.
+
+    It would stand in front of a plan that is printed as JSON.
+    """
+    try:
+        flush, kept = ctypes.CDLL(None).fflush, os.dup(1)
+    except (AttributeError, OSError, TypeError):  # no C library of that kind, or no standard output
+        yield
+        return
+    flush(None)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class _Kind:
@@ -103,7 +136,7 @@ class _Kind:
       again, saved, moved: by value, the variables that say so.
       moving: whether it moves anything, or may take the memory of what does; in jaxoff's order, whether the
         step does.
-      small, large, both, working: of its working set in the backward pass, GB.
+      small, large, both, working: of its working set in the backward pass.
     """
 
     def __init__(
@@ -123,7 +156,7 @@ class _Kind:
         self.small, self.large, self.both, self.working = (program.variable(np.inf) for _ in range(4))
         steps = (s.small + s.large + sum(t.small + t.large for t in s.shared) for s in self.layer.backward)
         # More than the working set can be: what it need not be at least is lower by as much.
-        self._much = (2 * sum(value.nbytes for value in values) + max(steps, default=0)) / _GB
+        self._much = (2 * sum(value.nbytes for value in values) + max(steps, default=0)) / self._program.unit
         self._made_by: dict[int, dict[int, int]] = {}
         self._left_there: dict[int, int] | None = None
         self._written_out: set[int] = set()
@@ -194,11 +227,11 @@ class _Kind:
             program.cost[variable] += turns
 
     def residuals(self, parts: int, waiting: int) -> list[tuple[int, float]]:
-        """What so many parts keep on the device, GB, so many of which do not run."""
+        """What so many parts keep on the device, so many of which do not run."""
         terms = [(v, parts * self.layer.turns * self.layer.values[n].nbytes) for n, v in self.saved.items()]
         left = self._left() if waiting and self.layer.turns > 1 else {}
         terms += [(v, waiting * self.layer.values[n].nbytes) for n, v in left.items()]
-        return [(v, nbytes / _GB) for v, nbytes in terms]
+        return [(v, nbytes / self._program.unit) for v, nbytes in terms]
 
     def _left(self) -> dict[int, int]:
         """By value, the variable that says whether the last turn of a loop leaves it on the device."""
@@ -216,16 +249,16 @@ class _Kind:
         return self._left_there
 
     def on_host(self) -> list[tuple[int, float]]:
-        factor = self._model.count * (self.layer.turns + (self.layer.turns > 1)) / _GB
+        factor = self._model.count * (self.layer.turns + (self.layer.turns > 1)) / self._program.unit
         return [(v, factor * self.layer.values[n].nbytes) for n, v in self.moved.items()]
 
     def forward(self) -> tuple[list[tuple[int, float]], float]:
-        """The working set of the forward pass, GB: terms and a constant."""
+        """The working set of the forward pass, in the program's unit: terms and a constant."""
         late = [n for n in self.moved if self._model.is_sent_late(n)]
-        terms = [(self.moved[n], self.layer.values[n].nbytes / _GB) for n in late]
+        terms = [(self.moved[n], self.layer.values[n].nbytes / self._program.unit) for n in late]
         steps = self.layer.forward
         most = max((s.small for s in steps), default=0) + max((s.large for s in steps), default=0)
-        return terms, most / _GB
+        return terms, most / self._program.unit
 
     def write_out(self, s: int) -> bool:
         """Adds what is on the device at a step for the sake of values that are made again from it.
@@ -262,31 +295,34 @@ class _Kind:
         if_moving: list[tuple[int, float]] = []  # copies of rows that wait beside others then, negative
         made = self._made(s) if whole else {}
         for n, value in enumerate(self.layer.values):
-            gigabytes, held = value.nbytes / _GB, terms[value.is_large]
+            size, held = value.nbytes / self._program.unit, terms[value.is_large]
             if not model.is_reached(n):
                 continue
             if value.last is not None and model.hidden(n) < s <= value.last and value.first is not None:
                 if not ordered or value.first <= s:
-                    held.append((self._alone(n, self.again[n]), gigabytes))
+                    held.append((self._alone(n, self.again[n]), size))
                 elif n in made and not model.is_read_anew(n):
-                    held.append((self._alone(n, made[n]), gigabytes))
+                    held.append((self._alone(n, made[n]), size))
             row, (first, _) = model.copied_row(n), model.reach(n)
             if row is not None and (ordered or row[0] <= s <= row[1]):
-                held.append((self.saved[n], gigabytes))
+                held.append((self.saved[n], size))
                 if not row[0] <= s <= row[1]:
-                    if_moving.append((self.saved[n], -gigabytes))
+                    if_moving.append((self.saved[n], -size))
             if ordered and whole:
-                held.append((self._copies(n, s), gigabytes))
+                held.append((self._copies(n, s), size))
             elif ordered:
-                held.append((self.moved[n], model.copies(n, first, s) * gigabytes))
+                held.append((self.moved[n], model.copies(n, first, s) * size))
         for shared in () if ordered else step.shared:
             variable = self._program.variable()
             names = model.names_of(shared.value) | {shared.value}
             for name, n in itertools.product(names, shared.again):
                 self._program.at_least(variable, [(self.saved[name], 1.0), (self.again[n], 1.0)], -1.0)
-            terms[False].append((variable, shared.small / _GB))
-            terms[True].append((variable, shared.large / _GB))
-        own = (step.small - model.written(step, ordered)) / _GB, step.large / _GB
+            terms[False].append((variable, shared.small / self._program.unit))
+            terms[True].append((variable, shared.large / self._program.unit))
+        own = (
+            (step.small - model.written(step, ordered)) / self._program.unit,
+            step.large / self._program.unit,
+        )
         for size, is_large in ((self.small, False), (self.large, True)):
             off, constant = [], own[is_large]
             if not self.layer.in_order:
@@ -326,7 +362,8 @@ class _Kind:
 class _Search:
     def __init__(self, model: Model, host_bytes: int | None, fixed: Choice):
         self._model, self._fixed = model, fixed
-        self._program = program = _Program()
+        least = model.cost({}).peak.nbytes
+        self._program = program = _Program(max(1.0, min(_GB, _PART * least)))
         self._save, self._move = {}, {}
         for label in model.labels:
             place = fixed.get(label)
@@ -338,7 +375,7 @@ class _Search:
         self._kinds = [_Kind(program, kind, self._save, self._move, moves) for kind in model.layers]
         self._peak = program.variable(np.inf)
         for point in model.telling_points:
-            terms, constant = [], (point.nbytes - point.results_nbytes) / _GB
+            terms, constant = [], (point.nbytes - point.results_nbytes) / self._program.unit
             for parts, waiting, kind in zip(point.holds, point.waiting, self._kinds, strict=True):
                 terms += kind.residuals(parts, waiting) if parts else []
             if point.kind is not None:
@@ -348,30 +385,36 @@ class _Search:
                 else:
                     more, most = kind.forward()
                     terms, constant = terms + more, constant + most
-            known = (model.argument_nbytes + model.resident_nbytes + point.results_nbytes) / _GB
+            known = (
+                model.argument_nbytes + model.resident_nbytes + point.results_nbytes
+            ) / self._program.unit
             scale = 1 / (1 - model.margin)
             terms = [(variable, scale * factor) for variable, factor in terms]
             program.at_least(self._peak, terms, known + scale * constant)
         if host_bytes is not None:
-            program.at_most([term for kind in self._kinds for term in kind.on_host()], host_bytes / _GB)
+            program.at_most(
+                [term for kind in self._kinds for term in kind.on_host()], host_bytes / self._program.unit
+            )
 
     def solve(self, device_bytes: int | None, below_ms: float = math.inf) -> Choice | None:
         """The fastest choice with at most so much device memory; without a bound, that which needs least."""
-        cost = dict(self._program.cost)
+        # In hundredths of what a step takes in any case.
+        unit = self._model.kernels_ms / 100 or 1.0
+        cost = {variable: ms / unit for variable, ms in self._program.cost.items()}
         if below_ms < math.inf:
-            self._program.at_most(cost.items(), below_ms - self._model.kernels_ms)
+            self._program.at_most(cost.items(), below_ms / unit - 100)
         if device_bytes is None:
             cost = {variable: 1e-6 * ms for variable, ms in cost.items()} | {self._peak: 1.0}
         else:
-            self._program.at_most([(self._peak, 1.0)], device_bytes / _GB)
+            self._program.at_most([(self._peak, 1.0)], device_bytes / self._program.unit)
         while True:
             solution = self._program.minimise(cost)
             if solution is None:
                 return None
             choice = self._choice(solution)
             needed = self._model.needed(choice)
-            promised = solution[self._peak] * _GB if device_bytes is None else device_bytes
-            if needed <= promised + _TOLERANCE:
+            promised = solution[self._peak] * self._program.unit if device_bytes is None else device_bytes
+            if needed <= promised + _TOLERANCE * self._program.unit + _ROUNDED:
                 return choice
             if not self._write_out(choice):
                 raise RuntimeError(

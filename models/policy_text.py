@@ -9,22 +9,24 @@ from models.errors import InputError, near_miss
 
 KEYS = ("offload", "save", "recompute", "modules", "unmarked", "min_bytes")
 _LISTS = ("offload", "save", "recompute", "modules")
+_FIRST = "first="
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
-def parse(text: str) -> jaxoff.Policy:
+def parse(text: str) -> jaxoff.Policy | jaxoff.FirstLayers:
     """The policy that a text stands for.
 
     The text is parts between semicolons. The first part may be a preset's name; every other is `key=value`,
     and lists are divided by
     commas: `te_v2`, `te_v2;min_bytes=1MiB`, `megatron;modules=core_attn,expert_fc1`,
-      `offload=moe.*;save=attn.core;unmarked=recompute`.
+      `offload=moe.*;save=attn.core;unmarked=recompute`. Two such texts after a number of first layers, with
+      bars between, are a `jaxoff.FirstLayers`: `first=8 | te_v2 | offload=moe.act`.
 
     Args:
       text: as above. Spaces around names do not count.
 
     Returns:
-      A `jaxoff.Policy`.
+      A `jaxoff.Policy`, or a `jaxoff.FirstLayers`.
 
     Raises:
       InputError: for an unknown preset, key, module or value, a key given twice, or no text; its message is
@@ -35,6 +37,8 @@ def parse(text: str) -> jaxoff.Policy:
       >>> policy_text.parse("offload=moe.act,moe.dispatched;save=attn.core")
       jaxoff.policy(offload=['moe.act', 'moe.dispatched'], save=['attn.core'])
     """
+    if text.strip().startswith(_FIRST):
+        return _by_layer(text)
     preset: str | None = None
     given: dict[str, object] = {}
     parts = [part.strip() for part in text.split(";")]
@@ -64,7 +68,7 @@ def parse(text: str) -> jaxoff.Policy:
         raise InputError(f"--policy {text!r}: {' '.join(str(error).split())}") from None
 
 
-def render(policy: jaxoff.Policy) -> str:
+def render(policy: jaxoff.Policy | jaxoff.FirstLayers) -> str:
     """The text that `parse` turns into a policy that decides like this one.
 
     Args:
@@ -77,15 +81,20 @@ def render(policy: jaxoff.Policy) -> str:
       ValueError: if a name holds a character that the text needs for itself, or the policy is a twin that
         keeps its moves on the device.
     """
+    if isinstance(policy, jaxoff.FirstLayers):
+        first, rest = policy.policy, policy.rest
+        assert isinstance(first, jaxoff.Policy) and isinstance(rest, jaxoff.Policy)
+        return f"{_FIRST}{policy.count}|{render(first)}|{render(rest)}"
     if policy.memory_kind != "pinned_host":
         raise ValueError(f"The text of a policy has no word for memory_kind={policy.memory_kind!r}.")
     parts = ["plan"] if policy.preset == "plan" else []  # that name has a meaning beyond its lists
     for key in ("offload", "save", "recompute"):
         names = getattr(policy, key)
         for name in names:
-            if name != name.strip() or re.search("[,;]", name):
+            if name != name.strip() or re.search("[,;|]", name):
                 raise ValueError(
-                    f"A name in the text of a policy has no comma, semicolon or outer space, got {name!r}."
+                    "A name in the text of a policy has no comma, semicolon, bar or outer space, got "
+                    f"{name!r}."
                 )
         if names:
             parts.append(f"{key}={','.join(names)}")
@@ -93,6 +102,17 @@ def render(policy: jaxoff.Policy) -> str:
     if policy.min_bytes:
         parts.append(f"min_bytes={policy.min_bytes}")
     return ";".join(parts)
+
+
+def _by_layer(text: str) -> jaxoff.FirstLayers:
+    count, *both = (part.strip() for part in text.split("|"))
+    number = count.removeprefix(_FIRST).strip()
+    if len(both) != 2 or not re.fullmatch("[0-9]{1,6}", number) or any(b.startswith(_FIRST) for b in both):
+        raise InputError(
+            "--policy takes a number of first layers with two policies, theirs and that of the others, as in "
+            f"'first=8 | te_v2 | offload=moe.act', got {text!r}."
+        )
+    return jaxoff.FirstLayers(int(number), *map(parse, both))
 
 
 def _value(key: str, value: str) -> object:

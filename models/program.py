@@ -107,9 +107,11 @@ class Program:
     def plan(
         self,
         device_bytes: float,
-        compile_step: Callable[[jaxoff.Policy], jax.stages.Compiled] | None = None,
+        compile_step: Callable[[Any], jax.stages.Compiled] | None = None,
     ) -> jaxoff.Plan:
         """Plans where the residuals of a step live, for a budget of device memory.
+
+        On one device the first layers may be placed otherwise than the others.
 
         Args:
           device_bytes: the budget of a device.
@@ -126,7 +128,7 @@ class Program:
     @property
     def _planning(self) -> dict[str, Any]:
         """What else `jaxoff.plan` is told."""
-        return {"margin": _MARGIN}
+        return {"margin": _MARGIN, "first_layers": True}
 
     def init(self) -> State:
         """The state before the first step."""
@@ -146,7 +148,7 @@ class Program:
         """Compiles (params, tokens (B, S + 1)) to the cross-entropy, for windows (K, B, S + 1)."""
         tokens = jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)
         return (
-            jax.jit(lambda params, tokens: self.loss(params, tokens)[1]["ce"])
+            jaxoff.jit(lambda params, tokens: self.loss(params, tokens)[1]["ce"])
             .lower(self.state_shapes["params"], tokens)
             .compile()
         )

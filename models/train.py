@@ -116,7 +116,7 @@ def plan_within(device_gb: float, program: Program, *, compiled: bool) -> tuple[
     """
     under: dict[str, Program] = {}
 
-    def planned(policy: jaxoff.Policy) -> Program:
+    def planned(policy: jaxoff.Policy | jaxoff.FirstLayers) -> Program:
         text = policy_text.render(policy)
         if text not in under:
             options = dataclasses.replace(program.options, policy=text)

@@ -46,9 +46,21 @@ def differentiated(fun):
     return jax.value_and_grad(fun, (0, 1), has_aux=True)
 
 
-@pytest.mark.parametrize("jit", [jax.jit, jaxoff.jit])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("count", [1, 4, 9])
+@pytest.mark.parametrize(
+    ("count", "reverse", "jit"),
+    [
+        (1, False, jaxoff.jit),
+        (4, True, jaxoff.jit),
+        (4, False, jax.jit),
+        (9, False, jaxoff.jit),
+        *(
+            pytest.param(count, reverse, jit, marks=pytest.mark.long)
+            for count in (0, 2, 5, 6)
+            for reverse in (False, True)
+            for jit in (jax.jit, jaxoff.jit)
+        ),
+    ],
+)
 def test_it_computes_what_lax_scan_does(count, reverse, jit):
     policy = jaxoff.FirstLayers(count, MOVED, KEPT)
     plain = functools.partial(loss, functools.partial(lax.scan, reverse=reverse))
@@ -56,7 +68,14 @@ def test_it_computes_what_lax_scan_does(count, reverse, jit):
     assert_close(jit(differentiated(ours(policy, reverse=reverse)))(*arguments()), want)
 
 
-@pytest.mark.parametrize("more", [{"strategy": "ordered"}, {"strategy": "plain"}, {"block": 2}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"block": 2},
+        pytest.param({"strategy": "ordered"}, marks=pytest.mark.long),
+        pytest.param({"strategy": "plain"}, marks=pytest.mark.long),
+    ],
+)
 def test_it_takes_every_strategy(more):
     want = jax.jit(differentiated(functools.partial(loss, lax.scan)))(*arguments())
     assert_close(jaxoff.jit(differentiated(ours(**more)))(*arguments()), want)

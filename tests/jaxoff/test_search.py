@@ -1,6 +1,7 @@
 """The search finds the fastest placement that fits, and more memory never makes it slower."""
 
 import itertools
+import os
 import time
 
 import hypothesis
@@ -9,7 +10,7 @@ import pytest
 
 from jaxoff._cost import Device
 from jaxoff._layer import UNNAMED_DOTS, Layer, Shared, Step, Value
-from jaxoff._search import fastest, smallest
+from jaxoff._search import _nothing_printed, fastest, smallest
 from tests.jaxoff.planned import chain, model_of
 
 PLACES = ("device", "host", "recompute")
@@ -148,6 +149,13 @@ def test_a_deep_model_with_many_names_takes_seconds():
     assert time.process_time() - start < 20  # both, and on two cores
     assert None not in found
     assert time_of(model, found[0]) > time_of(model, found[1])
+
+
+def test_what_the_solver_prints_stays_off_the_standard_output(capfd):
+    with _nothing_printed():
+        os.write(1, b"noise\n")
+    print("a plan")
+    assert capfd.readouterr().out == "a plan\n"
 
 
 def test_what_does_not_fit_is_not_found():

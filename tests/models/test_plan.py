@@ -1,6 +1,7 @@
 """Training within a budget of device memory, whose policy is planned."""
 
 import argparse
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -62,6 +63,27 @@ def test_the_text_of_a_plan_is_that_plan(program, smallest):
 def test_names_of_the_model_are_planned(program, smallest):
     names = {row.name for row in program.plan(smallest).rows}
     assert {"attn.norm_in", "attn.qkv", "mlp.norm_in", "mlp.act", "moe.act", "moe.dispatched"} <= names
+
+
+def test_between_two_placements_the_first_layers_are_placed_otherwise():
+    settings = [s for s in ONE_LAYER if not s.startswith("num_layers")]
+    overrides = parse_overrides([*settings, "num_layers=4"])
+    program = Program(Options.of("tiny", overrides=overrides, **SMALLER), None)
+    with pytest.raises(jaxoff.BudgetError) as caught:
+        program.plan(1)
+    least = caught.value.smallest_bytes
+    assert least is not None
+    plans = [program.plan(least * (1 + part / 20)) for part in range(1, 8)]
+    mixed = next(plan for plan in plans if plan.first_layers)
+    text = policy_text.render(mixed.policy)
+    assert text.startswith(f"first={mixed.first_layers}|plan;")
+    assert policy_text.parse(text) == mixed.policy
+    tokens = np.zeros(program.tokens_shape.shape, program.tokens_shape.dtype)
+    under = Program(dataclasses.replace(program.options, policy=text), mixed.policy)
+    state, metrics = under.step(under.init(), tokens)
+    windows = np.zeros((1, *tokens.shape[1:]), tokens.dtype)
+    losses = metrics["loss"], under.compile_held_out(windows)(state["params"], windows[0])
+    assert losses[1] < losses[0] < np.inf, "a step on these bytes makes them more likely"
 
 
 def run(capsys, tmp_path, *words):

@@ -28,6 +28,35 @@ def test_text_and_back(policy):
     assert policy_text.parse(policy_text.render(policy)) == policy
 
 
+@given(st.integers(0, 99), policies(), policies())
+def test_two_policies_by_layer_are_text_and_back(count, first, rest):
+    policy = jaxoff.FirstLayers(count, first, rest)
+    assert policy_text.parse(policy_text.render(policy)) == policy
+    spaced = policy_text.render(policy).replace("|", " | ")
+    assert policy_text.parse(f" {spaced} ") == policy
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "first=8",
+        "first=8|te_v2",
+        "first=x|te_v2|te_v1",
+        "first=|te_v2|te_v1",
+        "first=1|first=2|te_v1",
+        "first=1|a|b|c",
+    ],
+)
+def test_two_policies_need_a_number(text):
+    with pytest.raises(InputError, match=r"a number of first layers with two policies, .* got 'first="):
+        policy_text.parse(text)
+
+
+def test_each_of_two_policies_is_checked():
+    with pytest.raises(InputError, match="--policy takes a preset"):
+        policy_text.parse("first=8 | te_v2 | ofload=x")
+
+
 @given(st.text(st.sampled_from("offload=sve;,. \n\0te_v2min_bytes1KiB*"), max_size=40))
 def test_any_text_gives_a_policy_or_one_line(text):
     try:
