@@ -213,10 +213,14 @@ class Planner:
                 best = dataclasses.replace(self, model=with_first).planned(choice, int(device_bytes), count)
         return best
 
-    def _counts(self) -> range:
-        """The numbers of first layers to try: a loop of one turn does not overlap its copies."""
+    def _counts(self) -> list[int]:
+        """The numbers of first layers to try: a loop of one turn does not overlap its copies.
+
+        Far apart first, so that what is found refutes those between.
+        """
         most = max((kind.layer.turns for kind in self.model.layers if kind.layer.in_order), default=0)
-        return range(2, most - 1, max(1, -(-(most - 3) // _COUNTS)))
+        counts = range(2, most - 1, max(1, -(-(most - 3) // _COUNTS)))
+        return sorted(counts, key=lambda count: f"{count:b}"[::-1])
 
     def plan_compiled(
         self,

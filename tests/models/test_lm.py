@@ -127,6 +127,7 @@ def test_placement_changes_no_bit_of_loss_and_gradients(overrides):
         assert bits(loss_and_gradients(config, policy)) == bits(saved), name
 
 
+@pytest.mark.long
 def test_presets_change_no_bit_either():
     config = Config.preset("tiny")
     saved = loss_and_gradients(config, jaxoff.policy(save=["*"]))
