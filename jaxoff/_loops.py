@@ -14,7 +14,6 @@ out:
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +32,7 @@ from jaxoff._inline import Renamed, inlined, now, traced
 from jaxoff._order import estimated, ordered
 from jaxoff._pieces import Pieces
 from jaxoff._straight import Spare, Straight
-from jaxoff._units import back_to_the_kernel, dependents, is_heavy
+from jaxoff._units import back_to_the_kernel, dependents, is_heavy, reads_in
 
 # No row that a turn reads or writes has the next turn's count for its index. XLA would compute both as one
 # value, in the memory of the count, behind all that still reads that.
@@ -90,12 +89,12 @@ class Loop:
     def reloads(self) -> dict[int, JaxprEqn]:
         """By number of the xs, the copy from the host that alone reads it."""
         copies, (_, _, xs) = self.copies("H2D"), self.divided(self.body.invars)
-        reads = _reads(self.body.eqns, self.body.outvars)
+        reads = reads_in(self.body.eqns, self.body.outvars)
         return {k: copies[x] for k, x in enumerate(xs) if x in copies and reads[x] == 1}
 
     def sends(self) -> dict[int, JaxprEqn]:
         """By number of the ys, the copy to the host whose result it is and nothing else."""
-        copies, reads = self.copies("D2H"), _reads(self.body.eqns, self.body.outvars)
+        copies, reads = self.copies("D2H"), reads_in(self.body.eqns, self.body.outvars)
         return {k: copies[y] for k, y in self._ys() if y in copies and reads[y] == 1}
 
     def _ys(self) -> Iterator[tuple[int, Var]]:
@@ -108,7 +107,7 @@ class Loop:
         """The ys that a kernel makes, and that the body reads as well."""
         eqns, found = self.body.eqns, set()
         maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-        reads = _reads(eqns, self.body.outvars)
+        reads = reads_in(eqns, self.body.outvars)
         for k, y in self._ys():
             way = [] if _compat.is_host(y.aval) else list(back_to_the_kernel(y, maker, eqns))
             if way and is_heavy(eqns[way[-1][1]]) and any(reads[v] > 1 for v, _ in way):
@@ -152,7 +151,7 @@ def handed(
     loops: Mapping[int, Loop], eqns: list[JaxprEqn], outvars: Iterable[Any], device: Device, large_nbytes: int
 ) -> Iterator[Handed]:
     """The stacks that pass from loop to loop and that nothing else reads."""
-    uses = _reads(eqns, outvars)
+    uses = reads_in(eqns, outvars)
     written = {
         loop.eqn.outvars[loop.layout.num_carry + k]: (i, k) for i, loop in loops.items() for k in loop.sends()
     }
@@ -395,13 +394,6 @@ def _between_copies(loop: Loop, ahead: list[int], later: list[int], lasts: list[
     eqns = [eqn for eqn in body.eqns if not any(eqn is other for other in gone)]
     jaxpr = body.replace(invars=[*consts, *carry, *xs], eqns=eqns, outvars=[*outs, *lasts])
     return loop.eqn.params["jaxpr"].replace(jaxpr=jaxpr)
-
-
-def _reads(eqns: list[JaxprEqn], outvars: Iterable[Any]) -> collections.Counter[Var]:
-    """How often each variable of a program is read, as a result among others."""
-    reads = collections.Counter(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
-    reads.update(v for v in outvars if isinstance(v, Var))
-    return reads
 
 
 def _row(stack, index):

@@ -6,14 +6,14 @@ gradients of the pieces are put together. As they stand, XLA copies all of the r
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxoff import _compat
 from jaxoff._compat import Jaxpr, JaxprEqn, ScanLayout, Var
+from jaxoff._units import reads_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Shared:
 
 def pieces_in(jaxpr: Jaxpr) -> set[Var]:
     """The pieces into which a program splits stacks."""
-    return {v for eqn in jaxpr.eqns if _splits(eqn) for v in eqn.outvars}
+    return {v for eqn in jaxpr.eqns if splits(eqn) for v in eqn.outvars}
 
 
 def shared_by(jaxpr: Jaxpr, layouts: Mapping[int, ScanLayout]) -> Shared:
@@ -85,10 +85,10 @@ def shared_by(jaxpr: Jaxpr, layouts: Mapping[int, ScanLayout]) -> Shared:
             if isinstance(v, Var):
                 xs.setdefault(v, []).append((i, k))
         ys |= {v: (i, k) for k, v in enumerate(eqn.outvars[layout.num_carry :])}
-    reads = _reads(jaxpr)
+    reads = reads_in(jaxpr.eqns, jaxpr.outvars)
     gone: dict[int, dict[Var, Var]] = {}
     for number, eqn in enumerate(jaxpr.eqns):
-        if _splits(eqn):
+        if splits(eqn):
             starts = itertools.accumulate(eqn.params["sizes"], initial=0)
             for v, start in zip(eqn.outvars, starts, strict=False):
                 for i, k in xs.get(v, ()):
@@ -108,7 +108,8 @@ def shared_by(jaxpr: Jaxpr, layouts: Mapping[int, ScanLayout]) -> Shared:
     return Shared(pieces, gone)
 
 
-def _splits(eqn: JaxprEqn) -> bool:
+def splits(eqn: JaxprEqn) -> bool:
+    """Whether an equation splits a stack into pieces."""
     return eqn.primitive.name == "split" and eqn.params["axis"] == 0
 
 
@@ -123,9 +124,3 @@ def _puts_together(eqn: JaxprEqn, ys: Mapping[Any, Any], reads: Mapping[Any, int
 
 def _rows(v: Any) -> int:
     return _compat.shape_of(v.aval)[0]
-
-
-def _reads(jaxpr: Jaxpr) -> collections.Counter[Any]:
-    """How often each value is read, as a result among others."""
-    atoms: Iterable[Any] = (*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars))
-    return collections.Counter(v for v in atoms if isinstance(v, Var))

@@ -32,7 +32,6 @@ _FASTER = 1e-5
 # So many numbers of first layers are tried, at even distances: each takes a search of its own.
 _COUNTS = 61
 
-
 _VERBS: dict[Placement, Verb] = {"device": "save", "host": "offload", "recompute": "recompute"}
 _PLACES: dict[str, Placement] = {verb: place for place, verb in _VERBS.items()}
 
@@ -204,14 +203,14 @@ class Planner:
         choice = fastest(model, int(device_bytes), host, places)
         if choice is None:
             raise _too_small(model, int(device_bytes), host, places)
-        best = dataclasses.replace(self, model=model).planned(choice, int(device_bytes))
+        best, first, ms = model, 0, model.cost(choice).times.total
         places |= {of_others(label): place for label, place in places.items()}
         for count in self._counts() if self.in_two else ():
-            with_first = model.in_two(count)
-            choice = fastest(with_first, int(device_bytes), host, places, (1 - _FASTER) * best.step_ms)
-            if choice is not None:
-                best = dataclasses.replace(self, model=with_first).planned(choice, int(device_bytes), count)
-        return best
+            two = model.in_two(count)
+            found = fastest(two, int(device_bytes), host, places, (1 - _FASTER) * ms)
+            if found is not None:
+                choice, best, first, ms = found, two, count, two.cost(found).times.total
+        return dataclasses.replace(self, model=best).planned(choice, int(device_bytes), first)
 
     def _counts(self) -> list[int]:
         """The numbers of first layers to try: a loop of one turn does not overlap its copies.
@@ -267,18 +266,10 @@ class Planner:
     def planned(self, choice: Choice, device_bytes: int, first: int = 0) -> Plan:
         """A choice with its costs and reasons, of loops with so many first layers if there are any."""
         cost = self.model.cost(choice)
-        rows = self._rows(choice, cost, device_bytes)
-        if first:
-            rows = (
-                dataclasses.replace(
-                    row, name=name_of(row.name), layers="others" if is_of_others(row.name) else "first"
-                )
-                for row in rows
-            )
-        rows = tuple(rows)
+        rows = tuple(self._rows(choice, cost, device_bytes, first))
         return Plan(rows, cost.peak, cost.host_nbytes, cost.times, device_bytes, self.device, first)
 
-    def _rows(self, choice: Choice, cost: Cost, device_bytes: int) -> Iterator[Planned]:
+    def _rows(self, choice: Choice, cost: Cost, device_bytes: int, first: int) -> Iterator[Planned]:
         values: dict[str, list[tuple[LayerModel, int]]] = {}
         for kind in self.model.layers:
             for n, value in enumerate(kind.layer.values):
@@ -295,7 +286,7 @@ class Planner:
                 saved = self.model.cost({**choice, label: "device"})
                 spared = cost.times.recomputed - saved.times.recomputed
             yield Planned(
-                name=label,
+                name=name_of(label),
                 shape=kind.layer.values[n].shape if len(of) == 1 else f"{len(of)} values",
                 count=sum(count for count, _ in counts),
                 nbytes=sum(count * nbytes for count, nbytes in counts),
@@ -304,6 +295,7 @@ class Planner:
                 copied_ms=copied[label],
                 exposed_ms=exposed * copied[label] / (sum(copied.values()) or 1.0),
                 why=self._why(label, choice, cost, device_bytes) if label in choice else "marked",
+                layers="others" if is_of_others(label) else "first" if first else "all",
             )
 
     def _why(self, label: str, choice: Choice, cost: Cost, device_bytes: int) -> str:

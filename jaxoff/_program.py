@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jaxoff import _compat, _marks
 from jaxoff._marks import Tag
 from jaxoff._origins import Scope
+from jaxoff._pieces import splits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,8 +228,8 @@ class Kept:
         Nor pieces of those: `jaxoff.jit` reads them in place.
         """
         inputs = {*self.live.jaxpr.invars, *self.live.jaxpr.constvars}
-        splits = (eqn for eqn in self.live.jaxpr.eqns if eqn.primitive.name == "split")
-        inputs |= {v for eqn in splits if eqn.invars[0] in inputs for v in eqn.outvars}
+        pieces = (eqn for eqn in self.live.jaxpr.eqns if splits(eqn) and eqn.invars[0] in inputs)
+        inputs |= {v for eqn in pieces for v in eqn.outvars}
         unique = dict.fromkeys(v for v in self.live.jaxpr.outvars if not isinstance(v, _compat.Literal))
         return [v for v in unique if v not in inputs]
 

@@ -26,7 +26,7 @@ from jaxoff._policy import VIEWS, Policy
 from jaxoff._scan import is_in_scan
 from jaxoff._timeline import Call, Loop, Timeline
 from jaxoff._turn import Turn, layer_of
-from jaxoff._units import variables
+from jaxoff._units import reads_in, variables
 
 
 def is_train_step(jaxpr: Jaxpr) -> bool:
@@ -244,7 +244,7 @@ class _Flat:
     @functools.cached_property
     def reads(self) -> collections.Counter[Any]:
         """How often each value is read, as a result, too."""
-        return collections.Counter([*self.results, *(v for e in self.eqns for v in variables(e))])
+        return reads_in(self.eqns, self.outs)
 
     @functools.cached_property
     def _makers(self) -> dict[Var, JaxprEqn]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
@@ -200,6 +202,12 @@ def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) ->
         for v in variables(eqn):
             needed_by.setdefault(v, set()).update({i} if i in found or i in more else needs)
     return more
+
+
+def reads_in(eqns: Iterable[JaxprEqn], outs: Iterable[Any]) -> collections.Counter[Any]:
+    """How often each variable of a program is read, as a result among others."""
+    read = (v for eqn in eqns for v in variables(eqn))
+    return collections.Counter([*read, *(v for v in outs if isinstance(v, Var))])
 
 
 def variables(eqn: JaxprEqn) -> list[Var]:
