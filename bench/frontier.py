@@ -34,7 +34,7 @@ from typing import Any
 import jax
 
 import jaxoff
-from bench.frontier_points import ROLES, Point, budgets_of, compiled_for, planner_of, points_of
+from bench.frontier_points import ROLES, Point, budgets_of, compiled_for, planner_of, points_of, predicted_ms
 from bench.grouped_mlp import describe, say
 from bench.options import one_of
 from bench.provenance import provenance
@@ -148,10 +148,16 @@ def measure_times(
     o: argparse.Namespace,
     over: Callable[[], bool],
     save: Callable[[], None],
+    card: jaxoff.Device | None,
 ) -> None:
-    """Times the points in turns."""
-    times: dict[str, Row] = {row["point"]["name"]: {} for row in rows}
-    steps = {row["point"]["name"]: Point(**row["point"]).step(workload) for row in rows}
+    """Times the points in turns, beside what their times should be by this card's own rates."""
+    points = {row["point"]["name"]: Point(**row["point"]) for row in rows}
+    planner = None if card is None else planner_of(workload, card)
+    times: dict[str, Row] = {
+        name: {"predicted_ms": predicted_ms(planner, point)} if planner else {}
+        for name, point in points.items()
+    }
+    steps = {name: point.step(workload) for name, point in points.items()}
 
     def keep() -> None:
         for row in rows:
@@ -247,12 +253,16 @@ def main(arguments: list[str] | None = None) -> None:
     this = provenance(vars(o) | {"workloads": ",".join(workload.name for workload in o.workloads)})
     result["sources"] = [*result.pop("earlier"), this]
     save()
+    card: jaxoff.Device | None = None  # which differs from the one whose profile the points were planned by
     for workload, rows in by_workload.items():
         say(f"\n{workload.name}")
         if not (o.no_peaks or over()):
             measure_memory(workload, rows, o, over, save)
         if not (o.no_times or over()):
-            measure_times(workload, rows, o, over, save)
+            if card is None and jax.default_backend() == "gpu":
+                card = jaxoff.Device.measure()
+                this["card"] = card.to_dict()
+            measure_times(workload, rows, o, over, save, card)
     this["seconds"] = time.perf_counter() - start
     save()
 

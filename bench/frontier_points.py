@@ -15,7 +15,7 @@ import jaxoff
 from bench.step_models import Workload, loss
 from bench.step_variants import Step
 from jaxoff import FirstLayers, Policy
-from jaxoff._layer import UNNAMED_DOTS
+from jaxoff._layer import UNNAMED_DOTS, of_others
 from jaxoff._plan import MARGIN, Planner
 from jaxoff._plan_compiled import CompileStep
 from jaxoff._policy import Placement
@@ -111,10 +111,11 @@ def _policy_of(fields: dict[str, Any]) -> Policy | FirstLayers:
     return FirstLayers(fields["count"], _policy_of(fields["policy"]), _policy_of(fields["rest"]))
 
 
-def planner_of(workload: Workload) -> Planner:
-    """The planner of a workload's loss."""
+def planner_of(workload: Workload, device: jaxoff.Device | None = None) -> Planner:
+    """The planner of a workload's loss, for an H200 or another device."""
+    device = device or jaxoff.Device.of("h200")
     fun = loss(workload, "planned", Point("", "stock", stock="nothing_saveable")._stack())
-    return Planner.of(fun, workload.shapes("scanned"), {}, 0, None, jaxoff.Device.of("h200"), None, False)
+    return Planner.of(fun, workload.shapes("scanned"), {}, 0, None, device, None, False)
 
 
 def budgets_of(planner: Planner, number: int) -> list[int]:
@@ -170,7 +171,24 @@ def _choice(point: Point) -> dict[str, Placement] | None:
     """Where a point puts what has a label, as a planner says it; None where that cannot say it."""
     if point.policy is None:
         return _STOCK_CHOICES.get(point.stock or "")
-    return {label: place for verb, place in _PLACES.items() for label in point.policy.get(verb, ())}
+    return _placed(point.policy)
+
+
+def _placed(policy: dict[str, Any]) -> dict[str, Placement]:
+    if "count" not in policy:
+        return {label: place for verb, place in _PLACES.items() for label in policy.get(verb, ())}
+    first, rest = _placed(policy["policy"]), _placed(policy["rest"])
+    return {**first, **{of_others(label): place for label, place in rest.items()}}
+
+
+def predicted_ms(planner: Planner, point: Point) -> float | None:
+    """A planner's time of a point; None where it does not know."""
+    choice = _choice(point)
+    if choice is None:
+        return None
+    first = (point.policy or {}).get("count")
+    model = planner.model if first is None else planner.model.in_two(first)
+    return model.cost(choice).times.total
 
 
 def compiled_for(workload: Workload, target: jaxoff.Target) -> CompileStep:

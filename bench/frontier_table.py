@@ -28,7 +28,16 @@ _LABELS = {
     "single": "one name",
 }
 _PLANS = ("plan", "layers")
-_HEADINGS = ("point", "step", "predicted", "peak", "predicted", "budget", "steps in it")
+_HEADINGS = (
+    "point",
+    "step",
+    "predicted",
+    "for this card",
+    "peak",
+    "predicted",
+    "budget",
+    "steps in it",
+)
 
 type Row = dict[str, Any]
 
@@ -76,6 +85,7 @@ def _cells(row: Row) -> list[str]:
         ", ".join([point["name"], *point.get("also", ())]),
         "" if ms is None else f"{ms:.1f} ms",
         _against(predicted.get("ms"), ms, "{:.1f} ms"),
+        _against(row.get("time", {}).get("predicted_ms"), ms, "{:.1f} ms"),
         "" if peak is None else f"{peak / 1e9:.2f} GB",
         _against(predicted.get("peak_bytes"), peak, "{:.2f} GB", 1e9),
         "" if budget is None else f"{budget / 1e9:.2f} GB",

@@ -307,6 +307,9 @@ class Order:
         tied = [v for v in loose if v in self._maker and _compat.nbytes(v.aval) >= self._large_nbytes]
         arrived = self._waits.due(self._time)
         if is_heavy(self._eqns[i]):
+            # What the unit is computed from it waits for anyway.
+            before = self._units.before(i)
+            self._made_small = [v for v in self._made_small if self._maker[v] not in before]
             arrived += [v for v in self._made_small if v not in self._left]
         others = [v for v in reads if v is not self._program.turn]
         if not tied and (len(loose) == len(reads) or displaced is not None):

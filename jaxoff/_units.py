@@ -90,6 +90,16 @@ class Units:
         """The units that make a value, from the last one back to the kernel."""
         return (i for _, i in back_to_the_kernel(v, self.maker, self.eqns) if i in self.reads)
 
+    def before(self, i: int) -> set[int]:
+        """The units that a unit is computed from."""
+        found: set[int] = set()
+        todo = [i]
+        while todo:
+            makers = {self.maker[v] for v in self.reads[todo.pop()] if v in self.maker} - found
+            found |= makers
+            todo += makers
+        return found
+
     def ready_at(self, i: int, placed: Container[int], arrives: Mapping[Var, float]) -> float:
         """When what a unit, or one that it still needs, waits for has arrived."""
         time, todo, seen = 0.0, [i], set()

@@ -10,6 +10,7 @@ import jaxoff
 from jaxoff._cost import Device
 from jaxoff._layer import is_of_others, name_of, of_others
 from jaxoff._plan import Planner
+from jaxoff._plan_model import SECOND_LOOP
 from jaxoff._search import fastest, smallest
 from tests.jaxoff.planned import DEVICE, arguments, chain, model_of, scanned, unrolled
 from tests.jaxoff.test_search import FIXED, MODELS, check_against_brute_force
@@ -115,7 +116,7 @@ def in_both(choice):
     return {of: place for label, place in choice.items() for of in (label, of_others(label))}
 
 
-def test_two_loops_alike_cost_what_one_does():
+def test_two_loops_alike_cost_what_one_does_and_the_second_loop():
     planner = Planner.of(scanned(), arguments(LAYERS), {}, 0, None, DEVICE, None, False)
     model = planner.model
     two = model.in_two(3)
@@ -124,7 +125,7 @@ def test_two_loops_alike_cost_what_one_does():
     for places in itertools.product(("device", "host", "recompute"), repeat=2):
         choice = dict(zip(("x_in", "act"), places, strict=True))
         one, both = model.cost(choice), two.cost(in_both(choice))
-        assert both.times.total == pytest.approx(one.times.total)
+        assert both.times.total == pytest.approx(one.times.total + SECOND_LOOP * model.kernels_ms)
         moved = places.count("host")
         assert both.host_nbytes - one.host_nbytes == sum(
             value.nbytes for value in model.layers[0].layer.values if choice.get(value.label) == "host"
