@@ -7,8 +7,9 @@
 All variants are compiled in one process, take their first step in the order of the memory that they need, so
 that each one's peak on every GPU can be read, and are then timed in turns. The result file is rewritten after
 every step of that. `--bits N`: loss and gradients of N steps against the saved twin's, bit for bit, under
-deterministic kernels. `--limit-s` ends it in time. `--tiny` runs on a CPU; figures that only GPUs have are
-null there.
+deterministic kernels. `--limit-s` ends it in time. `--ahead` compiles the variants
+for as many H200s as the mesh has, on a machine without them: bytes of each device, and no times.
+`--tiny` runs on a CPU; figures that only GPUs have are null there.
 """
 
 from __future__ import annotations
@@ -135,13 +136,15 @@ def run(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[
     def compiled(name: str, found: Program | Row) -> None:
         if isinstance(found, Program):
             rows[name] |= {"lower_s": found.lower_s, "compile_s": found.compile_s}
-            rows[name] |= compiled_facts(found.call)
+            rows[name] |= compiled_facts(found.call, for_gpu=workload.target is not None or None)
         else:
             rows[name] |= found
         say(f"  {rows[name]}")
         save()
 
     programs = compile_all(workload, {name: VARIANTS[name] for name in o.variants}, o.jobs, compiled)
+    if workload.target is not None:
+        return
     arguments = workload.weights(seed=o.seed), workload.inputs(o.seed)
     jax.block_until_ready(arguments)
     measure_peaks(workload.mesh, programs, arguments, rows, save)
@@ -233,19 +236,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sample-ms", type=float, default=600.0, help="shorter steps are queued")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
     parser.add_argument("--limit-s", type=float, help="start nothing after so many seconds")
+    parser.add_argument("--ahead", action="store_true", help="only compile, for H200s, where there are none")
     parser.add_argument("--no-trace", action="store_true", help="no profile of each variant")
     parser.add_argument(
         "--bits", type=int, default=0, metavar="STEPS", help="compare bits with the saved twin's"
     )
     add_options(parser, batch=1, repeats=10, jobs=5)
     o = parser.parse_args(arguments)
+    if o.ahead and (o.tiny or o.bits):
+        parser.error("--ahead compiles for GPUs and runs nothing: leave out --tiny and --bits")
     shrink(o)
     try:
         o.mesh = MeshShape.parse(o.mesh)
         policy = jaxoff.policy(offload=o.offload.split(","), save=o.save.split(","))
         layout = Layout(o.mesh, o.virtual, o.capacity)
+        target = jaxoff.target("h200", devices=o.mesh.size) if o.ahead else None
         o.workload = Workload(
-            o.widths, o.layers, layout, o.microbatches, o.batch, o.seq, policy, o.logits_chunk
+            o.widths, o.layers, layout, o.microbatches, o.batch, o.seq, policy, o.logits_chunk, target
         )
     except ValueError as error:
         parser.error(str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import os
@@ -12,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
@@ -21,7 +23,7 @@ from bench.grouped_mlp import describe
 from bench.step_variants import CONCURRENT, NO_SLICE_FUSION, Form, Program, Role, compiling
 from models import Config
 from models.divided import Divided, Layout
-from models.mesh import BATCH, MeshShape
+from models.mesh import AXES, BATCH, MeshShape
 from models.sharding import shardings_of
 
 # The model's own layers; no others, since a pipeline takes layers of one kind.
@@ -79,6 +81,7 @@ class Workload:
       seq: tokens a sequence.
       policy: where residuals live.
       logits_chunk: of the model's config.
+      target: what it is compiled for ahead of time; None for the devices at hand.
     """
 
     widths: str
@@ -89,6 +92,7 @@ class Workload:
     seq: int
     policy: jaxoff.Policy
     logits_chunk: int = 0
+    target: jaxoff.Target | None = None
 
     def __post_init__(self):
         self.layout.check(self.config, self.batch * self.shape.batch, self.microbatches)
@@ -115,6 +119,9 @@ class Workload:
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
+        if self.target is not None:
+            sizes = [getattr(self.shape, axis) for axis in AXES]
+            return self.target.mesh(sizes, AXES, (AxisType.Auto,) * len(AXES))
         return self.shape.build(jax.devices()[: self.shape.size])
 
     def divided(self, *, moves: bool) -> Divided:
@@ -134,24 +141,30 @@ class Workload:
 
     def shapes(self) -> tuple[Any, jax.ShapeDtypeStruct]:
         """The shapes of weights and inputs, with their shardings."""
-        shapes = jax.eval_shape(lambda: (self.weights(), self.inputs()))
-        shardings = self.shardings, NamedSharding(self.mesh, P(None, BATCH))
-        return jax.tree.map(
-            lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like), shapes, shardings
+        params = jax.eval_shape(self.divided(moves=False).params)
+        params = jax.tree.map(
+            lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like), params, self.shardings
         )
+        of_tokens = NamedSharding(self.mesh, P(None, BATCH))
+        return params, jax.ShapeDtypeStruct(self._tokens_shape, jnp.int32, sharding=of_tokens)
 
     def planned(self, device_bytes: float) -> tuple[Workload, jaxoff.Plan]:
         """The workload under what `jaxoff.plan` finds for a budget of each device, and the plan."""
         bare = dataclasses.replace(self, policy=jaxoff.policy())
         step = bare.jitted(VARIANTS["jaxoff"])
-        plan = jaxoff.plan(step, *bare.shapes(), device_bytes=device_bytes, link=self.mesh.size)
+        with self.target.tracing() if self.target else contextlib.nullcontext():
+            plan = jaxoff.plan(step, *bare.shapes(), device_bytes=device_bytes, link=self.mesh.size)
         return dataclasses.replace(self, policy=plan.policy), plan
 
     def inputs(self, seed: int = 0) -> jax.Array:
         """Tokens (microbatches, sequences, seq + 1), on their devices; others for each seed."""
-        shape = (self.microbatches, self.batch * self.shape.batch, self.seq + 1)
-        tokens = np.random.default_rng(seed).integers(0, self.config.vocab_size, shape, np.int32)
+        shape, vocab_size = self._tokens_shape, self.config.vocab_size
+        tokens = np.random.default_rng(seed).integers(0, vocab_size, shape, np.int32)
         return jax.device_put(tokens, NamedSharding(self.mesh, P(None, BATCH)))
+
+    @property
+    def _tokens_shape(self) -> tuple[int, int, int]:
+        return self.microbatches, self.batch * self.shape.batch, self.seq + 1
 
     def jitted(self, variant: Variant, options: Mapping[str, Any] | None = None) -> Any:
         """(weights, tokens) -> (loss, (gradients, metrics)), not compiled."""
@@ -165,6 +178,13 @@ class Workload:
         return variant.jit(
             step, compiler_options=merged or None, out_shardings=(None, (self.shardings, None))
         )
+
+    def lowered(self, variant: Variant, options: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
+        """A variant's step, traced and lowered for the devices at hand or for the target."""
+        jitted = self.jitted(variant, options)
+        if self.target is not None:
+            return self.target.lower(jitted, *self.shapes())
+        return jitted.lower(*self.shapes())
 
 
 def add_options(parser: argparse.ArgumentParser, *, batch: int, repeats: int, jobs: int) -> None:
@@ -207,12 +227,10 @@ def compile_all(
       on_done: told of each by its name: the program, or an error.
       options: compiler options that win over the variants' own.
     """
-    arguments = workload.shapes()
-
-    def lowering(variant: Variant) -> Callable[[], jax.stages.Lowered]:
-        return lambda: workload.jitted(variant, options).lower(*arguments)
-
-    return compile_lowered({name: lowering(variant) for name, variant in variants.items()}, jobs, on_done)
+    lowerings = {
+        name: functools.partial(workload.lowered, variant, options) for name, variant in variants.items()
+    }
+    return compile_lowered(lowerings, jobs, on_done)
 
 
 def compile_lowered(
