@@ -124,6 +124,16 @@ def scan_in(eqn: JaxprEqn) -> ScanLayout | None:
     return ScanLayout(*sizes, params["length"], params["unroll"])
 
 
+def changed_by_loop(eqn: JaxprEqn) -> list[Var] | None:
+    """The results of a `while` loop but for those that its turns hand on as they are; None for another."""
+    if eqn.primitive.name != "while":
+        return None
+    body = eqn.params["body_jaxpr"].jaxpr
+    given = body.invars[eqn.params["body_nconsts"] :]
+    results = zip(eqn.outvars, given, body.outvars, strict=True)
+    return [v for v, before, after in results if before is not after]
+
+
 @dataclasses.dataclass(frozen=True)
 class Producer:
     """The name that an equation gave a traced value.

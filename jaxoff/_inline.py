@@ -68,6 +68,18 @@ def scalars_apart(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprE
     return rest, scalars
 
 
+def filled_behind(eqns: Iterable[JaxprEqn], value: Var | None, large_nbytes: int) -> Iterator[JaxprEqn]:
+    """Makes large arrays of one constant wait for a value: XLA would fill them at any time before."""
+    for eqn in eqns:
+        is_constant = eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+        if value is not None and is_constant and _compat.nbytes_of(eqn.outvars) >= large_nbytes:
+            (constant, _), barrier = _compat.barrier([eqn.invars[0], value], like=eqn)
+            yield barrier
+            yield eqn.replace(invars=[constant])
+        else:
+            yield eqn
+
+
 def called(jaxpr: Jaxpr, operands: Sequence[Any], like: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations of a program for given operands, in the scope of another equation, and the results.
 

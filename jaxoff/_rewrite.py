@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxoff import _compat
 from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._exchanges import one_after_another
-from jaxoff._inline import Renamed, called, inlined, now, scalars_apart
+from jaxoff._inline import Renamed, called, filled_behind, inlined, now, scalars_apart
 from jaxoff._loops import Loop, handed, row_nbytes, written_out
 from jaxoff._order import LARGE_NBYTES, ordered
 from jaxoff._pieces import pieces_in, shared_by
@@ -133,7 +135,7 @@ class _Rewriter:
         Otherwise sums start from zeros that XLA makes at the very beginning, the gradient of a model's head
         keeps the logits through the backward loop, which needs none of it, and collectives keep memory of
         their own. After the last loop gradients are added up over devices, in place: each as soon as its
-        exchange has its turn.
+        exchange has its turn. What is filled there, such as the gradient of an embedding, is filled after it.
 
         Args:
           jaxpr: the program.
@@ -145,6 +147,7 @@ class _Rewriter:
         outs: Any = [now(renamed, v) for v in jaxpr.outvars]
         read: Any = [*outs, *(v for eqn in rest for v in eqn.invars)]
         ordered = self._ordered(jaxpr.replace(outvars=read), eqns, {}, [True] * len(eqns), holds_copies=False)
+        rest = filled_behind(rest, _result_of_last_loop(ordered), self._large_nbytes)
         return jaxpr.replace(eqns=[*scalars, *ordered.eqns, *rest], outvars=outs)
 
     def flat(self, jaxpr: Jaxpr) -> Jaxpr:
@@ -172,6 +175,18 @@ class _Rewriter:
         program = Straight(tuple(eqns), results, tuple(in_order), holds_copies)
         eqns = ordered(program, self._device, self._large_nbytes).eqns
         return jaxpr.replace(eqns=eqns, outvars=outs)
+
+
+def _result_of_last_loop(jaxpr: Jaxpr) -> Var | None:
+    """The smallest array of floats on the device that the last loop of a program changes, if one is read."""
+    read = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    for eqn in reversed(jaxpr.eqns):
+        if (changed := _compat.changed_by_loop(eqn)) is not None:
+            found = [v for v in changed if v in read and not _compat.is_host(v.aval)]
+            floats = [v for v in found if jnp.issubdtype(_compat.struct_of(v.aval).dtype, jnp.inexact)]
+            return min(floats, key=lambda v: _compat.nbytes(v.aval), default=None)
+        read.update(variables(eqn))
+    return None
 
 
 def _with_loops_together(jaxpr: Jaxpr) -> Jaxpr:

@@ -118,6 +118,23 @@ def test_stacks_are_not_filled_with_zeros_first():
     assert fills(compiled("scan", POLICY.on_device(), False)[0]) >= 2
 
 
+def test_the_gradient_of_an_embedding_is_filled_with_zeros_behind_the_loops():
+    """Of a constant alone, it may be filled at any time, and its memory is taken from the beginning."""
+    vocab = 16 * HIDDEN
+
+    def loss(w, table, tokens):
+        x = jaxoff.scan(layer, table[tokens], w, policy=POLICY)[0]
+        return jnp.square(x.astype(jnp.float32)).sum()
+
+    def filled_with(jit):
+        args = weights(LAYERS), struct(vocab, WIDTH), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+        program = jaxoff.target("h200").compile(jit(jax.value_and_grad(loss, (0, 1))), *args)
+        return re.findall(rf"= \w+\[{vocab},{WIDTH}\]\S* broadcast\(%([a-z]+)", program.as_text() or "")
+
+    assert filled_with(jax.jit) == ["constant"]
+    assert filled_with(jaxoff.jit) == ["param"]
+
+
 def test_layers_in_a_loop_hold_less_than_in_stock_order():
     """An activation less at once, and what was moved is off the device."""
     ours, stock, saved = facts("scan", POLICY), concurrent(POLICY), facts("scan", POLICY.on_device(), False)
