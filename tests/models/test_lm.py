@@ -160,7 +160,11 @@ def test_a_model_without_policy_agrees_closely():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("policy", [None, jaxoff.policy(offload=["*.norm_in"])], ids=["none", "offload"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(None, marks=pytest.mark.long), jaxoff.policy(offload=["*.norm_in"])],
+    ids=["none", "offload"],
+)
 def test_logits_in_chunks_make_the_same_loss_in_less_memory(policy):
     """Of 32 tokens, and of the prediction head's 31, which no chunk of 8 divides."""
     narrow = dict(SMALL, num_layers=1, first_k_dense=1, mtp_layers=1, num_experts=2, dtype="float32")

@@ -15,6 +15,8 @@ from pallas_kernels.mosaic import row_products, tuning
 from pallas_kernels.mosaic.schedule import schedule
 from tests.pallas_kernels.hopper import launches, lower
 
+OTHER_WIDTHS = [(64, 64), (64, 8192), (1856, 2688), (192, 320), (256, 512), (8192, 64)]
+
 
 def arguments(shape: Shape, dtype=jnp.bfloat16):
     R, E, H, I = shape.rows, shape.experts, shape.width, shape.hidden  # noqa: E741
@@ -54,9 +56,17 @@ def test_every_tuned_config_is_among_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    ("width", "hidden"), [(64, 64), (64, 8192), (1856, 2688), (192, 320), (256, 512), (8192, 64)]
+    ("width", "hidden", "dtype"),
+    [
+        *[(*widths, jnp.bfloat16) for widths in OTHER_WIDTHS],
+        (192, 320, jnp.float16),
+        *[
+            pytest.param(*widths, jnp.float16, marks=pytest.mark.long)
+            for widths in OTHER_WIDTHS
+            if widths != (192, 320)
+        ],
+    ],
 )
 def test_other_widths_and_biases_and_accumulators_lower(width, hidden, dtype):
     shape = Shape("any", experts=3, width=width, hidden=hidden, rows=1001)

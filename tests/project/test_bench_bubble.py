@@ -37,6 +37,7 @@ def test_what_cannot_run_is_refused(options, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.long
 def test_a_whole_run(tmp_path):
     out = tmp_path / "bubble.json"
     tiny = ["--tiny", "--layers", "2", "--virtual", "1", "--microbatches", "2", "4", "--batch", "1"]

@@ -77,6 +77,7 @@ def test_bits_are_compared_over_many_steps(tmp_path):
     assert bits["losses"] == 3
 
 
+@pytest.mark.long
 def test_a_policy_is_planned_for_a_budget(tmp_path, capsys):
     out = tmp_path / "plan.json"
     parallel.main([*TINY, "--out", str(out), "--repeats", "1", "--sample-ms", "1", "--device-gb", "0.05"])

@@ -368,6 +368,7 @@ def test_the_program_compares_orders_and_watches_memory(tmp_path):
     assert found["rows"] == found["peaks"] == []
 
 
+@pytest.mark.long
 def test_a_check_that_cannot_be_compiled_is_recorded_and_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(step_checks, "SERIALIZE", {"no_such_option": "1"})
     found = run(tmp_path, "--workloads dense-b1-l1 --variants captured --order 1 --steady 5")
