@@ -1,4 +1,4 @@
-"""A divided step, read from what is compiled for four H200s: experts and a pipeline with virtual stages."""
+"""A divided step, read from what is compiled for eight H200s: experts and a pipeline with virtual stages."""
 
 import functools
 
@@ -16,7 +16,7 @@ from models.sharding import shardings_of
 
 pytestmark = pytest.mark.aot
 
-SHAPE, VIRTUAL, MICROBATCHES = MeshShape(expert=2, pipe=2), 2, 16
+SHAPE, VIRTUAL, MICROBATCHES = MeshShape(expert=4, pipe=2), 2, 16
 BATCH_SIZE, LENGTH, WIDTH = 4, 512, 1024
 TICKS = MICROBATCHES * VIRTUAL + SHAPE.pipe - 1
 CONFIG = Config.preset(
