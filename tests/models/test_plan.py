@@ -65,6 +65,7 @@ def test_names_of_the_model_are_planned(program, smallest):
     assert {"attn.norm_in", "attn.qkv", "mlp.norm_in", "mlp.act", "moe.act", "moe.dispatched"} <= names
 
 
+@pytest.mark.long
 def test_between_two_placements_the_first_layers_are_placed_otherwise():
     settings = [s for s in ONE_LAYER if not s.startswith("num_layers")]
     overrides = parse_overrides([*settings, "num_layers=4"])
@@ -95,7 +96,11 @@ def run(capsys, tmp_path, *words):
     return status, capsys.readouterr()
 
 
-@pytest.mark.parametrize("mesh", [(), ("--mesh", "fsdp=2,expert=4", "--batch", "8")], ids=["alone", "mesh"])
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param((), marks=pytest.mark.long), ("--mesh", "fsdp=2,expert=4", "--batch", "8")],
+    ids=["alone", "mesh"],
+)
 def test_training_prints_the_plan_and_what_came_of_it(capsys, tmp_path, smallest, mesh):
     out = tmp_path / "run"
     status, said = run(capsys, tmp_path, *mesh, "--device-gb", str(2 * smallest / 1e9), "--out", str(out))

@@ -387,6 +387,7 @@ def test_twins_are_measured_in_processes_of_their_own_and_agree(text: Path):
     assert (on_device.host_bytes, on_device.device_bytes) == (0, ours.device_bytes + ours.host_bytes)
 
 
+@pytest.mark.long
 def test_a_measurement_that_fails_says_why():
     comparison = compare_twins(Options.of("tiny", data=("/no/such/file",)), accelerator_only=False)
     assert comparison is not None

@@ -16,6 +16,7 @@ from pallas_kernels.mosaic.schedule import schedule
 from tests.pallas_kernels.hopper import launches, lower
 
 OTHER_WIDTHS = [(64, 64), (64, 8192), (1856, 2688), (192, 320), (256, 512), (8192, 64)]
+QUICK = [((64, 64), jnp.bfloat16), ((1856, 2688), jnp.bfloat16), ((192, 320), jnp.float16)]
 
 
 def arguments(shape: Shape, dtype=jnp.bfloat16):
@@ -36,11 +37,14 @@ def forward_and_backward(x, w1, w2, group_sizes, probs):
 
 
 FAST = {"nano-16k", "mixtral"}  # a width that leaves half a tile, and one that leaves none
+OTHER_ROWS = {"nano-8k", "nano-32k", "super-4k", "ultra-4k"}  # widths that others have
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in MEASURED]
-)
+def marks_of(name):
+    return [pytest.mark.slow] * (name not in FAST) + [pytest.mark.long] * (name in OTHER_ROWS)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in MEASURED])
 def test_every_measured_shape_lowers(name):
     """No implementation is named: on this device the kernels are the choice."""
     given = arguments(SHAPES[name])
@@ -59,13 +63,9 @@ def test_every_tuned_config_is_among_them():
 @pytest.mark.parametrize(
     ("width", "hidden", "dtype"),
     [
-        *[(*widths, jnp.bfloat16) for widths in OTHER_WIDTHS],
-        (192, 320, jnp.float16),
-        *[
-            pytest.param(*widths, jnp.float16, marks=pytest.mark.long)
-            for widths in OTHER_WIDTHS
-            if widths != (192, 320)
-        ],
+        pytest.param(*widths, dtype, marks=[pytest.mark.long] * ((widths, dtype) not in QUICK))
+        for widths in OTHER_WIDTHS
+        for dtype in (jnp.bfloat16, jnp.float16)
     ],
 )
 def test_other_widths_and_biases_and_accumulators_lower(width, hidden, dtype):

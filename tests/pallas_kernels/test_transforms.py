@@ -98,6 +98,7 @@ def test_scan_over_layers_and_vmap_launch_each_kernel_once_and_lower():
         assert lower(function, *given).as_text().count("custom_call @mosaic_gpu") == sum(KERNELS.values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_scan_over_layers_of_kernels_equals_the_reference():
     given = layers_of_two()

@@ -72,6 +72,7 @@ def test_require_gpu_fails_what_would_be_skipped(project):
     assert re.search(r"--require-gpu: \S+test_four was skipped: .*needs 4 GPUs, jax has 0", done.stdout)
 
 
+@pytest.mark.long
 def test_the_whole_suite_uses_the_cores_and_chosen_files_one_process(project):
     pytest.importorskip("xdist")
     cores = len(os.sched_getaffinity(0))
@@ -85,6 +86,7 @@ def test_the_suite_runs_without_xdist(project):
     assert "1 passed, 3 skipped" in done.stdout
 
 
+@pytest.mark.long
 def test_the_users_xla_flags_are_kept(project):
     flag = "--xla_allow_excess_precision=false"
     done = run(project, "tests/test_small.py", XLA_FLAGS=flag, EXPECTED_FLAG=flag)
