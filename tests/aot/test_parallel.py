@@ -1,6 +1,7 @@
 """A divided step, read from what is compiled for eight H200s: experts and a pipeline with virtual stages."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
+from bench import parallel
 from models import Config
 from models.divided import Divided, Layout
 from models.mesh import AXES, BATCH, MeshShape
@@ -109,3 +111,15 @@ def test_a_plan_knows_what_a_device_holds():
     assert (
         0.9 * held < found.peak_bytes < 1.4 * held
     )  # of a small model, mostly what stands around the layers
+
+
+@pytest.mark.long
+def test_the_benchmark_compiles_a_mesh_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # as the program would for the process
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "192")
+    out = tmp_path / "ahead.json"
+    small = ["--mesh", "expert=2,pipe=2", "--layers", "2", "--microbatches", "4", "--seq", "512"]
+    parallel.main(["--ahead", *small, "--variants", "jaxoff,saved", "--out", str(out)])
+    ours, saved = json.loads(out.read_text())["rows"]
+    assert ours["device_peak_bytes"] > 0 and ours["kernel_host_bytes"] == 0
+    assert ours["host_bytes"] > ours["d2h_bytes"] > 0 == saved["host_bytes"]

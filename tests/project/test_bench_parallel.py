@@ -25,6 +25,7 @@ def allocator_settings(monkeypatch):
         (["--mesh", "pipe=2", "--microbatches", "3"], "a multiple of 2 microbatches"),
         (["--mesh", "data=2", "--capacity", "0"], "greater than 0"),
         (["--mesh", "data=2", "--variants", "best"], "unknown: best"),
+        (["--mesh", "data=2", "--ahead", "--tiny"], "leave out --tiny and --bits"),
     ],
 )
 def test_what_cannot_run_is_refused(options, message, capsys):
