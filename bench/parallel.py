@@ -136,7 +136,7 @@ def run(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[
     def compiled(name: str, found: Program | Row) -> None:
         if isinstance(found, Program):
             rows[name] |= {"lower_s": found.lower_s, "compile_s": found.compile_s}
-            rows[name] |= compiled_facts(found.call, for_gpu=workload.target is not None or None)
+            rows[name] |= compiled_facts(found.call, ahead=workload.target is not None)
         else:
             rows[name] |= found
         say(f"  {rows[name]}")

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
@@ -23,7 +23,7 @@ from bench.grouped_mlp import describe
 from bench.step_variants import CONCURRENT, NO_SLICE_FUSION, Form, Program, Role, compiling
 from models import Config
 from models.divided import Divided, Layout
-from models.mesh import AXES, BATCH, MeshShape
+from models.mesh import BATCH, MeshShape
 from models.sharding import shardings_of
 
 # The model's own layers; no others, since a pipeline takes layers of one kind.
@@ -119,10 +119,8 @@ class Workload:
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
-        if self.target is not None:
-            sizes = [getattr(self.shape, axis) for axis in AXES]
-            return self.target.mesh(sizes, AXES, (AxisType.Auto,) * len(AXES))
-        return self.shape.build(jax.devices()[: self.shape.size])
+        devices = jax.devices() if self.target is None else self.target.topology.devices
+        return self.shape.build(devices[: self.shape.size])
 
     def divided(self, *, moves: bool) -> Divided:
         policy = self.policy if moves else self.policy.on_device()

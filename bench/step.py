@@ -166,12 +166,12 @@ def exposed(program: Program, arguments: Any) -> Row:
     return gpu
 
 
-def compiled_facts(call: jax.stages.Compiled, *, for_gpu: bool | None = None) -> Row:
+def compiled_facts(call: jax.stages.Compiled, *, ahead: bool = False) -> Row:
     """What the compiler says of memory, and what the schedule says of traffic with the host (for a GPU).
 
     Args:
       call: the program.
-      for_gpu: whether it is for a GPU; None: as jax's default backend is.
+      ahead: whether it is for a GPU that is not there.
     """
     memory: Any = call.memory_analysis()
     found: Row = {
@@ -180,7 +180,7 @@ def compiled_facts(call: jax.stages.Compiled, *, for_gpu: bool | None = None) ->
         "host_bytes": memory.host_temp_size_in_bytes,
     }
     found |= dict.fromkeys(("d2h_bytes", "h2d_bytes", "kernel_host_bytes"))
-    if for_gpu or (for_gpu is None and jax.default_backend() == "gpu"):
+    if ahead or jax.default_backend() == "gpu":
         try:
             facts = jaxoff.verify(call)
             kernels = sum(copy.total_bytes for copy in facts.copies if copy.via == "kernel")

@@ -27,6 +27,14 @@ def layer(x, w):
     return x + act @ w.T, None
 
 
+def layer_with_a_norm(x, w):
+    """Its backward pass needs the input to compute the rest again, and at the end for the norm."""
+    x = jaxoff.name(x, "x_in")
+    wide = x.astype(jnp.float32)
+    normed = (wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+    return x + jnp.square(jax.nn.relu(normed @ w["up"])) @ w["down"], None
+
+
 def layer_with_two_names(x, w):
     """What comes out of a layer is what goes into the next: one value, two names."""
     x = jaxoff.name(x, "x_in")

@@ -6,11 +6,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 
 import jaxoff
 from pallas_kernels import grouped_mlp
-from tests.aot.programs import LAYERS
+from tests.aot.programs import LAYERS, layer_with_a_norm
 
 pytestmark = pytest.mark.aot
 
@@ -230,15 +229,9 @@ def test_rows_of_experts_are_not_converted_at_once():
 def test_a_norm_is_the_same_kernels_where_its_input_moves():
     """A statistic that others wait for would be a result of its own, computed in another order."""
 
-    def normed(x, w):
-        x = jaxoff.name(x, "x_in")
-        wide = x.astype(jnp.float32)
-        norm = (wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype)
-        return x + jnp.square(jax.nn.relu(norm @ w["up"])) @ w["down"], None
-
     def kernels(policy):
         def loss(w, x):
-            return jaxoff.scan(normed, x, w, policy=policy)[0].astype(jnp.float32).sum()
+            return jaxoff.scan(layer_with_a_norm, x, w, policy=policy)[0].astype(jnp.float32).sum()
 
         jitted = jaxoff.jit(jax.value_and_grad(loss), device=FAST_LINK)
         program = jaxoff.target("h200").compile(jitted, weights(LAYERS), struct(ROWS, WIDTH))

@@ -6,14 +6,14 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from bench import parallel
 from models import Config
 from models.divided import Divided, Layout
-from models.mesh import AXES, BATCH, MeshShape
+from models.mesh import BATCH, MeshShape
 from models.sharding import shardings_of
 
 pytestmark = pytest.mark.aot
@@ -41,8 +41,7 @@ def target():
 
 def step(policy):
     """A step by `jaxoff.jit`, and its arguments."""
-    sizes = [getattr(SHAPE, axis) for axis in AXES]
-    mesh = target().mesh(sizes, AXES, (AxisType.Auto,) * len(AXES))
+    mesh = SHAPE.build(target().topology.devices)
     divided = Divided(CONFIG, policy, Layout(SHAPE, VIRTUAL), mesh)
     params = jax.eval_shape(divided.params)
     shardings = shardings_of({"params": params}, mesh, SHAPE)["params"]

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jaxoff
+from tests.aot.programs import layer_with_a_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -15,17 +15,9 @@ NBYTES = LAYERS * ROWS * D * 2
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 
-def layer(x, w):
-    """Its backward pass needs the input to compute the rest again, and at the end for the norm."""
-    x = jaxoff.name(x, "x_in")
-    wide = x.astype(jnp.float32)
-    normed = (wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype)
-    return x + jnp.square(jax.nn.relu(normed @ w["up"])) @ w["down"], None
-
-
 def loss(policy):
     def of_weights(w, x):
-        return jaxoff.scan(layer, x, w, policy=policy)[0].astype(jnp.float32).mean()
+        return jaxoff.scan(layer_with_a_norm, x, w, policy=policy)[0].astype(jnp.float32).mean()
 
     return of_weights
 
