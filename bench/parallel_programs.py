@@ -147,12 +147,28 @@ class Workload:
         return params, jax.ShapeDtypeStruct(self._tokens_shape, jnp.int32, sharding=of_tokens)
 
     def planned(self, device_bytes: float) -> tuple[Workload, jaxoff.Plan]:
-        """The workload under what `jaxoff.plan` finds for a budget of each device, and the plan."""
-        bare = dataclasses.replace(self, policy=jaxoff.policy())
-        step = bare.jitted(VARIANTS["jaxoff"])
+        """The workload under what `jaxoff.plan` finds for a budget of each device, and the plan.
+
+        It is checked by the compiled step, except for CPUs, which have one kind of memory.
+        """
+
+        def under(policy: Any) -> Workload:
+            return dataclasses.replace(self, policy=policy)
+
+        def compile_step(policy: Any) -> jax.stages.Compiled:
+            return under(policy).lowered(VARIANTS["jaxoff"]).compile()
+
+        bare = under(jaxoff.policy())
+        on_gpus = self.target is not None or jax.default_backend() == "gpu"
         with self.target.tracing() if self.target else contextlib.nullcontext():
-            plan = jaxoff.plan(step, *bare.shapes(), device_bytes=device_bytes, link=self.mesh.size)
-        return dataclasses.replace(self, policy=plan.policy), plan
+            plan = jaxoff.plan(
+                bare.jitted(VARIANTS["jaxoff"]),
+                *bare.shapes(),
+                device_bytes=device_bytes,
+                link=self.mesh.size,
+                compile_step=compile_step if on_gpus else None,
+            )
+        return under(plan.policy), plan
 
     def inputs(self, seed: int = 0) -> jax.Array:
         """Tokens (microbatches, sequences, seq + 1), on their devices; others for each seed."""

@@ -81,8 +81,9 @@ def plan(
         are results); None for 10%, and 25% for a step over several devices, by which predicted peaks have
         been short (`bench/LOG.md`); 0% with `compile_step`.
       compile_step: compiles the step under a policy. What XLA assigns is then known and not predicted: a plan
-        whose program takes more than the budget is made again for as much less, until one fits. Compile for
-        the device that runs it; ahead of time other kernels are picked, which has made 1% of difference.
+        whose program takes more than the budget is made again for as much less, until one fits, and after one
+        that takes less than predicted a faster one is tried. Compile for the device that runs it; ahead of
+        time other kernels are picked, which has made 1% of difference.
       first_layers: whether the first layers of each `jaxoff.scan` may be placed otherwise than its others,
         where that makes a step faster; then `policy` is a `jaxoff.FirstLayers`. Of loops over more than 64
         layers not every number of first ones is tried. What is in no `jaxoff.scan` goes with the others: hand

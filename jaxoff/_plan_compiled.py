@@ -19,9 +19,9 @@ _FINER = 0.999
 # The smallest plan is found in its budget, whatever precision the search has.
 _COARSER = 1.000001
 # Compiled programs may take less than predicted, but not less than this part.
-_LEAST = 0.9
-# So many plans more are compiled, to find a faster one between what was refused and what fits.
-_TRIES = 3
+_LEAST = 0.8
+# After one that fits, so many plans more are compiled that are faster by so much of a step.
+_TRIES, _FASTER = 3, 1e-3
 
 
 def fitting(
@@ -40,7 +40,7 @@ def fitting(
       TypeError: if what `compile_step` returns is not compiled.
     """
     steps = _Steps(device_bytes, resident_bytes, compile_step)
-    limit = too_much = device_bytes
+    limit, too_much = device_bytes, None
     while True:
         try:
             plan = plan_for(max(0, limit))
@@ -57,28 +57,35 @@ def fitting(
             break
         # So that what is refused is not found again, by whatever precision the search has.
         too_much, limit = limit, _FINER * min(limit, device_bytes - steps.short[plan.policy])
-    return _fastest_between(limit, too_much, found, plan_for, steps)
+    return _faster(limit, too_much, found, plan_for, steps)
 
 
-def _fastest_between(
-    limit: float, too_much: float, found: Plan, plan_for: Callable[[float], Plan], steps: _Steps
+def _faster(
+    limit: float, too_much: float | None, found: Plan, plan_for: Callable[[float], Plan], steps: _Steps
 ) -> Plan:
-    """The fastest plan found between two limits, of which the plan for the higher one was refused.
+    """The fastest plan found for more than a limit whose plan fits.
 
-    What is between may be short by less than that.
+    Where the plan for a higher limit was refused, what is between may be short by less than that one. Where
+    none was, the plan may have taken less than predicted: so much more is then allowed.
     """
     tries = _TRIES
-    while tries and too_much - limit > (1 - _FINER) * too_much:
-        middle = (limit + too_much) / 2
-        plan = plan_for(middle)
-        if plan.policy not in steps.short and plan.step_ms < found.step_ms:
+    while tries:
+        more = steps.allowed_by(found) if too_much is None else (limit + too_much) / 2
+        if _FINER * more < limit:
+            break
+        plan = plan_for(more)
+        refused = plan.policy in steps.short
+        if not refused and plan.step_ms < (1 - _FASTER) * found.step_ms:
             tries -= 1
             checked = steps.checked(plan)
-            found = found if plan.policy in steps.short else checked
-        if plan.policy in steps.short:
-            too_much = middle
+            refused = plan.policy in steps.short
+            found = found if refused else checked
+        elif too_much is None:
+            break
+        if refused:
+            too_much = more
         else:
-            limit = middle
+            limit = more
     return found
 
 
@@ -106,6 +113,11 @@ class _Steps:
         if held > self._device_bytes:
             self.short[plan.policy] = held - plan.peak_bytes
         return dataclasses.replace(plan, device_bytes=int(self._device_bytes), compiled_bytes=held)
+
+    def allowed_by(self, plan: Plan) -> float:
+        """What may be predicted of a plan if predictions are as far off as that of one that was checked."""
+        assert plan.compiled_bytes is not None
+        return self._device_bytes + plan.peak_bytes - plan.compiled_bytes
 
     def why(self, plan: Plan) -> str:
         """Why the smallest plan was refused."""

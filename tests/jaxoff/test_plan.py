@@ -254,7 +254,8 @@ def test_a_compiled_plan_fits_where_a_predicted_one_may_not(share):
 
     found = planned(device_bytes=budget, compile_step=compile_step)
     assert found.compiled_bytes is not None
-    assert found.compiled_bytes == tried[-1] <= budget < min(tried[:-1], default=whole.compiled_bytes)
+    assert found.compiled_bytes == max(held for held in tried if held <= budget)
+    assert budget < whole.compiled_bytes
     assert found.device_bytes == int(budget) and found.policy != whole.policy
     assert f"(compiled {found.compiled_bytes / 1e3:.2f} kB)" in str(found)
     assert jaxoff.Plan.from_json(found.to_json()) == found
@@ -300,6 +301,33 @@ def test_one_plan_that_takes_too_much_does_not_cost_the_others(monkeypatch):
     assert tried[0] == refused.policy != found.policy
     assert refused.step_ms <= found.step_ms < planned(device_bytes=1.001 * least, margin=0.0).step_ms
     assert len(tried) == len(set(tried)) <= 5
+
+
+@pytest.mark.parametrize("share", [0.8, 1.0])
+def test_what_compiled_plans_leave_is_used(monkeypatch, share):
+    """Where all take the same share of what is predicted, the plan is the one for as much more."""
+    some_program = jax.jit(jnp.sin).lower(1.0).compile()
+    least = smallest(margin=0)
+    most = planned(margin=0.0).peak_bytes
+    plans = [planned(device_bytes=1.001 * (least + i * (most - least) / 60), margin=0.0) for i in range(61)]
+    peaks = {plan.policy: plan.peak_bytes for plan in plans}
+    tried = []
+
+    def compile_step(policy):
+        tried.append(policy)
+        return some_program
+
+    monkeypatch.setattr(_plan_compiled, "held_nbytes", lambda _: round(share * peaks[tried[-1]]))
+    budget = int(0.7 * most)
+    found = planned(device_bytes=budget, compile_step=compile_step)
+    assert tried[0] == planned(device_bytes=budget, margin=0.0).policy
+    assert found.compiled_bytes == round(share * found.peak_bytes) <= budget == found.device_bytes
+    if share == 1.0:
+        assert tried == [found.policy]
+    else:
+        assert found.step_ms < planned(device_bytes=budget, margin=0.0).step_ms
+        assert found.peak_bytes > budget
+        assert len(tried) <= 4
 
 
 def test_a_budget_that_no_compiled_plan_fits():
