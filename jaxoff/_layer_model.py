@@ -86,15 +86,45 @@ class LayerModel:
       count: how many parts are like it.
       device: speeds.
       runs: how often each runs in a step.
+      numbers: of the parts in their `jaxoff.layers`, in the order of the forward pass; none if in none.
     """
 
-    def __init__(self, layer: Layer, count: int, device: Device, runs: int = 1):
+    def __init__(
+        self, layer: Layer, count: int, device: Device, runs: int = 1, numbers: tuple[int, ...] = ()
+    ):
         self.layer, self.count, self.device, self.runs = layer, count, device, runs
+        self.numbers = numbers
 
     @property
     def turns(self) -> int:
         """How many turns of such parts a step has."""
         return self.layer.turns * self.count * self.runs
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether its parts are each a `jaxoff.scan`, which two loops can compute."""
+        return self.layer.in_order and self.layer.turns > 1
+
+    def in_two(self, first: int) -> list[LayerModel]:
+        """Its first layers and its others, whose labels differ, or those of the two that there are.
+
+        Args:
+          first: how many layers are first in each `jaxoff.scan` and `jaxoff.layers`. All else is others.
+        """
+        turns = self.layer.turns
+        if self.is_loop:
+            sizes = [(min(first, turns), self.count), (max(0, turns - first), self.count)]
+        else:
+            early = sum(number < first for number in self.numbers)
+            sizes = [(turns, early), (turns, self.count - early)]
+        numbers = [n for n in self.numbers if n < first], [n for n in self.numbers if n >= first]
+        return [
+            LayerModel(
+                self.layer.with_turns(n, others=others), count, self.device, self.runs, tuple(numbers[others])
+            )
+            for others, (n, count) in zip((False, True), sizes, strict=True)
+            if n and count
+        ]
 
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxoff._cost import Device
 from jaxoff._inline import inlined, now
 from jaxoff._layer import Layer
 from jaxoff._program import Program
-from jaxoff._scan import is_in_scan
+from jaxoff._scan import is_in_scan, number_in_layers
 from jaxoff._timeline import Call, Point, Timeline
 from jaxoff._turn import Turn, layer_of
 from jaxoff._units import variables
@@ -55,6 +55,8 @@ class Divided:
     Attributes:
       layers: parts that differ.
       counts: by layer, how many parts are like it.
+      numbers: by layer, those of its parts in their `jaxoff.layers`, in the order of the forward pass; none
+        for what is in none.
       runs: by layer, how often they run in a step: more than once in a loop over microbatches.
       points: in order.
       argument_nbytes: of the arguments and constants, which live all the time.
@@ -64,6 +66,7 @@ class Divided:
 
     layers: tuple[Layer, ...]
     counts: tuple[int, ...]
+    numbers: tuple[tuple[int, ...], ...]
     runs: tuple[int, ...]
     points: tuple[Point, ...]
     argument_nbytes: int
@@ -95,6 +98,18 @@ def divide(program: Program, device: Device) -> Divided:
             "take jaxoff.scan or jaxoff.layers."
         )
     return _Outside(dataclasses.replace(program, primal=outside).value_and_grad, parts, device).divided()
+
+
+def numbers_of(parts: Iterable[tuple[int, int | None]]) -> tuple[tuple[int, ...], ...]:
+    """The numbers of parts in their `jaxoff.layers`, by kind; see `Divided`.
+
+    Args:
+      parts: the kind of each and its number, in the order of the forward pass.
+    """
+    found: dict[int, list[int]] = {}
+    for kind, number in parts:
+        found.setdefault(kind, []).extend([] if number is None else [number])
+    return tuple(tuple(found[kind]) for kind in sorted(found))
 
 
 def evaluated(
@@ -176,19 +191,22 @@ class _Outside:
         self._timeline = Timeline(self._eqns, self._inputs, self._outs, calls)
 
     def divided(self) -> Divided:
-        numbers: dict[Any, int] = {}
+        numbers = {part: number_in_layers(eqn) for part, eqn in enumerate(self._parts)}
+        keys: dict[Any, int] = {}
         kinds: dict[int, Part] = {}
         kind_of: dict[int, int] = {}
         for i, call in self._timeline.calls.items():
             if call.backward:
                 part = self._part(i, self._parts[call.part])
-                key = str(part.turn), dataclasses.replace(part, turn=None)  # pyright: ignore
-                kind_of[call.part] = numbers.setdefault(key, len(numbers))
+                bare = dataclasses.replace(part, turn=None)  # pyright: ignore
+                key = str(part.turn), bare, numbers[call.part] is None
+                kind_of[call.part] = keys.setdefault(key, len(keys))
                 kinds.setdefault(kind_of[call.part], part)
         counts = collections.Counter(kind_of.values())
         return Divided(
             layers=tuple(layer_of(_differentiated(part), self._device) for part in kinds.values()),
             counts=tuple(counts[kind] for kind in kinds),
+            numbers=numbers_of((kind_of[part], numbers[part]) for part in sorted(kind_of)),
             runs=(1,) * len(kinds),
             points=tuple(self._timeline.points(kind_of)),
             argument_nbytes=_compat.nbytes_of(self._inputs),

@@ -84,10 +84,10 @@ def plan(
         whose program takes more than the budget is made again for as much less, until one fits, and after one
         that takes less than predicted a faster one is tried. Compile for the device that runs it; ahead of
         time other kernels are picked, which has made 1% of difference.
-      first_layers: whether the first layers of each `jaxoff.scan` may be placed otherwise than its others,
-        where that makes a step faster; then `policy` is a `jaxoff.FirstLayers`. Of loops over more than 64
-        layers not every number of first ones is tried. What is in no `jaxoff.scan` goes with the others: hand
-        it `policy.rest`.
+      first_layers: whether the first layers of each `jaxoff.scan` and `jaxoff.layers` may be placed otherwise
+        than its others, where that makes a step faster; then `policy` is a `jaxoff.FirstLayers`. Of more than
+        64 layers not every number of first ones is tried. What is in neither goes with the others: hand it
+        `policy.rest`.
       argnums: the positional arguments to differentiate a loss for, as for `jax.grad`. None: every
         floating-point argument.
       has_aux: whether a loss returns `(output, auxiliary)`, as for `jax.grad`.
@@ -186,8 +186,8 @@ class Planner:
                 "differentiates its layers itself. Leave them out."
             )
         found = divide_step(program.primal, device) if is_step else divide(program, device)
-        kinds = zip(found.layers, found.counts, found.runs, strict=True)
-        models = tuple(LayerModel(layer, count, device, runs) for layer, count, runs in kinds)
+        kinds = zip(found.layers, found.counts, found.runs, found.numbers, strict=True)
+        models = tuple(LayerModel(layer, n, device, runs, numbers) for layer, n, runs, numbers in kinds)
         model = Model(models, found.points, found.argument_nbytes, int(resident_bytes), found.outside_ms)
         return cls(model, device, found.devices)
 
@@ -218,8 +218,11 @@ class Planner:
 
         Far apart first, so that what is found refutes those between.
         """
-        most = max((kind.layer.turns for kind in self.model.layers if kind.layer.in_order), default=0)
-        counts = range(2, most - 1, max(1, -(-(most - 3) // _COUNTS)))
+        kinds = self.model.layers
+        loops = {kind.layer.turns for kind in kinds if kind.is_loop}
+        most = max([*loops, *(n + 1 for kind in kinds for n in kind.numbers)], default=0)
+        counts = [n for n in range(1, most) if not loops & {n + 1} and not (loops and n == 1)]
+        counts = counts[:: max(1, -(-len(counts) // _COUNTS))]
         return sorted(counts, key=lambda count: f"{count:b}"[::-1])
 
     def plan_compiled(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxoff._layer_model import Choice, LayerModel, Times, Use
 from jaxoff._timeline import Point
@@ -124,34 +124,42 @@ class Model:
         return self.outside_ms + sum(per_kind)
 
     def in_two(self, first: int) -> Model:
-        """The same step with each `jaxoff.scan` in two: so many turns first, and the others' labels differ.
+        """The same step with so many first layers in each `jaxoff.scan` and `jaxoff.layers`.
 
-        What is in none goes with the others. A second loop costs time; see `SECOND_LOOP`.
+        The others' labels differ; what is in neither goes with them. A second loop costs time; see
+        `SECOND_LOOP`.
         """
         kinds: list[LayerModel] = []
-        parts: list[tuple[int, ...]] = []  # by kind, which it has become
+        parts: list[Sequence[int]] = []  # by kind, which it has become
         for kind in self.layers:
-            turns = kind.layer.turns
-            made = [(turns, True)]
-            if turns > 1 and kind.layer.in_order:
-                made = [(first, False), (turns - first, True)] if first < turns else [(turns, False)]
-            parts.append(tuple(range(len(kinds), len(kinds) + len(made))))
-            kinds += [
-                LayerModel(kind.layer.with_turns(turns, others=others), kind.count, kind.device, kind.runs)
-                for turns, others in made
-            ]
+            made = kind.in_two(first)
+            parts.append(range(len(kinds), len(kinds) + len(made)))
+            kinds += made
 
         def divided(point: Point) -> Iterator[Point]:
-            for running in (None,) if point.kind is None else parts[point.kind]:
+            running: Sequence[int | None] = (None,)
+            if point.kind is not None:
+                running = parts[point.kind]
+                if numbers := self.layers[point.kind].numbers:
+                    # The one that runs is the last one that holds its residuals.
+                    is_first = numbers[point.holds[point.kind] - 1] < first
+                    running = running[:1] if is_first else running[-1:]
+            for part in running:
                 holds = [0] * len(kinds)
-                for of, number in zip(parts, point.holds, strict=True):
-                    for part in of:
-                        # While the first turns run, the others have not begun, or are over.
-                        holds[part] = number - (running in of and running < part)
-                yield dataclasses.replace(point, holds=tuple(holds), kind=running)
+                for kind, of, number in zip(self.layers, parts, point.holds, strict=True):
+                    if kind.is_loop:
+                        for other in of:
+                            # While the first turns run, the others have not begun, or are over.
+                            holds[other] = number - (part is not None and part in of and part < other)
+                    else:
+                        early = sum(n < first for n in kind.numbers[:number])
+                        holds[of[0]] += early
+                        holds[of[-1]] += number - early
+                yield dataclasses.replace(point, holds=tuple(holds), kind=part)
 
         points = tuple(part for point in self.points for part in divided(point))
-        outside_ms = self.outside_ms + SECOND_LOOP * self.kernels_ms
+        is_second = any(kind.is_loop and len(of) == 2 for kind, of in zip(self.layers, parts, strict=True))
+        outside_ms = self.outside_ms + is_second * SECOND_LOOP * self.kernels_ms
         return dataclasses.replace(self, layers=tuple(kinds), points=points, outside_ms=outside_ms)
 
     def uses(self, choice: Choice) -> list[Use]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,8 @@ Strategy = Literal["auto", "captured", "ordered", "plain"]
 # The scopes in which a loop stands: one that is left to XLA, and one that `jaxoff.jit` may write out.
 PLAIN_SCOPE = "jaxoff_plain"
 LAYERS_SCOPE = "jaxoff_layers"
+# And that of a layer in no loop, with its number.
+_LAYER_SCOPE = "jaxoff_layer_{}_"
 
 
 def scan(
@@ -168,13 +171,20 @@ def layers(
         key = id(function), given, jax.tree.structure(args), *map(jax.typeof, jax.tree.leaves(args))
         if key not in known:
             known[key] = policy_of_last(Block(function, args, turns=len(calls)), given, keep_first, device)
-        x = jax.checkpoint(function, policy=known[key])(*args)
+        with jax.named_scope(_LAYER_SCOPE.format(i)):
+            x = jax.checkpoint(function, policy=known[key])(*args)
     return x
 
 
 def is_in_scan(eqn: JaxprEqn) -> bool:
     """Whether an equation is the loop of a `jaxoff.scan`, or its backward pass, that is not left to XLA."""
     return _compat.scan_in(eqn) is not None and LAYERS_SCOPE in str(eqn.source_info.name_stack)
+
+
+def number_in_layers(eqn: JaxprEqn) -> int | None:
+    """The number of a layer of `jaxoff.layers` to which an equation belongs, or None for one of no such."""
+    found = re.search(_LAYER_SCOPE.format(r"(\d+)"), str(eqn.source_info.name_stack))
+    return None if found is None else int(found[1])
 
 
 def _in_two(policy: FirstLayers, xs: Any, steps: int, reverse: bool) -> list[tuple[Any, Any, int]]:

@@ -21,9 +21,9 @@ from jaxoff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._cost import Device
 from jaxoff._inline import Renamed, inlined, now
 from jaxoff._one_device import of_one_device
-from jaxoff._parts import Divided
+from jaxoff._parts import Divided, numbers_of
 from jaxoff._policy import VIEWS, Policy
-from jaxoff._scan import is_in_scan
+from jaxoff._scan import is_in_scan, number_in_layers
 from jaxoff._timeline import Call, Loop, Timeline
 from jaxoff._turn import Turn, layer_of
 from jaxoff._units import reads_in, variables
@@ -59,9 +59,9 @@ def divide_step(closed: ClosedJaxpr, device: Device) -> Divided:
             "inside of cond, while or a jax.jit with shardings of its own. Hand jaxoff.plan the loss of one "
             "device instead."
         )
-    numbers: dict[Any, int] = {}
-    kind_of = {part: numbers.setdefault(found.key, len(numbers)) for part, found in steps.found.items()}
-    first = [next(p for p, k in kind_of.items() if k == kind) for kind in numbers.values()]
+    keys: dict[Any, int] = {}
+    kind_of = {part: keys.setdefault(found.key, len(keys)) for part, found in steps.found.items()}
+    first = [next(p for p, k in kind_of.items() if k == kind) for kind in keys.values()]
     counts = collections.Counter(kind_of.values())
     layers = [layer_of(steps.found[part].turn, device) for part in first]
     # The forward pass of a layer that is in no loop is not told apart: it is in the time of the rest.
@@ -73,6 +73,8 @@ def divide_step(closed: ClosedJaxpr, device: Device) -> Divided:
     return Divided(
         layers=tuple(layers),
         counts=tuple(counts[kind] for kind in range(len(layers))),
+        # What is found comes in the order of the pass back.
+        numbers=numbers_of((kind_of[part], steps.found[part].number) for part in reversed(kind_of)),
         runs=tuple(steps.found[part].runs for part in first),
         points=tuple(timeline.points(kind_of)),
         argument_nbytes=_compat.nbytes_of(inputs),
@@ -88,11 +90,13 @@ class _Found:
     Attributes:
       turn: what one turn computes.
       runs: how often the part runs in a step.
+      number: in its `jaxoff.layers`, or None.
       key: the same for parts that are alike.
     """
 
     turn: Turn
     runs: int
+    number: int | None
     key: Any
 
 
@@ -135,8 +139,9 @@ class _Steps:
         reused = {v for k in in_place if isinstance(v := program.outs[k], Var)}
         return Timeline(program.eqns, inputs, outs, calls, in_place=frozenset(reused), loops=loops)
 
-    def _add(self, turn: Turn, runs: int, *like: Any) -> int:
-        self.found[len(self.found)] = _Found(turn, runs, (*like, turn.turns, runs))
+    def _add(self, turn: Turn, runs: int, number: int | None, *like: Any) -> int:
+        key = *like, turn.turns, runs, number is None
+        self.found[len(self.found)] = _Found(turn, runs, number, key)
         return len(self.found) - 1
 
     def _layer(self, program: _Flat, eqn: JaxprEqn, inputs: set[Var], runs: int) -> Call:
@@ -157,7 +162,7 @@ class _Steps:
             source=_compat.source_line(eqn),
         )
         roles = tuple((v in cotangents, v in kept) for v in eqn.invars)
-        part = self._add(turn, runs, str(eqn.params["jaxpr"]), roles)
+        part = self._add(turn, runs, number_in_layers(eqn), str(eqn.params["jaxpr"]), roles)
         return Call(part, True, frozenset(kept), frozenset(cotangents))
 
     def _loop(self, program: _Flat, eqn: JaxprEqn, layout: ScanLayout, runs: int) -> dict[int, Call]:
@@ -189,7 +194,7 @@ class _Steps:
         if forward is not None:
             turn = dataclasses.replace(turn, forward=_forward(forward, kept))
             like.append(str(forward.params["jaxpr"]))
-        part = self._add(turn, runs, *like)
+        part = self._add(turn, runs, None, *like)
         calls = {program.number[id(eqn)]: Call(part, True, kept, _carry(eqn))}
         if forward is not None:
             calls[program.number[id(forward)]] = Call(part, False, handed_on=_carry(forward))

@@ -39,6 +39,14 @@ def scanned(body=layer, policy=None):
     return loss
 
 
+def in_layers(layers=LAYERS, policy=None):
+    def loss(w, x):
+        weights = [jax.tree.map(lambda leaf, i=i: leaf[i], w) for i in range(layers)]
+        return jaxoff.layers(lambda w, x: layer(x, w)[0], x, weights, policy=policy or jaxoff.policy()).sum()
+
+    return loss
+
+
 def unrolled(w, x):
     block = jax.checkpoint(lambda w, x: layer(x, w)[0], policy=jaxoff.policy())
     for i in range(LAYERS):

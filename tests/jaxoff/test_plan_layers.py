@@ -1,9 +1,12 @@
 """Plans whose first layers are placed otherwise than the others."""
 
+import functools
 import itertools
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxoff
@@ -12,7 +15,7 @@ from jaxoff._layer import is_of_others, name_of, of_others
 from jaxoff._plan import Planner
 from jaxoff._plan_model import SECOND_LOOP
 from jaxoff._search import fastest, smallest
-from tests.jaxoff.planned import DEVICE, arguments, chain, model_of, scanned, unrolled
+from tests.jaxoff.planned import DEVICE, arguments, chain, in_layers, model_of, scanned, unrolled
 from tests.jaxoff.test_search import FIXED, MODELS, check_against_brute_force
 
 GB = 10**9
@@ -30,18 +33,36 @@ def planned(device_bytes, fun=None, first_layers=True, **options):
     )
 
 
-def budgets(number=6):
+def budgets(number=6, fun=None):
     with pytest.raises(jaxoff.BudgetError) as caught:
-        planned(1)
-    least, most = caught.value.smallest_bytes, planned(1e9).peak_bytes
+        planned(1, fun)
+    least, most = caught.value.smallest_bytes, planned(1e9, fun).peak_bytes
     assert least is not None
     return [least + (most - least) * i // (number - 1) for i in range(number)]
 
 
-def test_first_layers_are_between_two_plans():
+def differentiated(fun):
+    """A train step."""
+
+    def step(w, x):
+        return jax.tree.map(jnp.subtract, w, jax.grad(fun)(w, x))
+
+    return step
+
+
+FUNCTIONS = {
+    "scanned": scanned(),
+    "one after the other": in_layers(LAYERS),
+    "train step, scanned": differentiated(scanned()),
+    "train step, one after the other": differentiated(in_layers(LAYERS)),
+}
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_first_layers_are_between_two_plans(fun):
     mixed = []
-    for budget in budgets():
-        one, two = planned(budget, first_layers=False), planned(budget)
+    for budget in budgets(8, fun):
+        one, two = planned(budget, fun, first_layers=False), planned(budget, fun)
         assert two.step_ms <= one.step_ms
         assert two.peak_bytes <= budget
         assert bool(two.first_layers) == (two.step_ms < one.step_ms)
@@ -68,11 +89,13 @@ def test_more_memory_is_never_slower():
     assert all(later <= earlier + 1e-6 for earlier, later in itertools.pairwise(times))
 
 
-def test_the_policy_does_what_the_plan_says():
-    found = next(plan for plan in map(planned, budgets()) if plan.first_layers)
+@pytest.mark.parametrize("under", [scanned, functools.partial(in_layers, LAYERS)], ids=["scan", "layers"])
+def test_the_policy_does_what_the_plan_says(under):
+    fun = under()
+    found = next(plan for budget in budgets(fun=fun) if (plan := planned(budget, fun)).first_layers)
 
     def loss(w, x):
-        return scanned(policy=found.policy)(w, x)
+        return under(policy=found.policy)(w, x)
 
     report = jaxoff.explain(loss, *arguments(LAYERS))
     for row in found.rows:
@@ -91,7 +114,8 @@ def test_what_is_fixed_is_so_in_all_layers():
         assert found.choice("x_in") == found.choice("x_in", others=True) == "save"
 
 
-def test_layers_in_no_loop_are_planned_as_before():
+def test_layers_of_the_callers_own_are_planned_as_one():
+    """Only `jaxoff.scan` and `jaxoff.layers` take a policy by layer."""
     fun = unrolled
     args = arguments()
     one, two = (
@@ -114,6 +138,42 @@ def test_the_frontier_is_not_above_that_of_one_placement():
 
 def in_both(choice):
     return {of: place for label, place in choice.items() for of in (label, of_others(label))}
+
+
+@pytest.mark.parametrize("step", [False, True], ids=["loss", "train step"])
+@pytest.mark.parametrize("first", [1, 3, LAYERS])
+def test_layers_that_no_loop_holds_cost_the_same_in_two(step, first):
+    """There is no second loop, and at each moment the same layers hold what they keep."""
+    fun = in_layers(LAYERS)
+    fun = differentiated(fun) if step else fun
+    model = Planner.of(fun, arguments(LAYERS), {}, 0, None, DEVICE, None, False).model
+    assert sorted(n for kind in model.layers for n in kind.numbers) == list(range(LAYERS))
+    two = model.in_two(first)
+    for kind in two.layers:
+        others = {is_of_others(label) for label in kind.layer.labels()}
+        assert others == {n >= first for n in kind.numbers}
+    for places in itertools.product(("device", "host", "recompute"), repeat=2):
+        choice = dict(zip(("x_in", "act"), places, strict=True))
+        one, both = model.cost(choice), two.cost(in_both(choice))
+        assert both.times.total == pytest.approx(one.times.total)
+        assert (both.peak.nbytes, both.host_nbytes) == (one.peak.nbytes, one.host_nbytes)
+
+
+def test_first_layers_hold_what_they_keep_the_longest():
+    """What the first one keeps is there while any other runs; what the last one keeps, for a moment."""
+    model = Planner.of(in_layers(LAYERS), arguments(LAYERS), {}, 0, None, DEVICE, None, False).model
+    nbytes = next(v.nbytes for kind in model.layers for v in kind.layer.values if v.label == "act")
+
+    def moments(first, label):
+        """At how many moments there is an act more if it is kept."""
+        two = model.in_two(first)
+        without, kept = ([m.residuals for m in two.timeline(choice)] for choice in ({}, {label: "device"}))
+        more = [b - a for a, b in zip(without, kept, strict=True)]
+        assert set(more) <= {0, nbytes}
+        return more.count(nbytes)
+
+    assert moments(1, "act") > LAYERS
+    assert 0 < moments(LAYERS - 1, of_others("act")) < 6
 
 
 def test_two_loops_alike_cost_what_one_does_and_the_second_loop():
