@@ -14,6 +14,8 @@ type Choice = Mapping[str, Placement]
 
 # A copy is planned for so many times its estimated length; as in `jaxoff._copy_times`.
 _SLACK, _SEND_SLACK = 1.5, 1.1
+# Of so many parts in no loop, the last ones, what is moved is on the device when the pass back begins.
+LAST = 2
 # How much of the memory that small and large values could share they do not, beside copies.
 APART = 0.75
 # Kernels beside a copy take longer by so much of the copy's time.
@@ -181,6 +183,17 @@ class LayerModel:
     def residual_nbytes(self, use: Use) -> int:
         """On the device, of all turns."""
         return self.layer.turns * sum(self.layer.values[n].nbytes for n in use.saved)
+
+    def large_nbytes(self, use: Use) -> tuple[int, int]:
+        """The large values of a part in no loop: of its residuals on the device, and of its working set.
+
+        What the last parts move is still there, or again, when the pass back begins: by programs compiled for
+        an H200, of two of them.
+        """
+        values = self.layer.values
+        kept = sum(values[n].nbytes for n in use.saved if values[n].is_large)
+        moved = sum(values[n].nbytes for n in use.moved if values[n].is_large)
+        return kept, LAST * moved + max(self.by_step(use)[1], default=0)
 
     def left_nbytes(self, use: Use) -> int:
         """On the device, between a loop's forward pass and its backward pass, of what it moves.

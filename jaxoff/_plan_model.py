@@ -110,12 +110,27 @@ class Model:
         for margin in {0.0, self.margin}:
             largest: dict[tuple, tuple[float, Point]] = {}
             for point in self.points:
-                key = point.holds, point.kind, point.backward
+                key = point.holds, point.kind, point.backward, self.is_beside_results(point)
                 needed = _with_margin(point.nbytes, point.results_nbytes, margin)
                 if key not in largest or largest[key][0] < needed:
                     largest[key] = needed, point
             found |= dict.fromkeys(point for _, point in largest.values())
         return tuple(found)
+
+    def is_beside_results(self, point: Point) -> bool:
+        """Whether the memory of results that are not made yet has to be reckoned with.
+
+        Results have memory from the beginning. Before they are made, others may take it, but in XLA one value
+        at a time: small ones. In loops results are stacks, which the loop back makes.
+        """
+        in_no_loop = point.kind is not None and self.layers[point.kind].layer.turns == 1
+        return in_no_loop and point.backward and bool(point.to_come)
+
+    def places(self, point: Point) -> int:
+        """Bytes of small values that results which are not made yet have the memory for."""
+        values = (value for kind in self.layers for value in kind.layer.values if value.label is not None)
+        size = max((value.nbytes for value in values if not value.is_large), default=0)
+        return size * sum(nbytes >= size for nbytes in point.to_come)
 
     @property
     def kernels_ms(self) -> float:
@@ -209,3 +224,9 @@ class Model:
                     working = kind.forward_nbytes(use)
             always = self.argument_nbytes, self.resident_nbytes
             yield Moment(what, *always, point.nbytes, residuals, working, point.results_nbytes)
+            if point.kind is not None and self.is_beside_results(point):
+                large = [kind.large_nbytes(use) for kind, use in zip(self.layers, uses, strict=True)]
+                large_residuals = sum(n * kept for n, (kept, _) in zip(point.holds, large, strict=True))
+                residuals = max(large_residuals, residuals - self.places(point))
+                alive, results = (n + sum(point.to_come) for n in (point.nbytes, point.results_nbytes))
+                yield Moment(what, *always, alive, residuals, large[point.kind][1], results)

@@ -9,18 +9,15 @@ solution breaks the budget for that, the step at which it does is written out, a
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import ctypes
 import itertools
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
+from jaxoff._integer_program import IntegerProgram
 from jaxoff._layer import UNNAMED_DOTS, name_of
-from jaxoff._layer_model import APART, Choice, LayerModel
+from jaxoff._layer_model import APART, LAST, Choice, LayerModel
 from jaxoff._plan_model import Model
 from jaxoff._policy import Placement
 
@@ -28,8 +25,6 @@ from jaxoff._policy import Placement
 _GB, _PART = 1e9, 0.1
 # HiGHS keeps constraints up to 1e-6; the model counts whole bytes.
 _TOLERANCE, _ROUNDED = 2e-6, 2
-
-type Terms = Mapping[int, float]
 
 
 def fastest(
@@ -52,83 +47,6 @@ def smallest(model: Model, host_bytes: int | None, fixed: Choice) -> Choice | No
     return _Search(model, host_bytes, fixed).solve(None)
 
 
-class _Program:
-    """An integer program that grows.
-
-    Attributes:
-      unit: what bytes are counted in.
-    """
-
-    def __init__(self, unit: float):
-        self.unit = unit
-        self._upper: list[float] = []
-        self._lower: list[float] = []
-        self._integer: list[bool] = []
-        self.cost: dict[int, float] = collections.defaultdict(float)
-        self._rows: list[tuple[Terms, float]] = []
-
-    def variable(self, upper: float = 1.0, *, lower: float = 0.0, integer: bool = False) -> int:
-        self._upper.append(upper)
-        self._lower.append(lower)
-        self._integer.append(integer)
-        return len(self._upper) - 1
-
-    def at_most(self, terms: Iterable[tuple[int, float]], bound: float) -> None:
-        """Sum of terms <= bound."""
-        summed: dict[int, float] = collections.defaultdict(float)
-        for variable, factor in terms:
-            summed[variable] += factor
-        self._rows.append((summed, bound))
-
-    def at_least(self, variable: int, terms: Iterable[tuple[int, float]], constant: float = 0.0) -> None:
-        """Variable >= sum of terms + constant."""
-        self.at_most([*terms, (variable, -1.0)], -constant)
-
-    def minimise(self, cost: Terms) -> np.ndarray | None:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-
-        entries = [(r, v, f) for r, (terms, _) in enumerate(self._rows) for v, f in terms.items()]
-        rows, columns, factors = zip(*entries, strict=True) if entries else ((), (), ())
-        matrix = csr_array((factors, (rows, columns)), shape=(len(self._rows), len(self._upper)))
-        bounds = [bound for _, bound in self._rows]
-        objective = np.zeros(len(self._upper))
-        for variable, factor in cost.items():
-            objective[variable] = factor
-        with _nothing_printed():
-            found = milp(
-                objective,
-                integrality=np.array(self._integer, int),
-                bounds=Bounds(np.array(self._lower), np.array(self._upper)),  # pyright: ignore
-                constraints=LinearConstraint(matrix, ub=np.array(bounds)),  # pyright: ignore
-                options={"mip_rel_gap": 1e-9},
-            )
-        return found.x
-
-
-@contextlib.contextmanager
-def _nothing_printed() -> Iterator[None]:
-    """Keeps a line that HiGHS prints, whatever its options say, off the standard output.
-
-    It would stand in front of a plan that is printed as JSON.
-    """
-    try:
-        flush, kept = ctypes.CDLL(None).fflush, os.dup(1)
-    except (AttributeError, OSError, TypeError):  # no C library of that kind, or no standard output
-        yield
-        return
-    flush(None)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
-
-
 class _Kind:
     """The variables of a kind of part.
 
@@ -141,7 +59,7 @@ class _Kind:
 
     def __init__(
         self,
-        program: _Program,
+        program: IntegerProgram,
         model: LayerModel,
         save: dict[str, int],
         move: dict[str, int],
@@ -226,12 +144,26 @@ class _Kind:
         for variable in exposed:
             program.cost[variable] += turns
 
-    def residuals(self, parts: int, waiting: int) -> list[tuple[int, float]]:
-        """What so many parts keep on the device, so many of which do not run."""
-        terms = [(v, parts * self.layer.turns * self.layer.values[n].nbytes) for n, v in self.saved.items()]
+    def residuals(self, parts: int, waiting: int, *, large: bool = False) -> list[tuple[int, float]]:
+        """What so many parts keep on the device, so many of which do not run; all, or large values."""
+        values = self.layer.values
+        terms = [
+            (v, parts * self.layer.turns * values[n].nbytes)
+            for n, v in self.saved.items()
+            if values[n].is_large or not large
+        ]
         left = self._left() if waiting and self.layer.turns > 1 else {}
         terms += [(v, waiting * self.layer.values[n].nbytes) for n, v in left.items()]
         return [(v, nbytes / self._program.unit) for v, nbytes in terms]
+
+    def large_working(self) -> list[tuple[int, float]]:
+        """The large values of the working set of a part in no loop."""
+        moved = [
+            (v, LAST * self.layer.values[n].nbytes / self._program.unit)
+            for n, v in self.moved.items()
+            if self.layer.values[n].is_large
+        ]
+        return [(self.large, 1.0), *moved]
 
     def _left(self) -> dict[int, int]:
         """By value, the variable that says whether the last turn of a loop leaves it on the device."""
@@ -363,7 +295,7 @@ class _Search:
     def __init__(self, model: Model, host_bytes: int | None, fixed: Choice):
         self._model, self._fixed = model, fixed
         least = model.cost({}).peak.nbytes
-        self._program = program = _Program(max(1.0, min(_GB, _PART * least)))
+        self._program = program = IntegerProgram(max(1.0, min(_GB, _PART * least)))
         self._save, self._move = {}, {}
         for label in model.labels:
             place = fixed.get(label)
@@ -375,7 +307,8 @@ class _Search:
         self._kinds = [_Kind(program, kind, self._save, self._move, moves) for kind in model.layers]
         self._peak = program.variable(np.inf)
         for point in model.telling_points:
-            terms, constant = [], (point.nbytes - point.results_nbytes) / self._program.unit
+            alive = (point.nbytes - point.results_nbytes) / self._program.unit
+            terms, constant = [], alive
             for parts, waiting, kind in zip(point.holds, point.waiting, self._kinds, strict=True):
                 terms += kind.residuals(parts, waiting) if parts else []
             if point.kind is not None:
@@ -385,16 +318,26 @@ class _Search:
                 else:
                     more, most = kind.forward()
                     terms, constant = terms + more, constant + most
-            known = (
-                model.argument_nbytes + model.resident_nbytes + point.results_nbytes
-            ) / self._program.unit
-            scale = 1 / (1 - model.margin)
-            terms = [(variable, scale * factor) for variable, factor in terms]
-            program.at_least(self._peak, terms, known + scale * constant)
+            self._fits(point.results_nbytes, terms, constant)
+            if point.kind is not None and model.is_beside_results(point):
+                results = point.results_nbytes + sum(point.to_come)
+                working = self._kinds[point.kind].large_working()
+                held = [*zip(point.holds, self._kinds, strict=True)]
+                large = [term for parts, kind in held for term in kind.residuals(parts, 0, large=True)]
+                self._fits(results, [*large, *working], alive)
+                every = [term for parts, kind in held for term in kind.residuals(parts, 0)]
+                self._fits(results, [*every, *working], alive - model.places(point) / self._program.unit)
         if host_bytes is not None:
             program.at_most(
                 [term for kind in self._kinds for term in kind.on_host()], host_bytes / self._program.unit
             )
+
+    def _fits(self, results: int, terms: Iterable[tuple[int, float]], constant: float) -> None:
+        """The peak is at least that of a moment at which there are some bytes of results."""
+        model, scale = self._model, 1 / (1 - self._model.margin)
+        known = (model.argument_nbytes + model.resident_nbytes + results) / self._program.unit
+        terms = [(variable, scale * factor) for variable, factor in terms]
+        self._program.at_least(self._peak, terms, known + scale * constant)
 
     def solve(self, device_bytes: int | None, below_ms: float = math.inf) -> Choice | None:
         """The fastest choice with at most so much device memory; without a bound, that which needs least."""

@@ -25,6 +25,7 @@ class Point:
       kind: of the part that runs, or None.
       backward: whether its backward pass runs.
       results_nbytes: what of `nbytes` is results of the program, such as gradients.
+      to_come: results that are not made yet, their bytes.
     """
 
     what: str
@@ -33,6 +34,7 @@ class Point:
     kind: int | None = None
     backward: bool = False
     results_nbytes: int = 0
+    to_come: tuple[int, ...] = ()
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -131,10 +133,13 @@ class Timeline:
         order = self._units.all
         held, last = self._held(), self._last_readers()
         live, results, num_kinds = 0, 0, len(set(kinds.values()))
+        to_come = [_compat.nbytes(v.aval) for i in order for v in self._new(i, last) if v in self._outs]
         for t, i in enumerate(order):
-            new = [v for v in self._eqns[i].outvars if v in last and v not in self._in_place]
+            new = self._new(i, last)
             made = _compat.nbytes_of(new)
-            results += _compat.nbytes_of(v for v in new if v in self._outs)
+            done = [v for v in new if v in self._outs]
+            results += _compat.nbytes_of(done)
+            to_come = to_come[len(done) :]
             dying = [v for v in self._units.reads[i] if last.get(v) == t and v not in self._inputs]
             freed = _compat.nbytes_of(dying)
             reused = min(_compat.nbytes_of(v for v in dying if self._may_be_taken(v, i)), made)
@@ -150,8 +155,13 @@ class Timeline:
                 for point in self._loops[i].points(kinds):
                     yield dataclasses.replace(point, nbytes=now + point.nbytes, results_nbytes=known)
             else:
-                yield Point(what, now, tuple(holds), kind, call is not None and call.backward, known)
+                backward = call is not None and call.backward
+                yield Point(what, now, tuple(holds), kind, backward, known, tuple(to_come))
             live += made - freed
+
+    def _new(self, i: int, last: Mapping[Var, int]) -> list[Var]:
+        """What an equation makes that takes memory of its own."""
+        return [v for v in self._eqns[i].outvars if v in last and v not in self._in_place]
 
     def _may_be_taken(self, v: Var, i: int) -> bool:
         """Whether results of an equation may take the memory of an operand that nothing else reads."""

@@ -119,6 +119,36 @@ def test_what_is_planned_fits_its_budget_and_xla_leaves_it_so(gigabytes, tmp_pat
         assert facts.device_peak_bytes <= budget
 
 
+@pytest.mark.parametrize("part", [0.3, pytest.param(0.6, marks=pytest.mark.long)])
+def test_layers_one_after_the_other_fit_under_a_plan_by_layer(part):
+    """XLA packs the values of all layers at once here: such a plan is faster than others, and fits."""
+    of_all, x = arguments()
+    weights = [{k: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for k, w in of_all.items()}] * LAYERS
+
+    def loss(policy):
+        def compute(weights, x):
+            x = jaxoff.layers(lambda w, x: layer(x, w)[0], x, weights, policy=policy)
+            return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+        return compute
+
+    def plan(budget, **options):
+        return jaxoff.plan(loss(jaxoff.policy()), weights, x, device_bytes=budget, **options)
+
+    with pytest.raises(jaxoff.BudgetError) as caught:
+        plan(1)
+    least, most = caught.value.smallest_bytes, plan(1e12, margin=0.0).peak_bytes
+    assert least is not None
+    budget = least + part * (most - least)
+    found = plan(budget, first_layers=True)
+    assert found.first_layers and found.step_ms < plan(budget).step_ms
+    step = jaxoff.jit(jax.value_and_grad(loss(found.policy), (0, 1)))
+    facts = jaxoff.verify(jaxoff.target("h200").compile(step, weights, x), compiler_options=step.options)
+    assert facts.device_peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
+    assert facts.device_peak_bytes <= budget
+    assert not facts.findings
+
+
 QKV = dict(qkv=MOVE, mlp_in=SAVE)
 ALL_SAVED = dict(x_in=SAVE, qkv=SAVE, mlp_in=SAVE, pre=SAVE)
 WIDE = dict(x_in=MOVE, qkv=MOVE, mlp_in=SAVE, pre=SAVE)

@@ -9,8 +9,9 @@ import hypothesis.strategies as st
 import pytest
 
 from jaxoff._cost import Device
+from jaxoff._integer_program import _nothing_printed
 from jaxoff._layer import UNNAMED_DOTS, Layer, Shared, Step, Value
-from jaxoff._search import _nothing_printed, fastest, smallest
+from jaxoff._search import fastest, smallest
 from tests.jaxoff.planned import chain, model_of
 
 PLACES = ("device", "host", "recompute")

@@ -1,0 +1,90 @@
+"""An integer program for HiGHS, by way of scipy."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+type Terms = Mapping[int, float]
+
+
+class IntegerProgram:
+    """An integer program that grows.
+
+    Attributes:
+      unit: what bytes are counted in.
+    """
+
+    def __init__(self, unit: float):
+        self.unit = unit
+        self._upper: list[float] = []
+        self._lower: list[float] = []
+        self._integer: list[bool] = []
+        self.cost: dict[int, float] = collections.defaultdict(float)
+        self._rows: list[tuple[Terms, float]] = []
+
+    def variable(self, upper: float = 1.0, *, lower: float = 0.0, integer: bool = False) -> int:
+        self._upper.append(upper)
+        self._lower.append(lower)
+        self._integer.append(integer)
+        return len(self._upper) - 1
+
+    def at_most(self, terms: Iterable[tuple[int, float]], bound: float) -> None:
+        """Sum of terms <= bound."""
+        summed: dict[int, float] = collections.defaultdict(float)
+        for variable, factor in terms:
+            summed[variable] += factor
+        self._rows.append((summed, bound))
+
+    def at_least(self, variable: int, terms: Iterable[tuple[int, float]], constant: float = 0.0) -> None:
+        """Variable >= sum of terms + constant."""
+        self.at_most([*terms, (variable, -1.0)], -constant)
+
+    def minimise(self, cost: Terms) -> np.ndarray | None:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        entries = [(r, v, f) for r, (terms, _) in enumerate(self._rows) for v, f in terms.items()]
+        rows, columns, factors = zip(*entries, strict=True) if entries else ((), (), ())
+        matrix = csr_array((factors, (rows, columns)), shape=(len(self._rows), len(self._upper)))
+        bounds = [bound for _, bound in self._rows]
+        objective = np.zeros(len(self._upper))
+        for variable, factor in cost.items():
+            objective[variable] = factor
+        with _nothing_printed():
+            found = milp(
+                objective,
+                integrality=np.array(self._integer, int),
+                bounds=Bounds(np.array(self._lower), np.array(self._upper)),  # pyright: ignore
+                constraints=LinearConstraint(matrix, ub=np.array(bounds)),  # pyright: ignore
+                options={"mip_rel_gap": 1e-9},
+            )
+        return found.x
+
+
+@contextlib.contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """Keeps a line that HiGHS prints, whatever its options say, off the standard output.
+
+    It would stand in front of a plan that is printed as JSON.
+    """
+    try:
+        flush, kept = ctypes.CDLL(None).fflush, os.dup(1)
+    except (AttributeError, OSError, TypeError):  # no C library of that kind, or no standard output
+        yield
+        return
+    flush(None)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
