@@ -90,7 +90,7 @@ def model_of(layers: Sequence[Layer], device: Device = DEVICE, resident=0, margi
     points = [Point("f", 10**7, tuple(int(k <= kind) for k in kinds), kind) for kind in kinds]
     for kind in reversed(kinds):
         holds, made = tuple(int(k <= kind) for k in kinds), 10**9 // (3 * (kind + 1))
-        points += [Point("b", made + 2 * 10**7, holds, kind, True, made)]
+        points += [Point("b", made + 2 * 10**7, holds, kind, True, made, to_come=(10**8, 10**8, 10**7))]
         points += [Point("b", made + 10**7, holds, kind, True, made // 2)]
     models = tuple(LayerModel(layer, 1, device) for layer in layers)
     return Model(models, tuple(points), 10**9, resident, 1.0, margin)

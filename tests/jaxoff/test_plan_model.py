@@ -11,8 +11,9 @@ import jaxoff
 from jaxoff._cost import Device
 from jaxoff._kernel_times import PRODUCTS, TRAFFIC
 from jaxoff._layer import UNNAMED_DOTS, Layer, Step, Value
-from jaxoff._layer_model import APART, SLOWED, LayerModel
+from jaxoff._layer_model import APART, LAST, SLOWED, LayerModel
 from jaxoff._plan_model import Model
+from jaxoff._timeline import Point
 from tests.jaxoff.planned import (
     ACT_NBYTES,
     DEVICE,
@@ -284,6 +285,26 @@ def test_small_values_take_places_of_large_ones_in_order_and_out_of_graphs(in_or
     # Two copies of what comes back ahead at the first step, one after that.
     at_one_step, apart = (2000 + 1000) + 7000, (4000 + 2000) + 7000
     assert working(kind, {"v": MOVE}) == (1 - APART) * at_one_step + APART * apart
+
+
+@pytest.mark.parametrize(
+    ("to_come", "backward", "choice", "peak"),
+    [
+        ((), True, {"s": SAVE, "l": SAVE}, 50),
+        ((10, 10, 3), True, {"s": SAVE, "l": SAVE}, 23 + 40),  # both small ones have a place
+        ((10, 3, 3), True, {"s": SAVE, "l": SAVE}, 16 + 40 + 5),  # one has
+        ((3, 3, 3), True, {"s": SAVE, "l": SAVE}, 9 + 50),
+        ((60,), True, {"s": SAVE}, 60 + 5 + 20),  # one at a time, beside what is made again
+        ((60,), True, {"l": MOVE}, 60 + LAST * 20 + 2 * 20),  # and two copies of what is reloaded
+        ((60,), False, {"s": SAVE, "l": SAVE}, 50),
+    ],
+)
+def test_results_have_memory_before_they_are_made_which_small_values_take(to_come, backward, choice, peak):
+    values = Value(5, False, 0.0, (), 0, 0, "s"), Value(20, True, 0.0, (), 0, 0, "l")
+    layer = Layer(1, values, (Step("f", 0, 0, 0, 1e6),), (Step("b", 0, 0, 0, 1e6),), "layer")
+    point = Point("b", 0, (2,), 0, backward, to_come=to_come)
+    model = Model((LayerModel(layer, 2, INSTANT),), (point,), 0, 0, 0.0)
+    assert model.cost({"s": AGAIN, "l": AGAIN} | choice).peak.nbytes == peak
 
 
 @pytest.mark.parametrize(("nbytes", "is_large", "held"), [(2, False, 1 + 2), (2, True, 1)])
