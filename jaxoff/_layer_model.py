@@ -184,16 +184,23 @@ class LayerModel:
         """On the device, of all turns."""
         return self.layer.turns * sum(self.layer.values[n].nbytes for n in use.saved)
 
-    def large_nbytes(self, use: Use) -> tuple[int, int]:
-        """The large values of a part in no loop: of its residuals on the device, and of its working set.
+    def is_kept_large(self, n: int) -> bool:
+        """Whether a saved value takes a large place: a large one, or one of a loop's stacks."""
+        return self.layer.turns > 1 or self.layer.values[n].is_large
 
-        What the last parts move is still there, or again, when the pass back begins: by programs compiled for
-        an H200, of two of them.
+    def large_residual_nbytes(self, use: Use) -> int:
+        """On the device, of all turns, in large places."""
+        kept = filter(self.is_kept_large, use.saved)
+        return self.layer.turns * sum(self.layer.values[n].nbytes for n in kept)
+
+    def large_working_nbytes(self, use: Use) -> int:
+        """The large values of the working set of a part in no loop, in the backward pass.
+
+        What the last parts move is still there, or again, when that begins: by programs compiled for an H200,
+        of two of them.
         """
-        values = self.layer.values
-        kept = sum(values[n].nbytes for n in use.saved if values[n].is_large)
-        moved = sum(values[n].nbytes for n in use.moved if values[n].is_large)
-        return kept, LAST * moved + max(self.by_step(use)[1], default=0)
+        moved = sum(self.layer.values[n].nbytes for n in use.moved if self.layer.values[n].is_large)
+        return LAST * moved + max(self.by_step(use)[1], default=0)
 
     def left_nbytes(self, use: Use) -> int:
         """On the device, between a loop's forward pass and its backward pass, of what it moves.

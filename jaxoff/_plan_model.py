@@ -128,8 +128,8 @@ class Model:
 
     def places(self, point: Point) -> int:
         """Bytes of small values that results which are not made yet have the memory for."""
-        values = (value for kind in self.layers for value in kind.layer.values if value.label is not None)
-        size = max((value.nbytes for value in values if not value.is_large), default=0)
+        values = (v for kind in self.layers if kind.layer.turns == 1 for v in kind.layer.values)
+        size = max((v.nbytes for v in values if v.label is not None and not v.is_large), default=0)
         return size * sum(nbytes >= size for nbytes in point.to_come)
 
     @property
@@ -208,9 +208,10 @@ class Model:
         uses = self.uses(choice)
         kept = [kind.residual_nbytes(use) for kind, use in zip(self.layers, uses, strict=True)]
         left = [kind.left_nbytes(use) for kind, use in zip(self.layers, uses, strict=True)]
+        large = [kind.large_residual_nbytes(use) for kind, use in zip(self.layers, uses, strict=True)]
         for point in self.telling_points:
-            residuals = sum(n * nbytes for n, nbytes in zip(point.holds, kept, strict=True))
-            residuals += sum(n * nbytes for n, nbytes in zip(point.waiting, left, strict=True))
+            held = sum(n * nbytes for n, nbytes in zip(point.holds, kept, strict=True))
+            residuals = held + sum(n * nbytes for n, nbytes in zip(point.waiting, left, strict=True))
             what, working = point.what, 0
             if point.kind is not None:
                 kind, use = self.layers[point.kind], uses[point.kind]
@@ -225,8 +226,8 @@ class Model:
             always = self.argument_nbytes, self.resident_nbytes
             yield Moment(what, *always, point.nbytes, residuals, working, point.results_nbytes)
             if point.kind is not None and self.is_beside_results(point):
-                large = [kind.large_nbytes(use) for kind, use in zip(self.layers, uses, strict=True)]
-                large_residuals = sum(n * kept for n, (kept, _) in zip(point.holds, large, strict=True))
-                residuals = max(large_residuals, residuals - self.places(point))
+                held_large = sum(n * nbytes for n, nbytes in zip(point.holds, large, strict=True))
+                residuals = max(held_large, held - self.places(point))
+                working = self.layers[point.kind].large_working_nbytes(uses[point.kind])
                 alive, results = (n + sum(point.to_come) for n in (point.nbytes, point.results_nbytes))
-                yield Moment(what, *always, alive, residuals, large[point.kind][1], results)
+                yield Moment(what, *always, alive, residuals, working, results)

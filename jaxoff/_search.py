@@ -150,7 +150,7 @@ class _Kind:
         terms = [
             (v, parts * self.layer.turns * values[n].nbytes)
             for n, v in self.saved.items()
-            if values[n].is_large or not large
+            if self._model.is_kept_large(n) or not large
         ]
         left = self._left() if waiting and self.layer.turns > 1 else {}
         terms += [(v, waiting * self.layer.values[n].nbytes) for n, v in left.items()]

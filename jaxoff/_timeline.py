@@ -153,7 +153,8 @@ class Timeline:
             known = min(now, results)
             if i in self._loops:
                 for point in self._loops[i].points(kinds):
-                    yield dataclasses.replace(point, nbytes=now + point.nbytes, results_nbytes=known)
+                    of_step = dict(results_nbytes=known, to_come=tuple(to_come))
+                    yield dataclasses.replace(point, nbytes=now + point.nbytes, **of_step)
             else:
                 backward = call is not None and call.backward
                 yield Point(what, now, tuple(holds), kind, backward, known, tuple(to_come))

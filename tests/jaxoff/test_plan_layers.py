@@ -225,3 +225,17 @@ def test_only_what_is_faster_is_looked_for():
     assert fastest(model, 2 * least, None, {}, ms - 0.01) is None
     again = fastest(model, 2 * least, None, {}, ms + 0.01)
     assert again is not None and model.cost(again).times.total == pytest.approx(ms)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("first", [None, 2])
+def test_the_search_of_loops_and_layers_in_none_equals_brute_force(part, first):
+    def both(w, x):
+        return in_layers(LAYERS)(w, x) + scanned()(w, jnp.sin(x))
+
+    model = Planner.of(both, arguments(LAYERS), {}, 0, None, DEVICE, None, False).model
+    assert {kind.is_loop for kind in model.layers} == {True, False}
+    fixed = {"out": "recompute", "(dots)": "recompute"}
+    if first is not None:
+        model, fixed = model.in_two(first), in_both(fixed)
+    check_against_brute_force(model, fixed, part, None)
