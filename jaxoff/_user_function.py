@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from typing import Any
@@ -16,7 +17,8 @@ def user_function(text: str) -> tuple[Any, ...]:
     Modules of the current folder are found, too.
 
     Raises:
-      ValueError: for other text, a module or function that there is not, and another result.
+      ValueError: for other text, a module or function that there is not, and another result, such as
+        arguments that what it returns does not take.
     """
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
@@ -36,4 +38,15 @@ def user_function(text: str) -> tuple[Any, ...]:
             f"{text} returns (loss, *arguments) or (train step, *arguments): a function and at least one "
             f"argument of it, arrays or jax.ShapeDtypeStructs; got {type(found).__name__}."
         )
+    fun, *arguments = found
+    try:
+        inspect.signature(fun).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{text} returns (loss, *arguments) or (train step, *arguments), the arguments one after the "
+            f"other, as in `return loss, weights, tokens`; got {len(arguments)} for "
+            f"{getattr(fun, '__name__', fun)}{inspect.signature(fun)}: {error}."
+        ) from None
+    except ValueError:  # a callable of C, which has no signature
+        pass
     return found

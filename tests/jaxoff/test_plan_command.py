@@ -27,6 +27,10 @@ def setup():
 
 def wrong():
     return loss
+
+
+def nested():
+    return loss, setup()[1:]
 """
 
 
@@ -69,6 +73,7 @@ def test_json_is_a_plan_and_the_frontier_a_picture(run, tmp_path):
         (("my_setups:setup", "--device-gb", "1"), "No module named 'my_setups'"),
         (("my_setup:setupp", "--device-gb", "1"), "no function 'setupp'. Did you mean 'setup'?"),
         (("my_setup:wrong", "--device-gb", "1"), "returns (loss, *arguments)"),
+        (("my_setup:nested", "--device-gb", "1"), "got 1 for loss(w, x): missing a required argument: 'x'"),
         (("my_setup:setup", "--device-gb", "1", "--device", "h20"), "Did you mean 'h200'?"),
     ],
 )
