@@ -25,8 +25,9 @@ from jaxoff._search import fastest, smallest
 from jaxoff._table import human
 from jaxoff._train_step import divide_step, is_train_step
 
-# What is left free of a budget, less the arguments: predicted peaks have been so much short.
-MARGIN, MESH_MARGIN = 0.1, 0.25
+# What is left free of a budget, less the arguments: predicted peaks have been so much short. The other one is
+# for steps over several devices, and for train steps with layers in no loop.
+MARGIN, WIDE_MARGIN = 0.1, 0.25
 # Two loops are worth it for so much of a step.
 _FASTER = 1e-5
 # So many numbers of first layers are tried, at even distances: each takes a search of its own.
@@ -78,8 +79,8 @@ def plan(
       device: speeds; see `Device.of` and `Device.measure`.
       fixed: by name, "save", "offload" or "recompute" where that is decided. Marks are honoured anyway.
       margin: the part that stays free of what arguments and results leave of the budget (a loss's gradients
-        are results); None for 10%, and 25% for a step over several devices, by which predicted peaks have
-        been short (`bench/LOG.md`); 0% with `compile_step`.
+        are results); None for 10%, and 25% for a step over several devices and for a train step with layers
+        in no loop, by which predicted peaks have been short (`bench/LOG.md`); 0% with `compile_step`.
       compile_step: compiles the step under a policy. What XLA assigns is then known and not predicted: a plan
         whose program takes more than the budget is made again for as much less, until one fits, and after one
         that takes less than predicted a faster one is tried. Compile for the device that runs it; ahead of
@@ -159,12 +160,14 @@ class Planner:
       model: the costs of a step.
       device: speeds.
       devices: over how many the step is.
+      margin: the part that stays free if no other is given.
       in_two: whether first layers may be placed otherwise than the others.
     """
 
     model: Model
     device: Device
     devices: int = 1
+    margin: float = MARGIN
     in_two: bool = False
 
     @classmethod
@@ -189,13 +192,15 @@ class Planner:
         kinds = zip(found.layers, found.counts, found.runs, found.numbers, strict=True)
         models = tuple(LayerModel(layer, n, device, runs, numbers) for layer, n, runs, numbers in kinds)
         model = Model(models, found.points, found.argument_nbytes, int(resident_bytes), found.outside_ms)
-        return cls(model, device, found.devices)
+        in_no_loop = any(kind.layer.turns == 1 and kind.count > 1 for kind in models)
+        is_wide = found.devices > 1 or (is_step and in_no_loop)
+        return cls(model, device, found.devices, WIDE_MARGIN if is_wide else MARGIN)
 
     def plan(
         self, device_bytes: float, host_bytes: float | None, fixed: Mapping[str, str], margin: float | None
     ) -> Plan:
         """The plan for a budget; see `plan`."""
-        margin = margin if margin is not None else MESH_MARGIN if self.devices > 1 else MARGIN
+        margin = self.margin if margin is None else margin
         places, host = self.checked(fixed), self.host_budget(host_bytes)
         _check_count("device_bytes", device_bytes)
         if not 0 <= margin < 1:

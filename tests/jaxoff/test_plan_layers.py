@@ -12,7 +12,7 @@ import pytest
 import jaxoff
 from jaxoff._cost import Device
 from jaxoff._layer import is_of_others, name_of, of_others
-from jaxoff._plan import Planner
+from jaxoff._plan import MARGIN, WIDE_MARGIN, Planner
 from jaxoff._plan_model import SECOND_LOOP
 from jaxoff._search import fastest, smallest
 from tests.jaxoff.planned import DEVICE, arguments, chain, in_layers, model_of, scanned, unrolled
@@ -56,6 +56,15 @@ FUNCTIONS = {
     "train step, scanned": differentiated(scanned()),
     "train step, one after the other": differentiated(in_layers(LAYERS)),
 }
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_more_stays_free_where_xla_packs_a_whole_step_at_once(name):
+    wide = name == "train step, one after the other"
+    found = planned(1e9, FUNCTIONS[name])
+    needed = found.peak.needed(WIDE_MARGIN if wide else MARGIN)
+    assert planned(needed, FUNCTIONS[name]).step_ms == pytest.approx(found.step_ms)
+    assert planned(needed - 1000, FUNCTIONS[name]).peak_bytes < found.peak_bytes
 
 
 @pytest.mark.parametrize("fun", FUNCTIONS.values(), ids=FUNCTIONS)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
-from jaxoff._plan import MARGIN, MESH_MARGIN
+from jaxoff._plan import MARGIN, WIDE_MARGIN
 from jaxoff._requirements import POOL_VARIABLE
 from tests.jaxoff.planned import LAYERS, ROWS, W_NBYTES, WIDTH, X_NBYTES, arguments, layer, scanned
 from tests.jaxoff.test_plan_step import CHOICES, NOTHING, planner
@@ -105,7 +105,7 @@ def test_more_of_the_budget_is_left_free_over_a_mesh():
     alone = planner(functools.partial(gradients, NOTHING), arguments())
     divided = planner(jax.jit(data_parallel()), whole())
     assert divided.devices == 2
-    for found, margin in ((alone, MARGIN), (divided, MESH_MARGIN)):
+    for found, margin in ((alone, MARGIN), (divided, WIDE_MARGIN)):
         with pytest.raises(jaxoff.BudgetError) as caught:
             found.plan(1, None, {}, None)
         least = caught.value.smallest_bytes
