@@ -128,6 +128,19 @@ class LayerModel:
             if n and count
         ]
 
+    def held_in_two(self, number: int, first: int, *, first_runs: bool) -> list[int]:
+        """How many first ones and how many others hold their residuals, of so many parts that do.
+
+        Args:
+          number: of the parts, the first ones in the forward pass.
+          first: as for `in_two`.
+          first_runs: whether the first layers of one of them run: its others have not begun, or are over.
+        """
+        if self.is_loop:
+            return [number, number - first_runs]
+        early = sum(n < first for n in self.numbers[:number])
+        return [early, number - early]
+
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:
         """By value, those that are made from it."""

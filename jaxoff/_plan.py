@@ -226,7 +226,7 @@ class Planner:
         kinds = self.model.layers
         loops = {kind.layer.turns for kind in kinds if kind.is_loop}
         most = max([*loops, *(n + 1 for kind in kinds for n in kind.numbers)], default=0)
-        counts = [n for n in range(1, most) if not loops & {n + 1} and not (loops and n == 1)]
+        counts = [n for n in range(1, most) if n + 1 not in loops and not (loops and n == 1)]
         counts = counts[:: max(1, -(-len(counts) // _COUNTS))]
         return sorted(counts, key=lambda count: f"{count:b}"[::-1])
 

@@ -128,9 +128,13 @@ class Model:
 
     def places(self, point: Point) -> int:
         """Bytes of small values that results which are not made yet have the memory for."""
+        return self._small_nbytes * sum(nbytes >= self._small_nbytes for nbytes in point.to_come)
+
+    @functools.cached_property
+    def _small_nbytes(self) -> int:
+        """The largest of the small values that layers in no loop may keep."""
         values = (v for kind in self.layers if kind.layer.turns == 1 for v in kind.layer.values)
-        size = max((v.nbytes for v in values if v.label is not None and not v.is_large), default=0)
-        return size * sum(nbytes >= size for nbytes in point.to_come)
+        return max((v.nbytes for v in values if v.label is not None and not v.is_large), default=0)
 
     @property
     def kernels_ms(self) -> float:
@@ -160,16 +164,10 @@ class Model:
                     is_first = numbers[point.holds[point.kind] - 1] < first
                     running = running[:1] if is_first else running[-1:]
             for part in running:
-                holds = [0] * len(kinds)
+                holds: list[int] = []
                 for kind, of, number in zip(self.layers, parts, point.holds, strict=True):
-                    if kind.is_loop:
-                        for other in of:
-                            # While the first turns run, the others have not begun, or are over.
-                            holds[other] = number - (part is not None and part in of and part < other)
-                    else:
-                        early = sum(n < first for n in kind.numbers[:number])
-                        holds[of[0]] += early
-                        holds[of[-1]] += number - early
+                    both = kind.held_in_two(number, first, first_runs=part == of[0])
+                    holds += both if len(of) == 2 else [number]
                 yield dataclasses.replace(point, holds=tuple(holds), kind=part)
 
         points = tuple(part for point in self.points for part in divided(point))

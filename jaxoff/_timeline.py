@@ -133,13 +133,13 @@ class Timeline:
         order = self._units.all
         held, last = self._held(), self._last_readers()
         live, results, num_kinds = 0, 0, len(set(kinds.values()))
-        to_come = [_compat.nbytes(v.aval) for i in order for v in self._new(i, last) if v in self._outs]
+        to_come = tuple(_compat.nbytes(v.aval) for i in order for v in self._new(i, last) if v in self._outs)
         for t, i in enumerate(order):
             new = self._new(i, last)
             made = _compat.nbytes_of(new)
             done = [v for v in new if v in self._outs]
             results += _compat.nbytes_of(done)
-            to_come = to_come[len(done) :]
+            to_come = to_come[len(done) :]  # itself, where nothing is done
             dying = [v for v in self._units.reads[i] if last.get(v) == t and v not in self._inputs]
             freed = _compat.nbytes_of(dying)
             reused = min(_compat.nbytes_of(v for v in dying if self._may_be_taken(v, i)), made)
@@ -153,11 +153,11 @@ class Timeline:
             known = min(now, results)
             if i in self._loops:
                 for point in self._loops[i].points(kinds):
-                    of_step = dict(results_nbytes=known, to_come=tuple(to_come))
-                    yield dataclasses.replace(point, nbytes=now + point.nbytes, **of_step)
+                    nbytes = now + point.nbytes
+                    yield dataclasses.replace(point, nbytes=nbytes, results_nbytes=known, to_come=to_come)
             else:
                 backward = call is not None and call.backward
-                yield Point(what, now, tuple(holds), kind, backward, known, tuple(to_come))
+                yield Point(what, now, tuple(holds), kind, backward, known, to_come)
             live += made - freed
 
     def _new(self, i: int, last: Mapping[Var, int]) -> list[Var]:
