@@ -34,7 +34,16 @@ from typing import Any
 import jax
 
 import jaxoff
-from bench.frontier_points import ROLES, Point, budgets_of, compiled_for, planner_of, points_of, predicted_ms
+from bench.frontier_points import (
+    EVERY,
+    ROLES,
+    Point,
+    budgets_of,
+    compiled_for,
+    planner_of,
+    points_of,
+    predicted_ms,
+)
 from bench.grouped_mlp import describe, say
 from bench.options import one_of
 from bench.provenance import provenance
@@ -174,7 +183,10 @@ def measure_times(
     programs = {name: program for name, program in programs.items() if "error" not in times[name]}
     arguments: Any = {"scanned": workload.arguments("scanned")}
     jax.block_until_ready(arguments)
-    fill_pinned_pool(max((compiled_facts(p.call)["host_bytes"] for p in programs.values()), default=0))
+    facts = {name: compiled_facts(program.call) for name, program in programs.items()}
+    for name, known in facts.items():
+        times[name]["device_peak_bytes"] = known["device_peak_bytes"]
+    fill_pinned_pool(max((known["host_bytes"] for known in facts.values()), default=0))
     time_in_turns(programs, arguments, times, o.repeats, o.sample_ms, over, keep)
 
 
@@ -186,7 +198,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--resume", type=Path, help="an earlier result file, whose points are not measured again"
     )
     parser.add_argument("--workloads", default="dense-b4-l12", help="with commas between")
-    parser.add_argument("--roles", type=one_of(ROLES), default=ROLES, help=", ".join(ROLES))
+    roles = (*ROLES, EVERY)
+    parser.add_argument("--roles", type=one_of(roles), default=ROLES, help=", ".join(roles))
     parser.add_argument("--budgets", type=int, default=6, help="how many")
     parser.add_argument("--steps", type=int, default=100, help="of a planned point within its budget")
     parser.add_argument("--repeats", type=int, default=9, help="samples of each point")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -21,9 +22,12 @@ from jaxoff._plan_compiled import CompileStep
 from jaxoff._policy import Placement
 from jaxoff._search import fastest, smallest
 
-type Role = Literal["plan", "layers", "stock", "maxtext", "single", "bound"]
+type Role = Literal["plan", "layers", "stock", "maxtext", "single", "bound", "every"]
 
 ROLES: tuple[Role, ...] = ("plan", "layers", "stock", "maxtext", "single", "bound")
+# All placements of a layer with few names, of which three times as many are measured for each name more.
+EVERY: Role = "every"
+_FEW = 5
 STOCK = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "offload_dots")
 _PLACES: dict[str, Placement] = {"save": "device", "offload": "host"}
 _STOCK_CHOICES: dict[str, dict[str, Placement]] = {
@@ -45,7 +49,8 @@ MAXTEXT: dict[str, tuple[str, tuple[str, ...]]] = {
     "minimal_offloaded": ("offload", _MINIMAL),
 }
 # Those names by the ones of the workloads' layers.
-_SAME = {
+_SAME: dict[str, dict[str, str]] = {
+    "mlp": {"mlpwi": "pre", "mlpwo": "down"},
     "dense": {"qkv_proj": "qkv", "context": "attn", "out_proj": "out_proj", "mlpwi": "pre", "mlpwo": "down"},
     "nano": {"qkv_proj": "attn.qkv", "context": "attn.core", "mlpwi": "moe.act", "mlpwo": "moe.combined"},
 }
@@ -149,6 +154,7 @@ def points_of(
         "maxtext": lambda: _maxtext(planner, workload),
         "single": lambda: _singles(planner, budgets),
         "bound": lambda: iter([Point("no_remat", "bound")]),
+        EVERY: lambda: _every(planner),
     }
     return _each_once([point for role in roles for point in found[role]()], planner)
 
@@ -234,7 +240,7 @@ def _stock(planner: Planner) -> Iterator[Point]:
 
 
 def _maxtext(planner: Planner, workload: Workload) -> Iterator[Point]:
-    same = _SAME["dense" if workload.kind == "dense" else "nano"]
+    same = _SAME.get(workload.kind, _SAME["nano"])
     for name, (verb, theirs) in MAXTEXT.items():
         labels = tuple(same[label] for label in theirs if label in same)
         predicted = _predicted(planner, dict.fromkeys(labels, _PLACES[verb]))
@@ -256,6 +262,25 @@ def _singles(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
             label, verb, predicted = min(fitting, key=lambda entry: entry[2]["ms"])
             known[label, verb] = Point(f"{verb} {label}", "single", {verb: (label,)}, predicted=predicted)
     yield from known.values()
+
+
+def _every(planner: Planner) -> Iterator[Point]:
+    """All placements of the names that a layer has.
+
+    Raises:
+      ValueError: where they are more than can be measured.
+    """
+    labels = sorted(label for label in planner.model.labels if not label.startswith("("))
+    if len(labels) > _FEW:
+        raise ValueError(
+            f"all placements are measured of at most {_FEW} names, and this layer has {len(labels)}: "
+            f"{', '.join(labels)}. Leave `{EVERY}` out, or take a smaller layer, such as mlp-b4-l6."
+        )
+    for placed in itertools.product((None, *_PLACES), repeat=len(labels)):
+        verbs = {verb: tuple(k for k, v in zip(labels, placed, strict=True) if v == verb) for verb in _PLACES}
+        choice = {label: _PLACES[verb] for label, verb in zip(labels, placed, strict=True) if verb}
+        name = "; ".join(f"{verb} {', '.join(kept)}" for verb, kept in verbs.items() if kept)
+        yield Point(name or "recompute all", EVERY, verbs, predicted=_predicted(planner, choice))
 
 
 def _predicted(planner: Planner, choice: dict[str, Any]) -> dict[str, float]:

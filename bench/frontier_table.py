@@ -5,7 +5,9 @@ python -m bench.frontier_table frontier.json --markdown frontier.md --chart fron
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import statistics
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ _COLOURS = {
     "maxtext": "#1f77b4",
     "single": "#9467bd",
     "bound": "#7f7f7f",
+    "every": "#c7c7c7",
 }
 _LABELS = {
     "plan": "jaxoff.plan",
@@ -26,6 +29,7 @@ _LABELS = {
     "stock": "stock policies",
     "maxtext": "MaxText's",
     "single": "one name",
+    "every": "all placements",
 }
 _PLANS = ("plan", "layers")
 _HEADINGS = (
@@ -39,7 +43,10 @@ _HEADINGS = (
     "steps in it",
 )
 
+_AGAINST = ("plan", "the best of all that fit", "gain", "the best that moves nothing", "gain")
+
 type Row = dict[str, Any]
+type Measured = Callable[[Row], float | None]
 
 
 def combine(files: Iterable[Row]) -> dict[str, list[Row]]:
@@ -57,16 +64,20 @@ def step_ms(row: Row) -> float | None:
 
 def peak_bytes(row: Row) -> int | None:
     """Measured in a process of its own; by the compiler where that failed or was not done."""
-    memory = row.get("memory", {})
-    return memory.get("peak_bytes") or memory.get("device_peak_bytes")
+    memory, time = row.get("memory", {}), row.get("time", {})
+    return memory.get("peak_bytes") or memory.get("device_peak_bytes") or time.get("device_peak_bytes")
 
 
 def markdown(results: dict[str, list[Row]]) -> str:
-    """A table for each workload, then what failed."""
+    """For each workload its points, plans against what fits their budgets, and what failed."""
     parts = []
     for workload, rows in results.items():
         lines = [_cells(row) for row in rows]
         parts.append(f"**{workload}**\n\n{table(_HEADINGS, lines)}")
+        gains = [_gains(row, rows) for row in rows if _is_plan(row) and step_ms(row)]
+        parts += [table(_AGAINST, gains)] if gains else []
+        kinds: dict[str, Measured] = {"ms": step_ms, "peak_bytes": peak_bytes}
+        parts += [line for key, measured in kinds.items() if (line := _accuracy(key, measured, rows))]
         errors = [
             f"- {row['point']['name']}, {phase}: {row[phase]['error']}"
             for row in rows
@@ -75,6 +86,48 @@ def markdown(results: dict[str, list[Row]]) -> str:
         ]
         parts += ["\n".join(errors)] if errors else []
     return "\n\n".join(parts) + "\n"
+
+
+def _is_plan(row: Row) -> bool:
+    return row["point"]["role"] in _PLANS
+
+
+def _moves(row: Row) -> bool:
+    point = row["point"]
+    return point["stock"] == "offload_dots" or bool((point["policy"] or {}).get("offload"))
+
+
+def _gains(plan: Row, rows: list[Row]) -> list[str]:
+    """By how much of the plan's time the fastest placements that fit its budget take longer."""
+    budget = plan["point"]["budget"]
+    fitting = [
+        (ms, row)
+        for row in rows
+        if (ms := step_ms(row))
+        and not _is_plan(row)
+        and (peak_bytes(row) or row["point"]["predicted"].get("peak_bytes", math.inf)) <= budget
+    ]
+    cells = [plan["point"]["name"]]
+    for known in (fitting, [(ms, row) for ms, row in fitting if not _moves(row)]):
+        if known:
+            ms, best = min(known, key=lambda entry: entry[0])
+            cells += [best["point"]["name"], f"{ms / plan['time']['ms'] - 1:+.1%}"]
+        else:
+            cells += ["", ""]
+    return cells
+
+
+def _accuracy(key: str, measured: Measured, rows: list[Row]) -> str:
+    """How far predictions are from what was measured, in a line; empty without any."""
+    pairs = [(row["point"]["predicted"].get(key), measured(row)) for row in rows]
+    errors = sorted(predicted / value - 1 for predicted, value in pairs if predicted and value)
+    if not errors:
+        return ""
+    what = {"ms": "Times", "peak_bytes": "Peaks"}[key]
+    half = statistics.median(map(abs, errors))
+    return (
+        f"{what} of {len(errors)}: predicted {errors[0]:+.1%} to {errors[-1]:+.1%}, half within {half:.1%}."
+    )
 
 
 def _cells(row: Row) -> list[str]:

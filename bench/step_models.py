@@ -1,8 +1,9 @@
 """What `bench.step` trains: stacks of equal layers, weights and inputs, and which of their values move.
 
-Three layers. `dense`: attention and a squared-ReLU MLP, width 4096, bf16, sequence 4096. `nano`: the block
-of the `nano` model (`models`), attention and 128 experts, whose grouped MLP is the fused one on a GPU;
-`nano_act` is the same with another choice of values. `mixtral`: that of the `mixtral` model, 8 wide experts.
+Four layers. `dense`: attention and a squared-ReLU MLP, width 4096, bf16, sequence 4096. `mlp`: that MLP
+alone, of whose few values all placements can be measured. `nano`: the block of the `nano` model (`models`),
+attention and 128 experts, whose grouped MLP is the fused one on a GPU; `nano_act` is the same with another
+choice of values. `mixtral`: that of the `mixtral` model, 8 wide experts.
 A workload is written `dense-b4-l12`: layer, batch, layers.
 
 Shapes: B batch, S sequence, D width.
@@ -66,6 +67,7 @@ _MOE = Kind(
 KINDS = {
     # MaxText has no name for the sum before the MLP: it keeps the projection, and adds again.
     "dense": Kind(Moves(("x_in", "attn", "mlp_in")), Moves(("decoder_layer_input", "context", "out_proj"))),
+    "mlp": Kind(Moves(("x_in",)), Moves(("decoder_layer_input",))),
     # The narrow values: 310 MB a layer at batch 4, about 6 ms of link.
     "nano": _MOE,
     # Only the wide one: the activations of the experts, 365 MB.
@@ -77,7 +79,7 @@ KINDS = {
     "mixtral": _MOE,
 }
 _MAXTEXT_NAMES = {"x_in": "decoder_layer_input", "attn": "context", "out_proj": "out_proj"}
-_PLANNED_NAMES = ("qkv", "out_proj", "pre", "down")
+_PLANNED_NAMES = ("qkv", "out_proj", "up_in", "pre", "act", "down")
 _PATTERN = re.compile(r"([a-z_]+)-b(\d+)-l(\d+)")
 
 
@@ -124,12 +126,14 @@ class Workload:
         """(weights, (x (B, S, D), sum of losses)) -> the same after one layer."""
         if self.kind == "dense":
             return functools.partial(_dense_layer, _name_function(naming), 2 if self.tiny else 32)
+        if self.kind == "mlp":
+            return functools.partial(_mlp_layer, _name_function(naming))
         return functools.partial(_moe_layer, self._config, self._graph, naming)
 
     def weights(self, form: Form, seed: int = 0) -> Any:
         """The weights, the same numbers stacked or listed."""
         keys = jax.random.split(jax.random.key(seed), self.layers)
-        make = self._dense_weights if self.kind == "dense" else self._moe_weights
+        make = self._dense_weights if self._is_dense else self._moe_weights
         if form == "scanned":
             return jax.jit(jax.vmap(make))(keys)
         one = jax.jit(make)
@@ -138,7 +142,7 @@ class Workload:
     def inputs(self, seed: int = 0) -> jax.Array:
         """x (B, S, D) bfloat16; another for each seed."""
         shape = (self.batch, *((16, 32) if self.tiny else (4096, 4096)))
-        if self.kind != "dense":
+        if not self._is_dense:
             shape = (*shape[:2], self._config.d_model)
         key = jax.random.fold_in(jax.random.key(1), seed)
         return jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(key)
@@ -152,14 +156,18 @@ class Workload:
 
     def _dense_weights(self, key):
         width, hidden = (32, 64) if self.tiny else (4096, 16384)
-        shapes = {
-            "qkv": (width, 3 * width), "proj": (width, width), "up": (width, hidden), "down": (hidden, width),
-        }  # fmt: skip
+        shapes = {"up": (width, hidden), "down": (hidden, width)}
+        if self.kind == "dense":
+            shapes = {"qkv": (width, 3 * width), "proj": (width, width), **shapes}
         keys = jax.random.split(key, len(shapes))
         return {
             name: jax.random.normal(k, shape, jnp.bfloat16) * shape[0] ** -0.5
             for k, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
+
+    @property
+    def _is_dense(self) -> bool:
+        return self.kind in ("dense", "mlp")
 
     @property
     def _config(self) -> Config:
@@ -227,6 +235,13 @@ def _dense_layer(name, heads, weights, carry):
     x = name(x, "mlp_in")
     pre = name(_rms_norm(x) @ weights["up"], "pre")
     return x + name(jnp.square(jax.nn.relu(pre)) @ weights["down"], "down"), losses
+
+
+def _mlp_layer(name, weights, carry):
+    x_BSD, losses = carry
+    x = name(x_BSD, "x_in")
+    pre = name(name(_rms_norm(x), "up_in") @ weights["up"], "pre")
+    return x + name(name(jnp.square(jax.nn.relu(pre)), "act") @ weights["down"], "down"), losses
 
 
 def _moe_layer(config, graph, naming, weights, carry):
