@@ -183,7 +183,7 @@ def run_bits(workload: Workload, o: argparse.Namespace, result: Row, over: Calla
         row.update(found)
         if row["steps"] % 10 == 0:
             save()
-        if over():
+        if row["steps"] < o.bits and over():
             raise TimeoutError(f"time was up after {row['steps']} steps")
 
     try:

@@ -67,7 +67,6 @@ _MOE = Kind(
 KINDS = {
     # MaxText has no name for the sum before the MLP: it keeps the projection, and adds again.
     "dense": Kind(Moves(("x_in", "attn", "mlp_in")), Moves(("decoder_layer_input", "context", "out_proj"))),
-    "mlp": Kind(Moves(("x_in",)), Moves(("decoder_layer_input",))),
     # The narrow values: 310 MB a layer at batch 4, about 6 ms of link.
     "nano": _MOE,
     # Only the wide one: the activations of the experts, 365 MB.
@@ -77,6 +76,7 @@ KINDS = {
     ),
     # 403 MB a layer at batch 4.
     "mixtral": _MOE,
+    "mlp": Kind(Moves(("x_in",)), Moves(("decoder_layer_input",))),
 }
 _MAXTEXT_NAMES = {"x_in": "decoder_layer_input", "attn": "context", "out_proj": "out_proj"}
 _PLANNED_NAMES = ("qkv", "out_proj", "up_in", "pre", "act", "down")

@@ -11,6 +11,7 @@ import jaxoff
 from bench import frontier, frontier_table
 from bench.frontier_points import (
     AHEAD_PART,
+    EVERY,
     MAXTEXT,
     ROLES,
     Point,
@@ -129,6 +130,22 @@ def test_points_place_residuals_as_their_names_say(points):
     assert not any(bytes_of(by_name[name]) for name in ("no_remat", "nothing_saveable", "maxtext minimal"))
 
 
+def test_every_placement_of_a_small_layer_is_a_point_once():
+    mlp = Workload("mlp", batch=2, layers=4, tiny=True)
+    points = points_of(mlp, planner_of(mlp), [EVERY], [])
+    # Of x_in, up_in, pre and act; nothing reads what `down` names.
+    assert len(points) == 3**4
+    assert [len(point.also) for point in points] == [2] * 3**4
+    by_name = {point.name: point.policy for point in points}
+    assert by_name["save pre; offload x_in"] == {"save": ("pre",), "offload": ("x_in",)}
+    assert by_name["recompute all"] == {"save": (), "offload": ()}
+
+
+def test_every_placement_of_a_layer_with_many_names_is_refused(planner):
+    with pytest.raises(ValueError, match="at most 5 names, and this layer has 7: attn, down"):
+        points_of(DENSE, planner, [EVERY], [])
+
+
 @pytest.mark.long
 def test_losses_and_gradients_do_not_depend_on_the_point(points):
     arguments = DENSE.arguments("scanned")
@@ -191,7 +208,7 @@ def test_a_whole_run_and_its_table(monkeypatch, tmp_path):
     assert len(json.loads(final.read_text())["sources"]) == 2
 
     text = frontier_table.markdown(frontier_table.combine([json.loads(final.read_text())]))
-    assert text.count("| plan") == 1
+    assert text.count("| plan 1") == 2  # its figures, and against what fits
     assert "| 100 |" in text
     frontier_table.draw(frontier_table.combine([json.loads(final.read_text())]), tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 1000
@@ -218,6 +235,29 @@ def test_the_table_sets_predictions_against_measurements():
         "1.00 GB | 1.03 GB (+3.0%) | 2.00 GB | 100 |"
     ) in text
     assert "- other, memory: out of memory" in text
+
+
+def test_the_table_sets_plans_against_what_fits_their_budgets():
+    def row(name, role, ms, gigabytes, predicted=None, **fields):
+        known = {} if predicted is None else {"ms": predicted[0], "peak_bytes": predicted[1] * 1e9}
+        point = dataclasses.asdict(Point(name, role, predicted=known, **fields))
+        time = {} if ms is None else {"ms": ms, "device_peak_bytes": gigabytes * 1e9}
+        return {"workload": "w", "point": point, "time": time}
+
+    plan = row("plan 1: 2.0 GB", "plan", 100.0, 1.9, (99.0, 2.0), policy={}, budget=2 * 10**9)
+    others = [
+        row("offload a", "single", 104.0, 1.9, (105.0, 1.9), policy={"offload": ("a",)}),
+        row("save a", "single", 107.0, 2.0, policy={"save": ("a",)}),
+        row("too large", "single", 90.0, 2.1, policy={"save": ("a", "b")}),
+        row("failed", "stock", None, None, stock="dots_saveable"),
+        row("offload_dots", "stock", 105.0, 1.0, stock="offload_dots"),
+    ]
+    text = frontier_table.markdown({"w": [plan, *others]})
+    assert "| plan 1: 2.0 GB | offload a | +4.0% | save a | +7.0% |" in text
+    assert "Times of 2: predicted -1.0% to +1.0%, half within 1.0%." in text
+    assert "Peaks of 2: predicted +0.0% to +5.3%, half within 2.6%." in text
+    alone = frontier_table.markdown({"w": [plan]})
+    assert "| plan 1: 2.0 GB |  |  |  |  |" in alone
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,18 @@ def test_bits_are_compared_over_many_steps(tmp_path):
 
 
 @pytest.mark.long
+def test_time_that_is_up_ends_bits_unless_all_steps_are_done(tmp_path):
+    def found(steps):
+        out = tmp_path / "bits.json"
+        parallel.main([*TINY, "--out", str(out), "--bits", str(steps), "--limit-s", "0.001"])
+        return json.loads(out.read_text())["bits"]
+
+    assert found(2)["error"] == "TimeoutError: time was up after 1 steps"
+    done = found(1)
+    assert done["steps"] == 1 and "error" not in done
+
+
+@pytest.mark.long
 def test_a_policy_is_planned_for_a_budget(tmp_path, capsys):
     out = tmp_path / "plan.json"
     parallel.main([*TINY, "--out", str(out), "--repeats", "1", "--sample-ms", "1", "--device-gb", "0.05"])

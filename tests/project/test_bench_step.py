@@ -405,4 +405,4 @@ def test_the_default_run_is_the_bar():
     names = [workload.name for workload in o.workloads]
     assert names[:4] == ["dense-b4-l12", "dense-b16-l12", "dense-b4-l48", "dense-b16-l48"]
     assert o.variants == tuple(VARIANTS)
-    assert {workload.kind for workload in o.workloads} == set(step_models.KINDS) - {"mixtral"}
+    assert {workload.kind for workload in o.workloads} == set(step_models.KINDS) - {"mixtral", "mlp"}
