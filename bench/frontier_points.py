@@ -182,7 +182,12 @@ def _choice(point: Point) -> dict[str, Placement] | None:
 
 def _placed(policy: dict[str, Any]) -> dict[str, Placement]:
     if "count" not in policy:
-        return {label: place for verb, place in _PLACES.items() for label in policy.get(verb, ())}
+        placed: dict[str, Placement] = {
+            label: place for verb, place in _PLACES.items() for label in policy.get(verb, ())
+        }
+        if policy.get("unmarked") == "dots":
+            placed[UNNAMED_DOTS] = "device"
+        return placed
     first, rest = _placed(policy["policy"]), _placed(policy["rest"])
     return {**first, **{of_others(label): place for label, place in rest.items()}}
 

@@ -379,8 +379,8 @@ class LayerModel:
                 add(n, max(start, hidden + 1), last)
         for n in use.saved:
             if (row := self.copied_row(n)) is not None:
-                # In graphs with edges by data, a copy of a row is made at any time.
-                add(n, *((0, len(small) - 1) if use.ordered and use.concurrent else row))
+                # In graphs with edges by data, a copy of a row is made at any time before it is read.
+                add(n, *((0, row[1]) if use.ordered and use.concurrent else row))
         for n in use.moved:
             first = self.first_needed(n, starts)
             value = self.layer.values[n]

@@ -236,9 +236,9 @@ class _Kind:
                 elif n in made and not model.is_read_anew(n):
                     held.append((self._alone(n, made[n]), size))
             row, (first, _) = model.copied_row(n), model.reach(n)
-            if row is not None and (ordered or row[0] <= s <= row[1]):
+            if row is not None and s <= row[1] and (ordered or row[0] <= s):
                 held.append((self.saved[n], size))
-                if not row[0] <= s <= row[1]:
+                if s < row[0]:
                     if_moving.append((self.saved[n], -size))
             if ordered and whole:
                 held.append((self._copies(n, s), size))

@@ -73,7 +73,7 @@ def test_rates_are_counted_in_operations_and_bytes(monkeypatch):
 
     monkeypatch.setattr(_device_rates, "_seconds", lambda fun, args, steady_s: 0.25)
     cpu = jax.devices("cpu")[0]
-    assert matrix_flops(cpu, width=16) == 2 * 16**3 * 4
+    assert matrix_flops(cpu, (16, 8, 32)) == 6 * 2 * 16 * 8 * 32 * 4
     assert memory_gbps(cpu, nbytes=1 << 10) == pytest.approx(2 * (1 << 10) * 4 / 1e9)
 
 

@@ -201,6 +201,24 @@ def test_a_row_of_a_stack_is_copied_for_products_only():
     assert {alone.copied_row(n) for n in range(len(alone.layer.values))} == {None}
 
 
+def test_beside_copies_a_row_has_its_place_until_it_is_read():
+    made = model(scanned(squared)).layers[0].layer
+    (act,) = [n for n, value in enumerate(made.values) if value.label == "act"]
+    values = [*made.values]
+    values[act] = dataclasses.replace(values[act], copied=(2, 3))
+    kind = LayerModel(dataclasses.replace(made, values=tuple(values)), 1, DEVICE)
+
+    def steps_with_a_copy(choice):
+        use = kind.use(choice)
+        without = dataclasses.replace(use, saved=use.saved - {act})
+        sizes = (list(map(sum, zip(*kind.by_step(u), strict=True))) for u in (use, without))
+        return [s for s, (with_act, none) in enumerate(zip(*sizes, strict=True)) if with_act > none]
+
+    assert len(made.backward) > 4
+    assert steps_with_a_copy({"act": SAVE}) == [2, 3]
+    assert steps_with_a_copy({"act": SAVE, "pre": MOVE}) == [0, 1, 2, 3]
+
+
 def test_weights_are_copied_out_of_their_stacks():
     def rows(fun):
         layers = [kind.layer for kind in model(fun).layers]

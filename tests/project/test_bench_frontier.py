@@ -107,6 +107,11 @@ def test_a_plan_by_layer_is_predicted_as_it_was_planned(planner):
     assert min(alone) < predicted_ms(planner, both) < 1.01 * max(alone)
 
 
+def test_unnamed_products_that_a_plan_saves_are_predicted(planner):
+    saved = Point("", "plan", {"save": ("pre",), "unmarked": "dots"})
+    assert predicted_ms(planner, saved) < predicted_ms(planner, Point("", "plan", {"save": ("pre",)}))
+
+
 def test_plans_may_be_checked_by_compilation(planner):
     budget = 10**9
 
