@@ -286,6 +286,16 @@ class LayerModel:
         ends = [s for v in names for s in v.copied or ()]
         return (min(ends), max(ends)) if ends else None
 
+    def copied_from(self, first: int, n: int, use: Use, starts: Mapping[int, int]) -> int:
+        """The step from which on there is a copy of a saved value's row, which a step reads first.
+
+        In order, others that are made again from it read the same copy before. In graphs with edges by data,
+        it is made at any time.
+        """
+        if not use.ordered:
+            return first
+        return 0 if use.concurrent else min([first, *(starts[r] for r in self.readers[n] if r in starts)])
+
     @functools.cache  # noqa: B019
     def names_of(self, n: int) -> frozenset[int]:
         """The values that a value is another name of."""
@@ -379,8 +389,7 @@ class LayerModel:
                 add(n, max(start, hidden + 1), last)
         for n in use.saved:
             if (row := self.copied_row(n)) is not None:
-                # In graphs with edges by data, a copy of a row is made at any time before it is read.
-                add(n, *((0, row[1]) if use.ordered and use.concurrent else row))
+                add(n, self.copied_from(row[0], n, use, starts), row[1])
         for n in use.moved:
             first = self.first_needed(n, starts)
             value = self.layer.values[n]

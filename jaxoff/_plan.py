@@ -84,7 +84,7 @@ def plan(
       compile_step: compiles the step under a policy. What XLA assigns is then known and not predicted: a plan
         whose program takes more than the budget is made again for as much less, until one fits, and after one
         that takes less than predicted a faster one is tried. Compile for the device that runs it; ahead of
-        time other kernels are picked, which has made 1% of difference.
+        time XLA picks other kernels, and on an H200 the same steps have taken up to 0.54 GB more.
       first_layers: whether the first layers of each `jaxoff.scan` and `jaxoff.layers` may be placed otherwise
         than its others, where that makes a step faster; then `policy` is a `jaxoff.FirstLayers`. Of more than
         64 layers not every number of first ones is tried. What is in neither goes with the others: hand it

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -240,6 +240,8 @@ class _Kind:
                 held.append((self.saved[n], size))
                 if s < row[0]:
                     if_moving.append((self.saved[n], -size))
+                    if whole:
+                        if_moving.append((self._read_by(n, made), size))
             if ordered and whole:
                 held.append((self._copies(n, s), size))
             elif ordered:
@@ -267,6 +269,13 @@ class _Kind:
             self._program.at_least(self.both, [*terms[False], *terms[True], *off], constant)
         if self.layer.in_order:
             self._program.at_least(self.working, [*terms[False], *terms[True], *if_moving], sum(own))
+
+    def _read_by(self, n: int, made: Mapping[int, int]) -> int:
+        """The variable that says that a value is saved, and read for one of those made again."""
+        read = self._program.variable()
+        for reader in (made[r] for r in self._model.readers[n] if r in made):
+            self._program.at_least(read, [(self.saved[n], 1.0), (reader, 1.0)], -1.0)
+        return read
 
     def _alone(self, n: int, made: int) -> int:
         """The variable that says that a value is made again and no other name of it is kept."""

@@ -317,7 +317,7 @@ def test_what_compiled_plans_leave_is_used(monkeypatch, share):
         return some_program
 
     monkeypatch.setattr(_plan_compiled, "held_nbytes", lambda _: round(share * peaks[tried[-1]]))
-    budget = int(0.7 * most)
+    budget = (least + most) // 2
     found = planned(device_bytes=budget, compile_step=compile_step)
     assert tried[0] == planned(device_bytes=budget, margin=0.0).policy
     assert found.compiled_bytes == round(share * found.peak_bytes) <= budget == found.device_bytes

@@ -181,9 +181,12 @@ def test_another_name_of_a_value_is_in_its_memory():
     assert kind.layer.values[other].carried
     values = [dataclasses.replace(value, same_as=None) for value in kind.layer.values]
     apart = LayerModel(dataclasses.replace(kind.layer, values=tuple(values)), 1, DEVICE)
-    # The row is copied for the product that reads it, and is nowhere else before.
-    assert (kind.layer.values[n].last, kind.copied_row(0)) == (4, (4, 4))
-    assert apart.by_step(apart.use({}))[0][3] == kind.by_step(kind.use({}))[0][3] + X_NBYTES
+    # A product reads it at step 4, and one before the first step, which makes others again. It is another
+    # name of a row of a stack, which is copied for both; apart, it is made again and stays for both.
+    assert (kind.layer.values[n].last, kind.copied_row(0), apart.copied_row(0)) == (4, (4, 4), None)
+    use = kind.use({})
+    assert (kind.copied_from(4, 0, use, kind.starts(use)), apart.starts(use)[n]) == (0, 0)
+    assert kind.by_step(use) == apart.by_step(use)
 
 
 def squared(x, w):
@@ -201,22 +204,25 @@ def test_a_row_of_a_stack_is_copied_for_products_only():
     assert {alone.copied_row(n) for n in range(len(alone.layer.values))} == {None}
 
 
-def test_beside_copies_a_row_has_its_place_until_it_is_read():
+def test_a_copied_row_has_its_place_from_its_first_reader_to_its_last():
     made = model(scanned(squared)).layers[0].layer
-    (act,) = [n for n, value in enumerate(made.values) if value.label == "act"]
+    (pre,) = [n for n, value in enumerate(made.values) if value.label == "pre"]
     values = [*made.values]
-    values[act] = dataclasses.replace(values[act], copied=(2, 3))
+    values[pre] = dataclasses.replace(values[pre], copied=(2, 3))
     kind = LayerModel(dataclasses.replace(made, values=tuple(values)), 1, DEVICE)
 
     def steps_with_a_copy(choice):
         use = kind.use(choice)
-        without = dataclasses.replace(use, saved=use.saved - {act})
+        without = dataclasses.replace(use, saved=use.saved - {pre})
         sizes = (list(map(sum, zip(*kind.by_step(u), strict=True))) for u in (use, without))
-        return [s for s, (with_act, none) in enumerate(zip(*sizes, strict=True)) if with_act > none]
+        return [s for s, (with_row, none) in enumerate(zip(*sizes, strict=True)) if with_row > none]
 
     assert len(made.backward) > 4
-    assert steps_with_a_copy({"act": SAVE}) == [2, 3]
-    assert steps_with_a_copy({"act": SAVE, "pre": MOVE}) == [0, 1, 2, 3]
+    assert steps_with_a_copy({"pre": SAVE, "act": SAVE}) == [2, 3]
+    # `act`, which the first step reads, is made again from it.
+    assert steps_with_a_copy({"pre": SAVE}) == [0, 1, 2, 3]
+    # Beside copies, the row is copied at any time.
+    assert steps_with_a_copy({"pre": SAVE, "act": MOVE}) == [0, 1, 2, 3]
 
 
 def test_weights_are_copied_out_of_their_stacks():
