@@ -10,6 +10,10 @@ cache, if there is one.
     python -m bench.frontier --out b.json --resume a.json --workloads dense-b4-l12 --no-times --limit-s 200
     python -m bench.frontier_table b.json --markdown frontier.md --chart frontier.png
 
+The role `every` is all placements of a layer with few names, to hold plans against what is really the fastest:
+
+    python -m bench.frontier --out c.json --workloads mlp-b4-l6 --roles plan,stock,every --no-peaks
+
 `--ahead` finds the points on a machine without a GPU, for an H200, and checks each plan by compiling its step
 (`compile_step` of `jaxoff.plan`); `--resume` then measures them.
 
