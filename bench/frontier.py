@@ -10,7 +10,7 @@ cache, if there is one.
     python -m bench.frontier --out b.json --resume a.json --workloads dense-b4-l12 --no-times --limit-s 200
     python -m bench.frontier_table b.json --markdown frontier.md --chart frontier.png
 
-The role `every` is all placements of a layer with few names, to hold plans against what is really the fastest:
+The role `every` is all placements of a layer with few names, to hold plans against what is the fastest:
 
     python -m bench.frontier --out c.json --workloads mlp-b4-l6 --roles plan,stock,every --no-peaks
 
