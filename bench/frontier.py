@@ -40,6 +40,7 @@ import jax
 import jaxoff
 from bench.frontier_points import (
     EVERY,
+    FEW_NAMES,
     ROLES,
     Point,
     budgets_of,
@@ -220,6 +221,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         o.workloads = tuple(Workload.parse(name, tiny=o.tiny) for name in o.workloads.split(","))
     except ValueError as error:
         parser.error(str(error))
+    many = [workload.name for workload in o.workloads if workload.kind not in FEW_NAMES]
+    if EVERY in o.roles and many:
+        parser.error(
+            f"`{EVERY}` is all placements of a layer that has few names, which is {', '.join(FEW_NAMES)}; "
+            f"got {', '.join(many)}. Leave `{EVERY}` out of --roles, or take mlp-b4-l6"
+        )
     if o.out is None and o.measure is None:
         parser.error("--out is needed: the result file")
     if min(o.budgets, o.steps, o.repeats, o.jobs) < 1:

@@ -25,9 +25,9 @@ from jaxoff._search import fastest, smallest
 type Role = Literal["plan", "layers", "stock", "maxtext", "single", "bound", "every"]
 
 ROLES: tuple[Role, ...] = ("plan", "layers", "stock", "maxtext", "single", "bound")
-# All placements of a layer with few names, of which three times as many are measured for each name more.
+# All placements of a layer that has few names.
 EVERY: Role = "every"
-_FEW = 5
+FEW_NAMES = ("mlp",)
 STOCK = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "offload_dots")
 _PLACES: dict[str, Placement] = {"save": "device", "offload": "host"}
 _STOCK_CHOICES: dict[str, dict[str, Placement]] = {
@@ -270,17 +270,8 @@ def _singles(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
 
 
 def _every(planner: Planner) -> Iterator[Point]:
-    """All placements of the names that a layer has.
-
-    Raises:
-      ValueError: where they are more than can be measured.
-    """
+    """All placements of the names that a layer has: three times as many for each name more."""
     labels = sorted(label for label in planner.model.labels if not label.startswith("("))
-    if len(labels) > _FEW:
-        raise ValueError(
-            f"all placements are measured of at most {_FEW} names, and this layer has {len(labels)}: "
-            f"{', '.join(labels)}. Leave `{EVERY}` out, or take a smaller layer, such as mlp-b4-l6."
-        )
     for placed in itertools.product((None, *_PLACES), repeat=len(labels)):
         verbs = {verb: tuple(k for k, v in zip(labels, placed, strict=True) if v == verb) for verb in _PLACES}
         choice = {label: _PLACES[verb] for label, verb in zip(labels, placed, strict=True) if verb}
