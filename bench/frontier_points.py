@@ -256,9 +256,8 @@ def _singles(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
     """For each budget the fastest choice, as predicted, that keeps one name only."""
     every = [
         (label, verb, _predicted(planner, {label: place}))
-        for label in planner.model.labels
+        for label in _names(planner)
         for verb, place in _PLACES.items()
-        if not label.startswith("(")
     ]
     known = {}
     for budget in budgets:
@@ -271,12 +270,16 @@ def _singles(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
 
 def _every(planner: Planner) -> Iterator[Point]:
     """All placements of the names that a layer has: three times as many for each name more."""
-    labels = sorted(label for label in planner.model.labels if not label.startswith("("))
+    labels = sorted(_names(planner))
     for placed in itertools.product((None, *_PLACES), repeat=len(labels)):
         verbs = {verb: tuple(k for k, v in zip(labels, placed, strict=True) if v == verb) for verb in _PLACES}
-        choice = {label: _PLACES[verb] for label, verb in zip(labels, placed, strict=True) if verb}
         name = "; ".join(f"{verb} {', '.join(kept)}" for verb, kept in verbs.items() if kept)
-        yield Point(name or "recompute all", EVERY, verbs, predicted=_predicted(planner, choice))
+        yield Point(name or "recompute all", EVERY, verbs, predicted=_predicted(planner, _placed(verbs)))
+
+
+def _names(planner: Planner) -> list[str]:
+    """The labels that are names."""
+    return [label for label in planner.model.labels if not label.startswith("(")]
 
 
 def _predicted(planner: Planner, choice: dict[str, Any]) -> dict[str, float]:

@@ -76,8 +76,11 @@ def markdown(results: dict[str, list[Row]]) -> str:
         parts.append(f"**{workload}**\n\n{table(_HEADINGS, lines)}")
         gains = [_gains(row, rows) for row in rows if _is_plan(row) and step_ms(row)]
         parts += [table(_AGAINST, gains)] if gains else []
-        kinds: dict[str, Measured] = {"ms": step_ms, "peak_bytes": peak_bytes}
-        parts += [line for key, measured in kinds.items() if (line := _accuracy(key, measured, rows))]
+        kinds: list[tuple[str, str, Measured]] = [
+            ("Times", "ms", step_ms),
+            ("Peaks", "peak_bytes", peak_bytes),
+        ]
+        parts += [line for kind in kinds if (line := _accuracy(*kind, rows))]
         errors = [
             f"- {row['point']['name']}, {phase}: {row[phase]['error']}"
             for row in rows
@@ -117,13 +120,12 @@ def _gains(plan: Row, rows: list[Row]) -> list[str]:
     return cells
 
 
-def _accuracy(key: str, measured: Measured, rows: list[Row]) -> str:
+def _accuracy(what: str, key: str, measured: Measured, rows: list[Row]) -> str:
     """How far predictions are from what was measured, in a line; empty without any."""
     pairs = [(row["point"]["predicted"].get(key), measured(row)) for row in rows]
     errors = sorted(predicted / value - 1 for predicted, value in pairs if predicted and value)
     if not errors:
         return ""
-    what = {"ms": "Times", "peak_bytes": "Peaks"}[key]
     half = statistics.median(map(abs, errors))
     return (
         f"{what} of {len(errors)}: predicted {errors[0]:+.1%} to {errors[-1]:+.1%}, half within {half:.1%}."
