@@ -64,7 +64,7 @@ class _Traced:
         self._rows = frozenset(turn.rows)
         named = {eqn.outvars[0] for eqn in self.eqns if _compat.name_in(eqn) is not None}
         dots = {eqn.outvars[0] for eqn in self.eqns if eqn.primitive.name in DOTS}
-        is_backward = dependents(self.eqns, set(turn.cotangents))
+        self._is_backward = is_backward = dependents(self.eqns, set(turn.cotangents))
         made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         dots = {v for v in dots if not is_backward[made[v]]}
         self.units = Units(self.eqns, frozenset(turn.results | turn.gradients | named | dots))
@@ -166,7 +166,7 @@ class _Traced:
                 shape=_shape_of(eqn.outvars[0].aval),
                 source=_compat.source_line(eqn),
                 made_ms=0.0 if text is None else next(made_at[text], 0.0),
-                stored_ms=self._stored_ms(nbytes) if self._is_of_heavy(i) else 0.0,
+                stored_ms=self._stored_ms(nbytes) if self._is_of_heavy(i) or self._is_read(i) else 0.0,
                 copied=_ends([s for v in eqn.outvars for s in copied.get(v, ())]),
                 same_as=same_as,
             )
@@ -197,6 +197,15 @@ class _Traced:
                 return True
             i = self.units.maker[read]
         return is_heavy(self.eqns[i])
+
+    def _is_read(self, i: int) -> bool:
+        """Whether a kernel of the pass forward that is not elementwise reads a value, under whatever name."""
+        readers = (j for v in self.eqns[i].outvars for j in self.units.readers.get(v, ()))
+        return any(
+            is_heavy(self.eqns[j]) or (self._is_another_name(j) and self._is_read(j))
+            for j in readers
+            if not self._is_backward[j]
+        )
 
     def _is_another_name(self, i: int) -> bool:
         """Whether a value is another one of the same size under a name."""

@@ -74,7 +74,7 @@ def test_between_two_placements_the_first_layers_are_placed_otherwise():
         program.plan(1)
     least = caught.value.smallest_bytes
     assert least is not None
-    mixed = program.plan(1.3 * least)
+    mixed = program.plan(1.1 * least)
     assert mixed.first_layers
     text = policy_text.render(mixed.policy)
     assert text.startswith(f"first={mixed.first_layers}|plan;")
