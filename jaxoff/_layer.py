@@ -30,8 +30,8 @@ class Value:
       carried: whether the layer takes it from the layer before.
       shape, source: for people.
       made_ms: when the forward pass has made it.
-      stored_ms: how long it takes to write it into the stack that saves it, unless the elementwise kernel that
-        makes it writes it there alone.
+      stored_ms: how long it takes to write it into the stack that saves it, unless the elementwise kernel
+        that makes it writes it there alone.
       copied: the first and the last step of the backward pass that needs a copy of it if it is in a stack.
       same_as: the number of a value that this is another name of, in the same memory.
     """
