@@ -64,13 +64,13 @@ class _Traced:
         self._rows = frozenset(turn.rows)
         named = {eqn.outvars[0] for eqn in self.eqns if _compat.name_in(eqn) is not None}
         dots = {eqn.outvars[0] for eqn in self.eqns if eqn.primitive.name in DOTS}
-        self._is_backward = is_backward = dependents(self.eqns, set(turn.cotangents))
+        self._is_backward = dependents(self.eqns, set(turn.cotangents))
         made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        dots = {v for v in dots if not is_backward[made[v]]}
+        dots = {v for v in dots if not self._is_backward[made[v]]}
         self.units = Units(self.eqns, frozenset(turn.results | turn.gradients | named | dots))
-        self.forward = [i for i in self.units.all if not is_backward[i]]
+        self.forward = [i for i in self.units.all if not self._is_backward[i]]
         self._writes = {i for i in self.units.all if self._only_writes(i)}
-        self.backward = sorted((i for i in self.units.all if is_backward[i]), key=self._place)
+        self.backward = sorted((i for i in self.units.all if self._is_backward[i]), key=self._place)
 
         made = (v for i in self.forward for v in self.eqns[i].outvars)
         self._number: dict[Var, int] = {}  # of the values

@@ -194,6 +194,23 @@ def squared(x, w):
     return x + jaxoff.name(jnp.square(jax.nn.relu(pre)), "act") @ w["down"], None
 
 
+def summed(x, w):
+    act = jaxoff.name(jnp.square(jax.nn.relu(jaxoff.name(x @ w["up"], "pre"))), "act")
+    return x + jnp.sin(act).sum(-1, keepdims=True), None
+
+
+@pytest.mark.parametrize(("body", "copies"), [(squared, 1), (summed, 0)])
+def test_what_a_product_reads_is_written_to_its_stack_beside_it(body, copies):
+    """An elementwise kernel writes into the stack itself where only elementwise ones read its result."""
+    kind = model(scanned(body)).layers[0]
+
+    def stored_ms(**choice):
+        return kind.times(kind.use(choice)).stored
+
+    extra = stored_ms(pre=SAVE, act=SAVE) - stored_ms(pre=SAVE)
+    assert extra == pytest.approx(copies * DEVICE.pass_ms(ACT_NBYTES))
+
+
 def test_a_row_of_a_stack_is_copied_for_products_only():
     kind = model(scanned(squared)).layers[0]
     number = {value.label: n for n, value in enumerate(kind.layer.values)}
