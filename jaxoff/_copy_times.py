@@ -134,15 +134,26 @@ class CopyTimes:
     def unfinished(self) -> dict[Var, bool]:
         """The copies to the host that are still under way when the program ends, by their results.
 
-        And whether all of them, if the next turn began with them, would be done before it makes the value
-        that this one copies.
+        And whether each of them, if the next turn began with all of them, would be done before that makes the
+        value that it copies, however the link takes turns: of copies that wait at one time, it takes any.
         """
         sent = sorted(self.sent.items(), key=lambda item: item[1])
         copies = [(time, self._send_ms(i)) for i, time in sent]
         in_time = max((n for n in range(len(sent) + 1) if self._done_by(copies[:n]) <= self._end), default=0)
         late = sent[in_time:]
-        busy = sum(self._send_ms(i) for i, _ in late)
-        return {self._eqns[i].outvars[0]: busy <= time for i, time in late}
+        done = self._done_at_last(copies[:in_time], sum(ms for _, ms in copies[in_time:]))
+        return {self._eqns[i].outvars[0]: done <= time for i, time in late}
+
+    @staticmethod
+    def _done_at_last(copies: Sequence[tuple[float, float]], ms: float) -> float:
+        """When a copy of some length ends that only goes on while none of others, sorted, can."""
+        busy = 0.0
+        for time, other_ms in copies:
+            ms -= max(0.0, time - busy)
+            if ms <= 0:
+                break
+            busy = max(busy, time) + other_ms
+        return busy + ms
 
     def reload_ms(self, i: int) -> float:
         """How long a copy from the host takes."""

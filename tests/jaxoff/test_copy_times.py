@@ -65,6 +65,42 @@ def test_of_copies_for_the_next_turn_that_which_has_to_wait_longer_goes_last(rea
     assert (starts[large] < starts[small]) == (read_at[0] < read_at[1])
 
 
+def leave(x, *values):
+    """Sends values to the host, and goes on for ten products."""
+    on_host = jax.memory.Space.Host
+    return [jax.device_put(v, on_host) for v in values], functools.reduce(lambda y, _: y @ x, range(10), x)
+
+
+@pytest.mark.parametrize(
+    ("made_at", "found"),
+    [
+        ({"first": 1.0, "second": 4.0}, {}),
+        ({"first": 1.0, "second": 7.0}, {"second": True}),
+        ({"carried": 0.0, "second": 7.0}, {"second": True}),
+        ({"first": 8.5, "second": 9.5}, {"first": True, "second": True}),
+        # Both others may go first.
+        ({"carried": 0.0, "first": 3.0, "second": 7.0}, {"second": False}),
+        ({"carried": 0.0, "first": 1.0, "second": 2.0, "third": 3.0}, {"third": False}),
+        ({"first": 4.5, "second": 5.0, "third": 5.5}, {"second": False, "third": False}),
+    ],
+)
+def test_what_is_sent_a_turn_later_gives_up_its_memory_if_that_is_in_time_even_as_the_last(made_at, found):
+    """Copies of 3.3 ms to the host, by when their values are made, in a turn of 10 ms.
+
+    Those found end after it. True: the copy of the turn before is done before the value is made, though of
+    copies that wait at one time it goes last.
+    """
+    jaxpr = jax.make_jaxpr(leave)(jnp.ones((8, 8)), *(jnp.ones(3000, jnp.uint8) for _ in made_at)).jaxpr
+    times = CopyTimes(jaxpr.eqns, Units(jaxpr.eqns, frozenset(jaxpr.outvars)), DEVICE)
+    sends = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "device_put"]
+    products = [i for i in range(len(jaxpr.eqns)) if i not in sends]
+    times.add(products[-1], 10.0)
+    for i, time in zip(sends, made_at.values(), strict=True):
+        times.sent[i] = time
+    names = dict(zip((jaxpr.eqns[i].outvars[0] for i in sends), made_at, strict=True))
+    assert {names[v]: in_place for v, in_place in times.unfinished().items()} == found
+
+
 def test_small_kernels_before_a_large_one_do_not_start_a_copy():
     """The kernel that starts it could not run beside the large one."""
     small_ones = [5.0 + 0.01 * n for n in range(1, REST)]
