@@ -6,6 +6,7 @@ The shares of a device's rates are those that traces of dense and MoE steps on a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Sequence
 
 from jax import lax
@@ -21,6 +22,8 @@ from jaxoff._units import Units, is_heavy, variables
 PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.18, 1.09, 0.83, 0.66, 0.13
 # What of the time to read a product's operands and write its result is not hidden.
 TRAFFIC = 0.4
+# Of the rate of products: in a layer with none beside them, and how much less in one of products alone.
+IDLE, LOAD = 1.1, 0.155
 # Of an exchange between devices, what products beside it hide.
 BESIDE = 0.5
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
@@ -47,19 +50,52 @@ def kernel_ms(units: Units, i: int, device: Device, rows: Container[Var] = froze
     if is_exchange(eqn):
         return copies + (1 - BESIDE) * exchange_ms(made, device)
     traffic = _traffic_ms(made + _compat.nbytes_of(variables(eqn)), device)
-    if flops := product_flops(eqn):
-        return copies + 1e3 * flops / (_share(eqn) * device.flops) + TRAFFIC * traffic
+    if matrix_ms := _matrix_ms(eqn, device):
+        return copies + matrix_ms + TRAFFIC * traffic
     return copies + traffic
+
+
+def under_load(
+    units: Units, pass_: Sequence[int], device: Device, rows: Container[Var] = frozenset()
+) -> Device:
+    """A device at the clock that a layer leaves it: the more of its time products take, the lower.
+
+    They draw the most power; attention, which does much beside its products, draws less (bench/LOG.md).
+
+    Args:
+      units: of a program.
+      pass_: those of the layer's backward pass; the forward pass is about the same.
+      device: speeds.
+      rows: as for `kernel_ms`.
+    """
+    kernels = sum(kernel_ms(units, i, device, rows) for i in pass_)
+    eqns = (units.eqns[i] for i in pass_)
+    products = sum(_matrix_ms(eqn, device) for eqn in eqns if _is_product(eqn))
+    part = products / kernels if kernels else 0.0
+    return dataclasses.replace(device, flops=(IDLE - LOAD * part) * device.flops)
+
+
+def _is_product(eqn: JaxprEqn) -> bool:
+    """Whether a kernel may be a product, one of Pallas among them: `product_flops` knows if it is."""
+    return is_heavy(eqn) and not (is_exchange(eqn) or _is_attention(eqn))
+
+
+def _matrix_ms(eqn: JaxprEqn, device: Device) -> float:
+    return 1e3 * product_flops(eqn) / (_share(eqn) * device.flops)
 
 
 def _share(eqn: JaxprEqn) -> float:
     """What a kernel reaches of a device's rate of 16-bit products."""
     name = eqn.primitive.name
-    if name.startswith("dot_product_attention"):
+    if _is_attention(eqn):
         return _ATTENTION_BACK if "bwd" in name else _ATTENTION
     if name == "dot_general" and _is_whole_float32(eqn):
         return _WHOLE_FLOAT32
     return _PALLAS if is_pallas(eqn) else PRODUCTS
+
+
+def _is_attention(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name.startswith("dot_product_attention")
 
 
 def _is_whole_float32(eqn: JaxprEqn) -> bool:

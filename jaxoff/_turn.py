@@ -10,7 +10,7 @@ from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._exchanges import is_exchange
-from jaxoff._kernel_times import is_pallas, kernel_ms
+from jaxoff._kernel_times import is_pallas, kernel_ms, under_load
 from jaxoff._layer import UNNAMED_DOTS, Layer, Shared, Step, Value
 from jaxoff._marks import Tag
 from jaxoff._policy import DOTS, Placement
@@ -59,7 +59,7 @@ def layer_of(turn: Turn, device: Device) -> Layer:
 
 
 class _Traced:
-    def __init__(self, turn: Turn, device: Device):
+    def __init__(self, turn: Turn, device: Device, loaded: Device | None = None):
         self._turn, self._device, self.eqns = turn, device, turn.eqns
         self._rows = frozenset(turn.rows)
         named = {eqn.outvars[0] for eqn in self.eqns if _compat.name_in(eqn) is not None}
@@ -75,6 +75,7 @@ class _Traced:
         made = (v for i in self.forward for v in self.eqns[i].outvars)
         self._number: dict[Var, int] = {}  # of the values
         self._half = max((_compat.nbytes(v.aval) for v in made), default=0) / 2
+        self._loaded = loaded or under_load(self.units, self.backward, device, self._rows)
 
     def _place(self, i: int) -> int:
         """Where a unit stands: behind the last one whose result it reads, if it only writes gradients."""
@@ -90,7 +91,8 @@ class _Traced:
         )
 
     def layer(self) -> Layer:
-        whole = self if self._turn.forward is None else _Traced(self._turn.forward, self._device)
+        forward = self._turn.forward
+        whole = self if forward is None else _Traced(forward, self._device, self._loaded)
         values = tuple(self._values(whole.made_ms()))
         return Layer(
             turns=self._turn.turns,
@@ -185,7 +187,7 @@ class _Traced:
 
     def _paced_ms(self, i: int) -> float:
         """How long a kernel takes within a step."""
-        return 0.0 if self._is_another_name(i) else kernel_ms(self.units, i, self._device, self._rows)
+        return 0.0 if self._is_another_name(i) else kernel_ms(self.units, i, self._loaded, self._rows)
 
     def _stored_ms(self, nbytes: int) -> float:
         return self._device.pass_ms(nbytes) if self._turn.turns > 1 else 0.0

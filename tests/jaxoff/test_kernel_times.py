@@ -1,5 +1,7 @@
 """How long the planner takes kernels to be: products by operations, the rest by bytes, copies for both."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +10,7 @@ from jax.extend.core import Primitive
 
 from jaxoff._cost import Device
 from jaxoff._inline import inlined, now
-from jaxoff._kernel_times import PRODUCTS, TRAFFIC, kernel_ms
+from jaxoff._kernel_times import IDLE, LOAD, PRODUCTS, TRAFFIC, kernel_ms, under_load
 from jaxoff._units import Units
 
 ROWS, WIDTH, HIDDEN = 256, 64, 128
@@ -115,3 +117,21 @@ def test_what_is_no_product_goes_by_its_bytes():
     assert milliseconds(lambda x: lax.fft(x, "FFT", (WIDTH,)), array(ROWS, WIDTH, dtype=jnp.complex64)) == (
         pytest.approx(DEVICE.pass_ms(8 * X.size))
     )
+
+
+def loaded(fun, *args, device):
+    """What part of its rate of products a device has in a layer."""
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    units = Units(jaxpr.eqns, frozenset(jaxpr.outvars))
+    found = under_load(units, units.all, device)
+    assert found == dataclasses.replace(device, flops=found.flops)
+    return found.flops / device.flops
+
+
+def test_the_more_of_a_layers_time_products_take_the_slower_they_are():
+    assert loaded(jnp.matmul, X, W, device=QUICK) == pytest.approx(IDLE - LOAD)
+    assert loaded(jnp.add, X, X, device=QUICK) == IDLE
+    product = 1e3 * FLOPS / PRODUCTS / DEVICE.flops
+    rest = TRAFFIC * traffic_ms(X, W, OUT) + traffic_ms(X, X)
+    both = loaded(lambda x, w: (x @ w, x + x), X, W, device=DEVICE)
+    assert both == pytest.approx(IDLE - LOAD * product / (product + rest))

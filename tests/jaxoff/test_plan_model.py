@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxoff
+from jaxoff import _kernel_times
 from jaxoff._cost import Device
 from jaxoff._kernel_times import PRODUCTS, TRAFFIC
 from jaxoff._layer import UNNAMED_DOTS, Layer, Step, Value
@@ -71,8 +72,10 @@ def test_a_function_without_checkpoints_is_refused():
         divided(flat_scan, *arguments())
 
 
-def test_making_again_takes_what_is_not_kept_before_it():
+def test_making_again_takes_what_is_not_kept_before_it(monkeypatch):
     """A product each for act and out; out is not needed, nor is act if it is kept."""
+    monkeypatch.setattr(_kernel_times, "IDLE", 1.0)
+    monkeypatch.setattr(_kernel_times, "LOAD", 0.0)
     kind = model().layers[0]
 
     def again_ms(**choice):
