@@ -17,6 +17,10 @@ The role `every` is all placements of a layer with few names, to hold plans agai
 `--ahead` finds the points on a machine without a GPU, for an H200, and checks each plan by compiling its step
 (`compile_step` of `jaxoff.plan`); `--resume` then measures them.
 
+`--predict` says what the planner now predicts for the points of a file, without a GPU:
+
+    python -m bench.frontier --predict --resume a.json --workloads dense-b4-l12 --out d.json
+
 `--tiny` runs it on a CPU; figures that only a GPU has are null there.
 """
 
@@ -47,6 +51,7 @@ from bench.frontier_points import (
     compiled_for,
     planner_of,
     points_of,
+    predicted_anew,
     predicted_ms,
 )
 from bench.grouped_mlp import describe, say
@@ -215,6 +220,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-times", action="store_true", help="no times")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--ahead", action="store_true", help="only find points, where there is no GPU")
+    parser.add_argument("--predict", action="store_true", help="only predict anew the points of --resume")
     parser.add_argument("--measure", metavar="POINT", help="one point's memory, as JSON")
     o = parser.parse_args(arguments)
     try:
@@ -233,7 +239,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--budgets, --steps, --repeats and --jobs must be at least 1")
     if o.ahead and o.tiny:
         parser.error("--ahead finds points for a GPU, and --tiny has sizes for a CPU: leave one of them out")
-    if o.ahead:
+    if o.predict and not o.resume:
+        parser.error("--predict says what the planner predicts for the points of a file: name it by --resume")
+    if o.ahead or o.predict:
         o.no_peaks = o.no_times = True
     return o
 
@@ -250,6 +258,15 @@ def rows_of(workload: Workload, o: argparse.Namespace, earlier: list[Row]) -> li
         compile_step = compiled_for(workload, target) if target else None
         points = points_of(workload, planner, roles, budgets_of(planner, o.budgets), compile_step)
     return known + [{"workload": workload.name, "point": dataclasses.asdict(point)} for point in points]
+
+
+def predict_anew(workload: Workload, rows: list[Row], tiny: bool) -> None:
+    """Puts what the planner predicts in the place of what it did, for the shipped profile."""
+    with contextlib.nullcontext() if tiny else jaxoff.target("h200").tracing():
+        planner = planner_of(workload)
+    for row in rows:
+        row["point"] = dataclasses.asdict(predicted_anew(planner, Point(**row["point"])))
+        row.get("time", {}).pop("predicted_ms", None)  # by an earlier model and a card's rates
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -280,6 +297,8 @@ def main(arguments: list[str] | None = None) -> None:
     card: jaxoff.Device | None = None  # which differs from the one whose profile the points were planned by
     for workload, rows in by_workload.items():
         say(f"\n{workload.name}")
+        if o.predict:
+            predict_anew(workload, rows, o.tiny)
         if not (o.no_peaks or over()):
             measure_memory(workload, rows, o, over, save)
         if not (o.no_times or over()):

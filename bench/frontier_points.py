@@ -194,12 +194,21 @@ def _placed(policy: dict[str, Any]) -> dict[str, Placement]:
 
 def predicted_ms(planner: Planner, point: Point) -> float | None:
     """A planner's time of a point; None where it does not know."""
-    choice = _choice(point)
+    return _predicted(planner, point).get("ms")
+
+
+def predicted_anew(planner: Planner, point: Point) -> Point:
+    """A point as a planner predicts it; what its program took when it was compiled stays."""
+    return dataclasses.replace(point, predicted={**point.predicted, **_predicted(planner, point)})
+
+
+def _predicted(planner: Planner, point: Point) -> dict[str, float]:
+    choice, first = _choice(point), (point.policy or {}).get("count")
     if choice is None:
-        return None
-    first = (point.policy or {}).get("count")
+        return {}
     model = planner.model if first is None else planner.model.in_two(first)
-    return model.cost(choice).times.total
+    cost = model.cost(choice)
+    return {"ms": cost.times.total, "peak_bytes": cost.peak.nbytes, "host_bytes": cost.host_nbytes}
 
 
 def compiled_for(workload: Workload, target: jaxoff.Target) -> CompileStep:
@@ -240,31 +249,29 @@ def _plans_by_layer(
 
 def _stock(planner: Planner) -> Iterator[Point]:
     for name in STOCK:
-        known = _STOCK_CHOICES.get(name)
-        yield Point(name, "stock", stock=name, predicted={} if known is None else _predicted(planner, known))
+        yield predicted_anew(planner, Point(name, "stock", stock=name))
 
 
 def _maxtext(planner: Planner, workload: Workload) -> Iterator[Point]:
     same = _SAME.get(workload.kind, _SAME["nano"])
     for name, (verb, theirs) in MAXTEXT.items():
         labels = tuple(same[label] for label in theirs if label in same)
-        predicted = _predicted(planner, dict.fromkeys(labels, _PLACES[verb]))
-        yield Point(f"maxtext {name}", "maxtext", {verb: labels}, predicted=predicted)
+        yield predicted_anew(planner, Point(f"maxtext {name}", "maxtext", {verb: labels}))
 
 
 def _singles(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
     """For each budget the fastest choice, as predicted, that keeps one name only."""
     every = [
-        (label, verb, _predicted(planner, {label: place}))
+        predicted_anew(planner, Point(f"{verb} {label}", "single", {verb: (label,)}))
         for label in _names(planner)
-        for verb, place in _PLACES.items()
+        for verb in _PLACES
     ]
     known = {}
     for budget in budgets:
-        fitting = [entry for entry in every if entry[2]["peak_bytes"] <= budget]
+        fitting = [point for point in every if point.predicted["peak_bytes"] <= budget]
         if fitting:
-            label, verb, predicted = min(fitting, key=lambda entry: entry[2]["ms"])
-            known[label, verb] = Point(f"{verb} {label}", "single", {verb: (label,)}, predicted=predicted)
+            point = min(fitting, key=lambda point: point.predicted["ms"])
+            known[point.name] = point
     yield from known.values()
 
 
@@ -274,14 +281,9 @@ def _every(planner: Planner) -> Iterator[Point]:
     for placed in itertools.product((None, *_PLACES), repeat=len(labels)):
         verbs = {verb: tuple(k for k, v in zip(labels, placed, strict=True) if v == verb) for verb in _PLACES}
         name = "; ".join(f"{verb} {', '.join(kept)}" for verb, kept in verbs.items() if kept)
-        yield Point(name or "recompute all", EVERY, verbs, predicted=_predicted(planner, _placed(verbs)))
+        yield predicted_anew(planner, Point(name or "recompute all", EVERY, verbs))
 
 
 def _names(planner: Planner) -> list[str]:
     """The labels that are names."""
     return [label for label in planner.model.labels if not label.startswith("(")]
-
-
-def _predicted(planner: Planner, choice: dict[str, Any]) -> dict[str, float]:
-    cost = planner.model.cost(choice)
-    return {"ms": cost.times.total, "peak_bytes": cost.peak.nbytes, "host_bytes": cost.host_nbytes}

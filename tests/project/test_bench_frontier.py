@@ -214,6 +214,26 @@ def test_a_whole_run_and_its_table(monkeypatch, tmp_path):
     assert (tmp_path / "f.png").stat().st_size > 1000
 
 
+def test_points_of_a_file_are_predicted_anew(tmp_path):
+    """What was measured stays, and so do plans."""
+    old, new = tmp_path / "a.json", tmp_path / "b.json"
+    roles = ["--roles", "plan,stock,bound"]
+    frontier.main([*WORDS, *roles, "--out", str(old), "--no-times", "--no-peaks"])
+    rows = json.loads(old.read_text())["rows"]
+    changed = json.loads(old.read_text())
+    for row in changed["rows"]:
+        row["point"]["predicted"] |= {"ms": 1.0, "compiled_bytes": 5}
+        row["time"] = {"ms": 2.0, "predicted_ms": 3.0}
+    old.write_text(json.dumps(changed))
+    frontier.main([*WORDS, *roles, "--predict", "--resume", str(old), "--out", str(new)])
+    found = json.loads(new.read_text())
+    assert [row["time"] for row in found["rows"]] == [{"ms": 2.0}] * len(rows)
+    for row, expected in zip(found["rows"], rows, strict=True):
+        known = {"ms": 1.0} | expected["point"]["predicted"] | {"compiled_bytes": 5}
+        assert row["point"] == expected["point"] | {"predicted": known}
+    assert found["sources"][-1]["options"]["predict"] == "True"
+
+
 def test_the_table_sets_predictions_against_measurements():
     point = Point(
         "plan 1: 2.0 GB", "plan", {}, budget=2 * 10**9, predicted={"ms": 99.0, "peak_bytes": 1.03e9}
@@ -268,6 +288,7 @@ def test_the_table_sets_plans_against_what_fits_their_budgets():
         ([], "--out is needed"),
         (["--out", "x", "--roles", "plans"], "unknown: plans"),
         (["--out", "x", "--roles", "plan,every"], "few names, which is mlp; got dense-b4-l12"),
+        (["--out", "x", "--predict"], "name it by --resume"),
         (["--out", "x", "--steps", "0"], "must be at least 1"),
     ],
 )
