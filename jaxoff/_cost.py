@@ -41,7 +41,7 @@ class Device:
     Profiles that jaxoff knows come with `Device.of("h200")`; `Device.measure()` makes one on a GPU.
 
     Attributes:
-      flops: matrix operations a second, 16-bit, as reached by large products.
+      flops: matrix operations a second, 16-bit, as reached by large products in a step, beside other kernels.
       memory_gbps: device memory bandwidth, GB/s, as reached.
       d2h_gbps, h2d_gbps: the link each way, GB/s, for copies of pinned memory.
       both_gbps: the sum of the two directions, copying at once; None where it was not measured.
