@@ -250,7 +250,7 @@ def rows_of(workload: Workload, o: argparse.Namespace, earlier: list[Row]) -> li
     """The points of a workload: an earlier file's, and those of roles that it lacks."""
     known = [row for row in earlier if row["workload"] == workload.name and row["point"]["role"] in o.roles]
     roles = [role for role in o.roles if role not in {row["point"]["role"] for row in known}]
-    if not roles:
+    if o.predict or not roles:
         return known
     target = jaxoff.target("h200") if o.ahead else None
     with target.tracing() if target else contextlib.nullcontext():

@@ -141,19 +141,10 @@ class CopyTimes:
         copies = [(time, self._send_ms(i)) for i, time in sent]
         in_time = max((n for n in range(len(sent) + 1) if self._done_by(copies[:n]) <= self._end), default=0)
         late = sent[in_time:]
-        done = self._done_at_last(copies[:in_time], sum(ms for _, ms in copies[in_time:]))
+        done = sum(ms for _, ms in copies[in_time:])
+        for time, ms in copies[:in_time]:
+            done += ms if time < done else 0.0  # it may go first
         return {self._eqns[i].outvars[0]: done <= time for i, time in late}
-
-    @staticmethod
-    def _done_at_last(copies: Sequence[tuple[float, float]], ms: float) -> float:
-        """When a copy of some length ends that only goes on while none of others, sorted, can."""
-        busy = 0.0
-        for time, other_ms in copies:
-            ms -= max(0.0, time - busy)
-            if ms <= 0:
-                break
-            busy = max(busy, time) + other_ms
-        return busy + ms
 
     def reload_ms(self, i: int) -> float:
         """How long a copy from the host takes."""
