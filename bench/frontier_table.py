@@ -166,7 +166,7 @@ def draw(results: dict[str, list[Row]], path: Path) -> None:
         axes = figure.add_subplot(lines, columns, index + 1)
         for role, colour in _COLOURS.items():
             known = [
-                (peak / 1e9, ms, row["point"]["name"])
+                (peak / 1e9, ms)
                 for row in rows
                 if row["point"]["role"] == role and (peak := peak_bytes(row)) and (ms := step_ms(row))
             ]
@@ -174,16 +174,39 @@ def draw(results: dict[str, list[Row]], path: Path) -> None:
                 continue
             known.sort()
             style = "o-" if role in _PLANS else "o"
-            axes.plot(
-                [k[0] for k in known], [k[1] for k in known], style, color=colour, label=_LABELS.get(role)
-            )
-            for gigabytes, ms, name in known if role not in _PLANS else ():
-                axes.annotate(name, (gigabytes, ms), fontsize=6, xytext=(3, 3), textcoords="offset points")
+            axes.plot(*zip(*known, strict=True), style, color=colour, label=_LABELS.get(role))
+        _label(axes, [row for row in rows if not _is_plan(row)])
         axes.set(title=workload, xlabel="peak device memory, GB", ylabel="step, ms")
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def _label(axes: Any, rows: list[Row]) -> None:
+    """Names points; those that lie upon each other share a label."""
+    axes.margins(x=0.2, y=0.08)
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    labels: list[tuple[float, float, list[str]]] = []
+    for row in sorted(rows, key=lambda row: step_ms(row) or 0, reverse=True):
+        peak, ms, name = peak_bytes(row), step_ms(row), row["point"]["name"]
+        if not (peak and ms):
+            continue
+        x, y = peak / 1e9, ms
+        near = (
+            names
+            for a, b, names in labels
+            if abs(a - x) < 0.03 * (right - left) and abs(b - y) < 0.03 * (high - low)
+        )
+        if (names := next(near, None)) is None:
+            labels.append((x, y, [name]))
+        else:
+            names.append(name)
+    for x, y, names in labels:
+        side, away = ("right", -3) if x > left + 0.75 * (right - left) else ("left", 3)
+        axes.annotate(
+            "\n".join(names), (x, y), fontsize=6, xytext=(away, 3), textcoords="offset points", ha=side
+        )
 
 
 if __name__ == "__main__":

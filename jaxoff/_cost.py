@@ -7,6 +7,7 @@ import importlib.resources
 import itertools
 import json
 import math
+import numbers
 import os
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,13 @@ class Device:
 
         Raises:
           ValueError: for a number below 1.
+          TypeError: for what is no whole number, such as a rate.
         """
+        if isinstance(gpus, bool) or not isinstance(gpus, numbers.Integral):
+            raise TypeError(
+                "How many GPUs copy at once is a whole number, and their rates are a jaxoff.SharedLink; "
+                f"got {gpus!r}."
+            )
         if gpus < 1:
             raise ValueError(f"gpus is how many GPUs copy at once, at least 1, got {gpus}.")
         if gpus == 1 or not self.shared_links:
@@ -176,6 +183,20 @@ class Device:
 
 
 H200 = Device.of("h200")
+
+
+def checked_device(device: object) -> Device:
+    """A device as a caller gave it.
+
+    Raises:
+      TypeError: for what is no `Device`, such as its name.
+    """
+    if not isinstance(device, Device):
+        raise TypeError(
+            "device is a jaxoff.Device, such as jaxoff.Device.of('h200') or jaxoff.Device.measure(), "
+            f"got {device!r}."
+        )
+    return device
 
 
 def product_flops(eqn: JaxprEqn) -> float:

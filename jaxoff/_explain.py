@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoff import _compat
-from jaxoff._cost import H200, Device
+from jaxoff._cost import H200, Device, checked_device
 from jaxoff._finding import Finding, Runtime
 from jaxoff._findings import find
 from jaxoff._policy import Placement
@@ -104,6 +104,7 @@ def explain(
 
     Raises:
       ValueError: for argnums out of range.
+      TypeError: for a device that is no `jaxoff.Device`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxoff
@@ -118,6 +119,7 @@ def explain(
       rule-matched-nothing: offload='x_inn' matches no name inside its jax.checkpoint. Did you mean 'x_in'?
       The names there are x_in.
     """
+    checked_device(device)
     program = Program.trace(fun, args, kwargs, argnums, has_aux)
     analysis = analyse(program)
     report = Report(tuple(row.residual for row in analysis.rows), find(analysis, Runtime.current()))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxoff._cost import H200, Device, SharedLink
+from jaxoff._cost import Device, SharedLink
 from jaxoff._plan import Planner, no_host_memory
 from jaxoff._planned import Plan, Verb
 from jaxoff._search import fastest, smallest
@@ -67,7 +67,7 @@ def frontier(
     host_bytes: float | None = None,
     resident_bytes: float = 0,
     link: int | SharedLink | None = None,
-    device: Device = H200,
+    device: Device | None = None,
     fixed: Mapping[str, Verb] | None = None,
     first_layers: bool = False,
     argnums: int | Sequence[int] | None = None,

@@ -13,7 +13,7 @@ import jax
 from jax.core import Tracer
 
 from jaxoff import _compat, _options, _requirements
-from jaxoff._cost import H200, Device
+from jaxoff._cost import H200, Device, checked_device
 from jaxoff._environment import parse_xla_flags
 from jaxoff._host_bytes import peak_host_nbytes
 from jaxoff._rewrite import Rewritten, rewrite
@@ -55,6 +55,7 @@ def jit(
       transformation it is an inner `jax.jit` and leaves the choice to what is around it.
 
     Raises:
+      TypeError: for a device that is no `jaxoff.Device`.
       RuntimeError: when the program is traced, at the first call or by `lower`, if it moves residuals on a
         GPU and jaxlib is older than 0.11.1, which computes wrong gradients then; or if it needs more pinned
         host memory at once than XLA's pool has, which XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB sets.
@@ -72,7 +73,7 @@ def jit(
     """
     if fun is None:
         return functools.partial(jit, compiler_options=compiler_options, device=device, **kwargs)
-    return Jitted(fun, dict(compiler_options or {}), device, kwargs)
+    return Jitted(fun, dict(compiler_options or {}), checked_device(device), kwargs)
 
 
 class _NeedsOptionsError(Exception):

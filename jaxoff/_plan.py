@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jaxoff._cost import H200, Device, SharedLink
+from jaxoff._cost import H200, Device, SharedLink, checked_device
 from jaxoff._errors import near_miss
 from jaxoff._layer import UNNAMED_DOTS, is_of_others, name_of, of_others
 from jaxoff._layer_model import Choice, LayerModel
@@ -45,7 +46,7 @@ def plan(
     host_bytes: float | None = None,
     resident_bytes: float = 0,
     link: int | SharedLink | None = None,
-    device: Device = H200,
+    device: Device | None = None,
     fixed: Mapping[str, Verb] | None = None,
     margin: float | None = None,
     compile_step: CompileStep | None = None,
@@ -76,7 +77,7 @@ def plan(
         a process, or XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
       resident_bytes: what else is on the device all the time: with a loss, an optimizer's state.
       link: how many GPUs of the host copy at once, or the rates that one of them then gets; None for one.
-      device: speeds; see `Device.of` and `Device.measure`.
+      device: speeds, of `Device.of` or `Device.measure`; None for an H200's.
       fixed: by name, "save", "offload" or "recompute" where that is decided. Marks are honoured anyway.
       margin: the part that stays free of what arguments and results leave of the budget (a loss's gradients
         are results); None for 10%, and 25% for a step over several devices and for a train step with layers
@@ -98,7 +99,8 @@ def plan(
 
     Raises:
       BudgetError: if nothing fits; it says the smallest budget that does, and what takes the space.
-      TypeError: for a `compile_step` that returns something else than a compiled program.
+      TypeError: for a `compile_step` that returns something else than a compiled program, a device that is
+        none, and a count of bytes or GPUs that is no number.
       ValueError: for a function without `jax.checkpoint`, a train step whose layers keep something, a fixed
         name that it does not have or a placement that is none, a budget or margin out of range, and argnums
         out of range or given with a train step.
@@ -148,6 +150,8 @@ def no_host_memory(host_bytes: int) -> BudgetError:
 
 
 def _check_count(name: str, given: float) -> None:
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        raise TypeError(f"{name} is a count of bytes, a number such as 20e9 for 20 GB, got {given!r}.")
     if not 0 <= given < math.inf:
         raise ValueError(f"{name} is a count of bytes, at least 0, got {given!r}.")
 
@@ -173,8 +177,8 @@ class Planner:
     @classmethod
     def of(cls, fun, args, kwargs, resident_bytes, link, device, argnums, has_aux) -> Planner:
         """Traces a function; see `plan`."""
-        if not 0 <= resident_bytes < math.inf:
-            raise ValueError(f"resident_bytes is a count of bytes, at least 0, got {resident_bytes!r}.")
+        _check_count("resident_bytes", resident_bytes)
+        device = checked_device(H200 if device is None else device)
         if isinstance(link, SharedLink):
             rates = dataclasses.asdict(link)
             del rates["gpus"]
@@ -257,7 +261,12 @@ class Planner:
 
         Raises:
           ValueError: for an unknown name or placement.
+          TypeError: for what maps no names.
         """
+        if not isinstance(fixed, Mapping):
+            raise TypeError(
+                f"fixed says where names live, as in {{'x_in': 'save'}}, got {type(fixed).__name__}."
+            )
         for name, verb in fixed.items():
             if name not in self.model.labels:
                 known = ", ".join(self.model.labels)

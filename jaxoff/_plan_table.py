@@ -34,8 +34,9 @@ def render(plan: Plan, terminal: bool) -> Iterator[Any]:
     yield table
     t, exposed = plan.times, plan.times.exposed_forward + plan.times.exposed_backward
     yield Text(
-        f"\nstep about {t.total:.1f} ms: kernels {t.kernels:.1f}, recomputed {t.recomputed:.1f}, stored "
-        f"{t.stored:.1f}, slowed by copies {t.slowed:.1f}, copies exposed {exposed:.1f}"
+        f"\nstep about {t.total:.1f} ms on {plan.device.name}: kernels {t.kernels:.1f}, recomputed "
+        f"{t.recomputed:.1f}, stored {t.stored:.1f}, slowed by copies {t.slowed:.1f}, copies exposed "
+        f"{exposed:.1f}"
     )
     compiled = "" if plan.compiled_bytes is None else f" (compiled {human(plan.compiled_bytes)})"
     yield Text(

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn
-from jaxoff._cost import H200, Device
+from jaxoff._cost import H200, Device, checked_device
 from jaxoff._errors import near_miss
 from jaxoff._keep_first import Block, Choice, check, policy_of_last
 from jaxoff._policy import FirstLayers
@@ -73,8 +73,10 @@ def scan(
     Raises:
       ValueError: for an unknown strategy or keep_first, or a block that does not divide the length or the
         number of first layers.
+      TypeError: for a device that is no `jaxoff.Device`.
     """
     check(keep_first)
+    checked_device(device)
     if strategy not in get_args(Strategy):
         choices = ", ".join(map(repr, get_args(Strategy)))
         raise ValueError(
@@ -154,8 +156,10 @@ def layers(
 
     Raises:
       ValueError: if params are given for several functions, or missing for one; for an unknown keep_first.
+      TypeError: for a device that is no `jaxoff.Device`.
     """
     check(keep_first)
+    checked_device(device)
     if callable(functions):
         if params is None:
             raise ValueError("One function for all layers takes (params, x): pass params, one entry a layer.")

@@ -108,6 +108,7 @@ class Program:
         self,
         device_bytes: float,
         compile_step: Callable[[Any], jax.stages.Compiled] | None = None,
+        device: jaxoff.Device | None = None,
     ) -> jaxoff.Plan:
         """Plans where the residuals of a step live, for a budget of device memory.
 
@@ -115,7 +116,7 @@ class Program:
 
         Args:
           device_bytes: the budget of a device.
-          compile_step: as for `jaxoff.plan`.
+          compile_step, device: as for `jaxoff.plan`.
 
         Raises:
           jaxoff.BudgetError: if nothing fits.
@@ -123,7 +124,8 @@ class Program:
         planned = type(self)(self.options, jaxoff.policy())  # what is planned has its layers checkpointed
         args = self.state_shapes, self.tokens_shape
         told = self._planning if compile_step is None else {**self._planning, "margin": None}
-        return jaxoff.plan(planned.step, *args, device_bytes=device_bytes, compile_step=compile_step, **told)
+        told |= {"device_bytes": device_bytes, "compile_step": compile_step, "device": device}
+        return jaxoff.plan(planned.step, *args, **told)
 
     @property
     def _planning(self) -> dict[str, Any]:

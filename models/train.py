@@ -31,6 +31,7 @@ from models.history import History
 from models.loop import DivergedError, Outcome, Stop, Trainer
 from models.options import POLICY, Options, parse_overrides
 from models.parallel import ParallelProgram
+from models.planning import plan_within, profile_of
 from models.processes import Processes, is_first, wait_for_all
 from models.program import Program
 
@@ -76,7 +77,15 @@ class Job:
         check_same_run(where, saved["identity"], self.run["identity"])
 
 
-def prepare(options: Options, out: Path, *, resume: bool, again: str, device_gb: float | None = None) -> Job:
+def prepare(
+    options: Options,
+    out: Path,
+    *,
+    resume: bool,
+    again: str,
+    device_gb: float | None = None,
+    device: jaxoff.Device | None = None,
+) -> Job:
     """Reads the data, checks that everything fits, and plans the policy if a budget of memory is given.
 
     Raises:
@@ -94,41 +103,13 @@ def prepare(options: Options, out: Path, *, resume: bool, again: str, device_gb:
     plan, program = None, kind(options, policy_text.parse(options.policy))
     if device_gb is not None:
         # A CPU has one kind of memory: what is compiled for it says nothing of a device's.
-        plan, program = plan_within(device_gb, program, compiled=jax.default_backend() != "cpu")
+        plan, program = plan_within(device_gb, program, device, compiled=jax.default_backend() != "cpu")
         options = program.options
     windows = program.held_out_windows(corpus.held_out)
     job = Job(options, folder, resume, corpus, batches, windows, program, again, plan)
     if resume:
         job.check_same(folder.run_file, folder.saved_run())
     return job
-
-
-def plan_within(device_gb: float, program: Program, *, compiled: bool) -> tuple[jaxoff.Plan, Program]:
-    """The plan for a budget of memory of each device in GB, 10^9 bytes, and the program under its policy.
-
-    Args:
-      device_gb: the budget.
-      program: under any policy.
-      compiled: whether the plan is checked by the compiled step, which the program then has.
-
-    Raises:
-      InputError: if nothing fits.
-    """
-    under: dict[str, Program] = {}
-
-    def planned(policy: jaxoff.Policy | jaxoff.FirstLayers) -> Program:
-        text = policy_text.render(policy)
-        if text not in under:
-            options = dataclasses.replace(program.options, policy=text)
-            under[text] = type(program)(options, policy_text.parse(text))
-        return under[text]
-
-    check = (lambda policy: planned(policy).compiled_step) if compiled else None
-    try:
-        plan = program.plan(device_gb * 1e9, check)
-    except ValueError as error:
-        raise InputError(f"--device-gb {device_gb:g}: {error}") from None
-    return plan, planned(plan.policy)
 
 
 def train(job: Job, console: Console, *, comparison: bool | None) -> int:
@@ -321,6 +302,9 @@ def cli(
     device_gb: Annotated[
         float | None, typer.Option(help="Plan where residuals live, in so many GB of device memory.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="What to plan for: a shipped profile or the path of one [h200].")
+    ] = None,
     paths: Annotated[
         list[str] | None, typer.Option("--data", metavar="FILE_OR_DIR", help="Text [this Python's library].")
     ] = None,
@@ -371,6 +355,8 @@ def cli(
     """Train a mixture-of-experts language model on bytes of text, with chosen activations in host memory."""
     if policy is not None and device_gb is not None:
         raise InputError("--device-gb plans where residuals live, so it takes no --policy; give one of them.")
+    if device is not None and device_gb is None:
+        raise InputError("--device is what --device-gb plans for; give --device-gb, too.")
     if comparison and device_gb is not None:
         raise InputError(
             "--compare measures before the device is in use, which --device-gb compiles on. Give --compare "
@@ -400,7 +386,8 @@ def cli(
     )
     Processes(coordinator, processes, process).start(os.environ)
     folder = out or Path("runs", preset)
-    job = prepare(options, folder, resume=resume, again=context.obj, device_gb=device_gb)
+    profile = None if device is None else profile_of(device)
+    job = prepare(options, folder, resume=resume, again=context.obj, device_gb=device_gb, device=profile)
     console = make_console() if is_first() else Console(file=io.StringIO())
     return train(job, console, comparison=False if device_gb is not None else comparison)
 

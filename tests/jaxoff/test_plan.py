@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -187,6 +188,37 @@ def test_bad_input_is_named(options, message):
         planned(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(device="h200"), r"such as jaxoff.Device.of\('h200'\).*, got 'h200'"),
+        (dict(device_bytes="20GB"), "device_bytes is a count of bytes, a number such as 20e9 .*, got '20GB'"),
+        (dict(device_bytes=None), "device_bytes is a count of bytes, a number .*, got None"),
+        (dict(resident_bytes=True), "resident_bytes is a count of bytes, a number .*, got True"),
+        (dict(link=55.0), "whole number, and their rates are a jaxoff.SharedLink; got 55.0"),
+        (dict(fixed=["x_in"]), r"as in \{'x_in': 'save'\}, got list"),
+    ],
+)
+def test_input_of_another_kind_is_named(options, message):
+    with pytest.raises(TypeError, match=message):
+        planned(**options)
+
+
+def test_what_takes_a_device_refuses_its_name():
+    x = jnp.ones((2, 4))
+    name: Any = "h200"
+    takers = (
+        lambda: jaxoff.jit(jnp.sin, device=name),
+        lambda: jaxoff.explain(jnp.sum, x, device=name),
+        lambda: jaxoff.frontier(scanned(), *arguments(), device=name),
+        lambda: jaxoff.scan(lambda c, y: (c, y), x, x, policy=jaxoff.policy(), device=name),
+        lambda: jaxoff.layers([jnp.sin], x, policy=jaxoff.policy(), device=name),
+    )
+    for take in takers:
+        with pytest.raises(TypeError, match=r"device is a jaxoff.Device, .* got 'h200'"):
+            take()
+
+
 def test_rows_say_what_the_other_choices_would_do():
     found = planned(fixed={"act": "offload"})
     slower = [
@@ -236,7 +268,10 @@ def test_a_frontier_goes_down_and_draws_itself(tmp_path):
 
 
 def test_a_named_device_plans_with_no_gpu():
-    assert jaxoff.plan(scanned(), *arguments(), device_bytes=PLENTY).device == Device.of("h200")
+    found = jaxoff.plan(scanned(), *arguments(), device_bytes=PLENTY)
+    assert found.device == Device.of("h200")
+    assert "on NVIDIA H200: kernels" in found.table()
+    assert jaxoff.plan(scanned(), *arguments(), device_bytes=PLENTY, device=None) == found
 
 
 def compiled(policy):

@@ -12,7 +12,7 @@ import pytest
 
 import jaxoff
 from jaxoff._verify import held_nbytes
-from models import policy_text, train
+from models import planning, policy_text, train
 from models.errors import InputError
 from models.options import Options, parse_overrides
 from models.program import Program
@@ -126,6 +126,27 @@ def test_a_budget_and_a_policy_exclude_each_other(capsys, tmp_path):
     assert "takes no --policy" in said.err
 
 
+def test_a_run_is_planned_for_the_device_that_is_named(capsys, tmp_path, program, smallest):
+    slow = dataclasses.replace(jaxoff.Device.of("h200"), name="slow link", d2h_gbps=1e-3, h2d_gbps=1e-3)
+    slow.save(tmp_path / "slow.json")
+    named, _ = planning.plan_within(
+        2 * smallest / 1e9, program, planning.profile_of(str(tmp_path / "slow.json")), compiled=False
+    )
+    assert named.device == slow
+    assert not any(row.choice == "offload" for row in named.rows)
+    assert "on slow link: kernels" in named.table()
+    for device, message in (("h20", "Did you mean 'h200'?"), (str(tmp_path / "none.json"), "No such file")):
+        status, said = run(capsys, tmp_path, "--device-gb", "1", "--device", device)
+        assert (status, said.err.count("\n")) == (2, 1)
+        assert message in said.err
+
+
+def test_a_device_goes_with_a_budget(capsys, tmp_path):
+    status, said = run(capsys, tmp_path, "--device", "h200")
+    assert status == 2
+    assert "give --device-gb, too" in said.err
+
+
 def test_a_comparison_comes_before_the_device_is_in_use(capsys, tmp_path):
     text = tmp_path / "text.py"
     text.write_text("x" * 1000)
@@ -136,11 +157,11 @@ def test_a_comparison_comes_before_the_device_is_in_use(capsys, tmp_path):
 def test_a_plan_is_checked_by_the_step_that_is_then_taken():
     program = Program(Options.of("tiny", overrides=parse_overrides(ONE_LAYER), **SMALLER), None)
     budget = 10 * program.state_bytes
-    plan, planned = train.plan_within(budget / 1e9, program, compiled=True)
+    plan, planned = planning.plan_within(budget / 1e9, program, compiled=True)
     step = planned.__dict__["compiled_step"]  # compiled already
     assert plan.compiled_bytes == held_nbytes(step) <= budget
     assert planned.policy == plan.policy
     assert planned.options.policy == policy_text.render(plan.policy)
-    assert train.plan_within(budget / 1e9, program, compiled=False)[0].compiled_bytes is None
+    assert planning.plan_within(budget / 1e9, program, compiled=False)[0].compiled_bytes is None
     with pytest.raises(InputError, match=r"--device-gb 1e-06: .* the smallest budget is"):
-        train.plan_within(1e-6, program, compiled=True)
+        planning.plan_within(1e-6, program, compiled=True)
