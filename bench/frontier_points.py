@@ -30,9 +30,11 @@ EVERY: Role = "every"
 FEW_NAMES = ("mlp",)
 STOCK = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "offload_dots")
 _PLACES: dict[str, Placement] = {"save": "device", "offload": "host"}
+_DOTS: dict[str, Placement] = {"dots": "device", "offload_dots": "host"}
 _STOCK_CHOICES: dict[str, dict[str, Placement]] = {
     "nothing_saveable": {},
     "dots_saveable": {UNNAMED_DOTS: "device"},
+    "offload_dots": {UNNAMED_DOTS: "host"},
 }
 # MaxText's remat_policy (decoders.py, get_remat_policy): what is saved or offloaded, by its names.
 _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
@@ -185,8 +187,8 @@ def _placed(policy: dict[str, Any]) -> dict[str, Placement]:
         placed: dict[str, Placement] = {
             label: place for verb, place in _PLACES.items() for label in policy.get(verb, ())
         }
-        if policy.get("unmarked") == "dots":
-            placed[UNNAMED_DOTS] = "device"
+        if (place := _DOTS.get(policy.get("unmarked", ""))) is not None:
+            placed[UNNAMED_DOTS] = place
         return placed
     first, rest = _placed(policy["policy"]), _placed(policy["rest"])
     return {**first, **{of_others(label): place for label, place in rest.items()}}

@@ -96,8 +96,9 @@ def _is_plan(row: Row) -> bool:
 
 
 def _moves(row: Row) -> bool:
-    point = row["point"]
-    return point["stock"] == "offload_dots" or bool((point["policy"] or {}).get("offload"))
+    policy = row["point"]["policy"] or {}
+    dots = row["point"]["stock"], policy.get("unmarked")
+    return "offload_dots" in dots or bool(policy.get("offload"))
 
 
 def _gains(plan: Row, rows: list[Row]) -> list[str]:

@@ -13,7 +13,7 @@ import jax
 
 from jaxoff._cost import H200, Device, SharedLink, checked_device
 from jaxoff._errors import near_miss
-from jaxoff._layer import UNNAMED_DOTS, is_of_others, name_of, of_others
+from jaxoff._layer import is_of_others, name_of, of_others
 from jaxoff._layer_model import Choice, LayerModel
 from jaxoff._parts import divide
 from jaxoff._plan_compiled import CompileStep, fitting
@@ -58,7 +58,7 @@ def plan(
     """Finds the placement of named residuals with which a step is fastest and fits into memory.
 
     Each name inside of `jax.checkpoint`, in scanned layers or in layers one after the other, is saved,
-    offloaded or recomputed; outputs of dots without a name are saved, all of them, or recomputed. Nothing is
+    offloaded or recomputed, and so are outputs of dots without a name, all of them alike. Nothing is
     allocated, nor compiled without `compile_step`: times and bytes come from the traced program and the
     device's profile, by the model in `jaxoff._plan_model`, and the choice is the best of all by that model,
     found by an integer program.
@@ -274,10 +274,9 @@ class Planner:
                     f"fixed takes names that the function's layers have, got {name!r}; they have {known}."
                     f"{near_miss(name, self.model.labels)}"
                 )
-            if verb not in _PLACES or (name == UNNAMED_DOTS and verb == "offload"):
+            if verb not in _PLACES:
                 raise ValueError(
-                    f"fixed takes {', '.join(_PLACES)} (and what has no name is not offloaded), got {verb!r} "
-                    f"for {name!r}.{near_miss(verb, _PLACES)}"
+                    f"fixed takes {', '.join(_PLACES)}, got {verb!r} for {name!r}.{near_miss(verb, _PLACES)}"
                 )
         return {name: _PLACES[verb] for name, verb in fixed.items()}
 
@@ -320,7 +319,7 @@ class Planner:
         """What the other placements of a name would do, all else as it is."""
         reasons = []
         for place, verb in _VERBS.items():
-            if place == choice[label] or (name_of(label) == UNNAMED_DOTS and place == "host"):
+            if place == choice[label]:
                 continue
             with_it: Choice = {**choice, label: place}
             other, over = self.model.cost(with_it), self.model.needed(with_it) - device_bytes

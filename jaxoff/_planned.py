@@ -12,11 +12,14 @@ from jaxoff._cost import Device
 from jaxoff._layer import UNNAMED, UNNAMED_DOTS
 from jaxoff._layer_model import Times
 from jaxoff._plan_model import Moment
-from jaxoff._policy import FirstLayers, Policy
+from jaxoff._policy import FirstLayers, Policy, Unmarked
 from jaxoff._table import human, printed
 
 type Verb = Literal["save", "offload", "recompute"]
 type Layers = Literal["all", "first", "others"]
+
+# What a policy does with dots without a name.
+_UNMARKED: dict[Verb, Unmarked] = {"save": "dots", "offload": "offload_dots", "recompute": "recompute"}
 
 
 class BudgetError(ValueError):
@@ -103,12 +106,12 @@ class Plan:
         def named(choice: Verb) -> tuple[str, ...]:
             return tuple(glob.escape(r.name) for r in rows if r.choice == choice and r.name not in UNNAMED)
 
-        dots = any(row.name == UNNAMED_DOTS and row.choice == "save" for row in rows)
+        dots: list[Verb] = [row.choice for row in rows if row.name == UNNAMED_DOTS]
         return Policy(
             offload=named("offload"),
             save=named("save"),
             recompute=named("recompute"),
-            unmarked="dots" if dots else "recompute",
+            unmarked=_UNMARKED[dots[0]] if dots else "recompute",
             preset="plan",
         )
 

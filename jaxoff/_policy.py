@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -15,10 +15,10 @@ from jaxoff._errors import near_miss
 from jaxoff._marks import Tag
 
 Placement = Literal["device", "host", "recompute"]
-Unmarked = Literal["recompute", "save", "dots", "offload"]
+Unmarked = Literal["recompute", "save", "dots", "offload", "offload_dots"]
 
 WRONG_KIND = "JAX keeps on the device what goes to the memory kind"
-UNMARKED = ("recompute", "save", "dots", "offload")
+UNMARKED = get_args(Unmarked)
 MEMORY_KINDS = ("pinned_host", "device")
 
 DOTS = frozenset(
@@ -55,8 +55,9 @@ class Policy:
       offload, save, recompute: names or globs (`fnmatch`, case-sensitive), sorted.
       unmarked: what happens to a value that no list and no mark decides: "recompute" all; "save" what
         autograd would save (views are made again from the value that they view); "dots" saves the outputs
-        of dots and convolutions and recomputes the rest; "offload" moves every anchor (names, dots, ragged
-        dots, convolutions, Pallas and FFI calls) of at least `min_bytes` and recomputes the rest.
+        of dots and convolutions and recomputes the rest, and "offload_dots" moves those of at least
+        `min_bytes`; "offload" moves every anchor (names, dots, ragged dots, convolutions, Pallas and FFI
+        calls) of at least `min_bytes` and recomputes the rest.
       min_bytes: a smaller value that a glob or `unmarked` would move stays on the device. A
         `mark_offload`ed value always goes.
       memory_kind: "pinned_host", or "device" for the twin that keeps on the device what the original moves.
@@ -121,7 +122,9 @@ class Policy:
             return Decision("device", rule)
         if self.unmarked == "dots" and prim.name in DOTS:
             return Decision("device", rule)
-        if self.unmarked == "offload" and (prim.name in DOTS or prim.name in KERNELS):
+        if (self.unmarked == "offload_dots" and prim.name in DOTS) or (
+            self.unmarked == "offload" and (prim.name in DOTS or prim.name in KERNELS)
+        ):
             return self._move(_nbytes_of(out_avals(prim, in_avals, params)), rule)
         return Decision("recompute", rule)
 

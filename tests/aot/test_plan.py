@@ -95,6 +95,9 @@ SAVE, MOVE = "save", "offload"
         pytest.param(dict(x_in=MOVE, qkv=MOVE), marks=pytest.mark.long),
         pytest.param(dict(x_in=SAVE, pre=MOVE), marks=pytest.mark.long),
         pytest.param(dict(qkv=SAVE, x_in=MOVE, attn=MOVE, mlp_in=MOVE), marks=pytest.mark.long),
+        {"(dots)": MOVE},
+        pytest.param({"(dots)": MOVE, "x_in": MOVE, "qkv": SAVE}, marks=pytest.mark.long),
+        pytest.param({"(dots)": MOVE, "pre": SAVE, "attn": MOVE}, marks=pytest.mark.long),
     ],
     ids=lambda fixed: ",".join(f"{name}={choice}" for name, choice in fixed.items()) or "recompute",
 )
@@ -261,9 +264,12 @@ def test_the_peak_of_a_train_step_is_that_of_the_compiled_program(fixed):
     ("workload", "choices"),
     [
         ("nano-b4-l2", {}),
+        ("nano-b4-l2", {"(dots)": MOVE}),
+        ("nano-b4-l2", {"(dots)": MOVE, "attn.norm_in": MOVE, "moe.act": SAVE}),
         ("nano-b4-l2", {"attn.norm_in": MOVE, "attn.proj_in": MOVE, "mlp.norm_in": MOVE, "moe.act": SAVE}),
         ("mixtral-b4-l2", {}),
         ("mixtral-b4-l2", {"moe.act": SAVE}),
+        ("mixtral-b4-l2", {"(dots)": MOVE, "mlp.norm_in": SAVE}),
     ],
 )
 def test_the_peak_of_experts_is_that_of_the_compiled_program(workload, choices):

@@ -1,6 +1,7 @@
 """`jaxoff.plan`: what it chooses, what it says, and what its policy does to a program."""
 
 import dataclasses
+import functools
 import itertools
 import json
 from typing import Any
@@ -17,6 +18,9 @@ from jaxoff._verify import held_nbytes
 from tests.jaxoff.planned import ACT_NBYTES, DEVICE, LAYERS, X_NBYTES, arguments, layer, scanned, unrolled
 
 PLENTY = 1e9
+# Room for x_in of all layers: with all products on the host, the fastest plan is hardly above the smallest.
+HOST = (LAYERS + 1) * X_NBYTES
+KEPT = "save", "recompute"
 FAST_LINK = dataclasses.replace(DEVICE, d2h_gbps=1e6, h2d_gbps=1e6)
 
 
@@ -86,12 +90,57 @@ def test_the_policy_of_a_plan_leaves_loss_and_gradients_as_they_are():
         jax.tree.map(np.testing.assert_array_equal, results[0], other)
 
 
-def test_unnamed_dots_can_be_saved():
-    found = planned(fixed={"(dots)": "save", "act": "recompute"})
-    assert found.policy.unmarked == "dots"
+@pytest.mark.parametrize(
+    ("choice", "unmarked", "placement"),
+    [("save", "dots", "device"), ("offload", "offload_dots", "host"), ("recompute", "recompute", None)],
+)
+def test_unnamed_dots_are_placed_too(choice: Any, unmarked, placement):
+    found = planned(fixed={"(dots)": choice, "act": "recompute"})
+    assert found.policy.unmarked == unmarked
     report = jaxoff.explain(scanned(policy=found.policy), *arguments())
-    assert "dot_general" in {r.made_by for r in report.residuals if r.placement == "device"}
-    assert planned(fixed={"(dots)": "recompute"}).policy.unmarked == "recompute"
+    kept = {r.placement for r in report.residuals if r.made_by == "dot_general"}
+    assert kept - {"recompute"} == ({placement} if placement else set())
+    (row,) = (row for row in found.rows if row.name == "(dots)")
+    on_host = sum(r.nbytes for r in report.residuals if r.placement == "host" and r.made_by == "dot_general")
+    assert on_host == (row.nbytes if choice == "offload" else 0)
+
+
+def test_of_equals_what_has_a_name_is_kept():
+    """Keeping a product's result costs the same under its name and without it."""
+
+    def body(x, w):
+        both = [jaxoff.name(x @ w["up"], f"up{n}") for n in range(2)]
+        return x + jnp.tanh(both[0] * both[1]) @ w["down"], None
+
+    choices = [{"(dots)": place, "up0": other, "up1": other} for place, other in (KEPT, KEPT[::-1])]
+    named, unnamed = (planned(scanned(body), fixed=choice).step_ms for choice in choices)
+    assert named == pytest.approx(unnamed)
+    least, most = smallest(fun=scanned(body)), planned(scanned(body)).peak.needed(MARGIN)
+    for budget in np.linspace(least, most, 12):
+        for host in (0, None):
+            found = planned(scanned(body), device_bytes=1.0001 * budget, host_bytes=host)
+            assert found.choice("(dots)") == "recompute"
+
+
+def test_a_layer_without_names_moves_its_products_if_the_link_is_fast():
+    """Nothing but dots: what the policy moves is what the plan says, to the byte."""
+
+    def body(x, w):
+        return x + jnp.tanh(x @ w) @ w.T, None
+
+    def loss(w, x, policy=None):
+        return jaxoff.scan(body, x, w, policy=policy or jaxoff.policy())[0].sum()
+
+    w, x = jax.ShapeDtypeStruct((8, 64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    with pytest.raises(jaxoff.BudgetError) as caught:
+        jaxoff.plan(loss, w, x, device_bytes=1, device=FAST_LINK, margin=0.0)
+    assert caught.value.smallest_bytes is not None
+    budget = 1.2 * caught.value.smallest_bytes
+    found = jaxoff.plan(loss, w, x, device_bytes=budget, device=FAST_LINK, margin=0.0)
+    assert found.choice("(dots)") == "offload"
+    report = jaxoff.explain(functools.partial(loss, policy=found.policy), w, x)
+    assert report.host_bytes == 8 * 4096 * 64 * 4
+    assert found.host_bytes == 9 * 4096 * 64 * 4  # a loop's stack has a spare row
 
 
 def test_keep_first_leaves_a_plan_alone():
@@ -173,8 +222,7 @@ def test_a_shared_link_exposes_copies():
             dict(fixed={"x_inn": "save"}),
             r"names that the function's layers have, got 'x_inn'.*Did you mean 'x_in'",
         ),
-        (dict(fixed={"x_in": "keep"}), r"fixed takes save, offload, recompute .* got 'keep' for 'x_in'"),
-        (dict(fixed={"(dots)": "offload"}), "what has no name is not offloaded"),
+        (dict(fixed={"x_in": "keep"}), r"fixed takes save, offload, recompute, got 'keep' for 'x_in'"),
         (dict(device_bytes=-1), "device_bytes is a count of bytes, at least 0, got -1"),
         (dict(host_bytes=float("nan")), "host_bytes is a count of bytes"),
         (dict(resident_bytes=-1), "resident_bytes is a count of bytes, at least 0, got -1"),
@@ -281,8 +329,8 @@ def compiled(policy):
 @pytest.mark.parametrize("share", [1.0, 0.8])
 def test_a_compiled_plan_fits_where_a_predicted_one_may_not(share):
     """Programs for a CPU take more than is predicted for a GPU."""
-    whole = planned(compile_step=compiled)
-    assert whole.policy == planned().policy
+    whole = planned(compile_step=compiled, host_bytes=HOST)
+    assert whole.policy == planned(host_bytes=HOST).policy
     assert whole.compiled_bytes == held_nbytes(compiled(whole.policy)) > whole.peak_bytes
     budget = share * whole.compiled_bytes - 1
     tried = []
@@ -292,13 +340,14 @@ def test_a_compiled_plan_fits_where_a_predicted_one_may_not(share):
         tried.append(held_nbytes(step))
         return step
 
-    found = planned(device_bytes=budget, compile_step=compile_step)
+    found = planned(device_bytes=budget, compile_step=compile_step, host_bytes=HOST)
     assert found.compiled_bytes is not None
     assert found.compiled_bytes == tried[-1] <= budget < min(tried[:-1], default=whole.compiled_bytes)
     assert found.device_bytes == int(budget) and found.policy != whole.policy
     assert f"(compiled {found.compiled_bytes / 1e3:.2f} kB)" in str(found)
     assert jaxoff.Plan.from_json(found.to_json()) == found
-    resident = planned(device_bytes=budget + 10**6, resident_bytes=10**6, compile_step=compile_step)
+    more = dict(device_bytes=budget + 10**6, resident_bytes=10**6)
+    resident = planned(**more, compile_step=compile_step, host_bytes=HOST)
     assert resident.compiled_bytes == found.compiled_bytes + 10**6
 
 
@@ -346,9 +395,10 @@ def test_one_plan_that_takes_too_much_does_not_cost_the_others(monkeypatch):
 def test_what_compiled_plans_leave_is_used(monkeypatch, share):
     """Where all take the same share of what is predicted, the plan is the one for as much more."""
     some_program = jax.jit(jnp.sin).lower(1.0).compile()
-    least = smallest(margin=0)
-    most = planned(margin=0.0).peak_bytes
-    plans = [planned(device_bytes=1.001 * (least + i * (most - least) / 60), margin=0.0) for i in range(61)]
+    least = smallest(margin=0, host_bytes=HOST)
+    by_prediction = functools.partial(planned, margin=0.0, host_bytes=HOST)
+    most = by_prediction().peak_bytes
+    plans = [by_prediction(device_bytes=1.001 * (least + i * (most - least) / 60)) for i in range(61)]
     peaks = {plan.policy: plan.peak_bytes for plan in plans}
     tried = []
 
@@ -358,13 +408,13 @@ def test_what_compiled_plans_leave_is_used(monkeypatch, share):
 
     monkeypatch.setattr(_plan_compiled, "held_nbytes", lambda _: round(share * peaks[tried[-1]]))
     budget = (least + most) // 2
-    found = planned(device_bytes=budget, compile_step=compile_step)
-    assert tried[0] == planned(device_bytes=budget, margin=0.0).policy
+    found = planned(device_bytes=budget, host_bytes=HOST, compile_step=compile_step)
+    assert tried[0] == by_prediction(device_bytes=budget).policy
     assert found.compiled_bytes == round(share * found.peak_bytes) <= budget == found.device_bytes
     if share == 1.0:
         assert tried == [found.policy]
     else:
-        assert found.step_ms < planned(device_bytes=budget, margin=0.0).step_ms
+        assert found.step_ms < by_prediction(device_bytes=budget).step_ms
         assert found.peak_bytes > budget
         assert len(tried) <= 4
 

@@ -15,20 +15,23 @@ from jaxoff._layer import is_of_others, name_of, of_others
 from jaxoff._plan import MARGIN, WIDE_MARGIN, Planner
 from jaxoff._plan_model import SECOND_LOOP
 from jaxoff._search import fastest, smallest
-from tests.jaxoff.planned import DEVICE, arguments, chain, in_layers, model_of, scanned, unrolled
+from tests.jaxoff.planned import DEVICE, X_NBYTES, arguments, chain, in_layers, model_of, scanned, unrolled
 from tests.jaxoff.test_search import FIXED, MODELS, check_against_brute_force
 
 GB = 10**9
 LAYERS = 8
+# Room for x_in of all layers: with all products on the host, the fastest plan is hardly above the smallest.
+HOST = (LAYERS + 1) * X_NBYTES
 
 
-def planned(device_bytes, fun=None, first_layers=True, **options):
+def planned(device_bytes, fun=None, first_layers=True, host_bytes=HOST, **options):
     return jaxoff.plan(
         fun or scanned(),
         *arguments(LAYERS),
         device_bytes=device_bytes,
         device=DEVICE,
         first_layers=first_layers,
+        host_bytes=host_bytes,
         **options,
     )
 
@@ -135,7 +138,7 @@ def test_layers_of_the_callers_own_are_planned_as_one():
 
 
 def test_the_frontier_is_not_above_that_of_one_placement():
-    options = dict(device=DEVICE, points=8)
+    options = dict(device=DEVICE, points=8, host_bytes=HOST)
     one, two = (
         jaxoff.frontier(scanned(), *arguments(LAYERS), first_layers=first, **options).plans
         for first in (False, True)

@@ -40,7 +40,7 @@ def test_policies_are_frozen_and_copy():
     save=NAMES,
     recompute=NAMES,
     min_bytes=st.integers(0, 10),
-    unmarked=st.sampled_from(["recompute", "save", "dots", "offload"]),
+    unmarked=st.sampled_from(["recompute", "save", "dots", "offload", "offload_dots"]),
 )
 def test_the_repr_makes_the_policy_again(offload, save, recompute, min_bytes, unmarked):
     save = [n for n in save if n not in offload]

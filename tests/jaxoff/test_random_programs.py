@@ -78,7 +78,7 @@ def policies(draw):
         drawn = draw(st.lists(st.sampled_from([*LABELS, "a.*", "*.x", "c"]), max_size=2))
         lists[field] = [pattern for pattern in drawn if pattern not in taken]
         taken.update(lists[field])
-    unmarked = draw(st.sampled_from(["recompute", "save", "dots", "offload"]))
+    unmarked = draw(st.sampled_from(["recompute", "save", "dots", "offload", "offload_dots"]))
     return jaxoff.policy(**lists, unmarked=unmarked, min_bytes=draw(st.sampled_from([0, 128, 129])))
 
 

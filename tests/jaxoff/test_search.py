@@ -19,10 +19,7 @@ GB = 10**9
 
 
 def all_choices(model, fixed):
-    places = {
-        label: (fixed[label],) if label in fixed else PLACES[::2] if label == UNNAMED_DOTS else PLACES
-        for label in model.labels
-    }
+    places = {label: (fixed[label],) if label in fixed else PLACES for label in model.labels}
     for choice in itertools.product(*places.values()):
         yield dict(zip(places, choice, strict=True))
 

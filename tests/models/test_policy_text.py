@@ -19,7 +19,7 @@ def policies(draw):
     lists: dict[str, Any] = {"offload": [], "save": [], "recompute": []}
     for name in names:
         lists[draw(st.sampled_from(sorted(lists)))].append(name)
-    unmarked = draw(st.sampled_from(["recompute", "save", "dots", "offload"]))
+    unmarked = draw(st.sampled_from(["recompute", "save", "dots", "offload", "offload_dots"]))
     return jaxoff.policy(**lists, unmarked=unmarked, min_bytes=draw(st.integers(0, 1 << 40)))
 
 
