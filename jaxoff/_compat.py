@@ -124,6 +124,41 @@ def scan_in(eqn: JaxprEqn) -> ScanLayout | None:
     return ScanLayout(*sizes, params["length"], params["unroll"])
 
 
+@dataclasses.dataclass(frozen=True)
+class ControlFlow:
+    """Programs that an equation runs.
+
+    Attributes:
+      turns: how often it runs one of them.
+      programs: the body of a loop, or the branches of which one is taken.
+    """
+
+    turns: int
+    programs: tuple[Jaxpr, ...]
+
+
+def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
+    """What a loop or a condition runs, None for another equation; of `while`, whose turns vary, one turn."""
+    if (layout := scan_in(eqn)) is not None:
+        return ControlFlow(layout.length, (as_open(eqn.params["jaxpr"]),))
+    if eqn.primitive.name == "while":
+        return ControlFlow(1, (as_open(eqn.params["body_jaxpr"]),))
+    if eqn.primitive.name == "cond":
+        return ControlFlow(1, tuple(map(as_open, eqn.params["branches"])))
+    return None
+
+
+def pruned(eqn: JaxprEqn, is_used: Callable[[Var], bool]) -> JaxprEqn:
+    """A loop or a condition without what only makes unused results; another equation as it is."""
+    flow = control_flow(eqn)
+    used = [v for v in eqn.outvars if is_used(v)]
+    if flow is None or not used:
+        return eqn
+    operands = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
+    alone = flow.programs[0].replace(constvars=[], invars=operands, outvars=used, eqns=[eqn])
+    return dce_jaxpr(alone, [True] * len(used), instantiate=True)[0].eqns[0]
+
+
 def changed_by_loop(eqn: JaxprEqn) -> list[Var] | None:
     """The results of a `while` loop but for those that its turns hand on as they are; None for another."""
     if eqn.primitive.name != "while":
@@ -255,7 +290,8 @@ def inlinable_call(eqn: JaxprEqn) -> Call | None:
         hides = any(flags) if isinstance(flags, tuple) else flags
         hides = hides and bool(eqn.params.get("differentiated", True))
         return Call(checkpoint.jaxpr, prevent_cse=hides, checkpoint=True)
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):  # nothing differentiates it any more
+    # Nothing differentiates a custom rule any more; the others are what is known of a loop in a checkpoint.
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "closed_call"):
         rule = eqn.params["call_jaxpr"]
         return None if rule.consts else Call(rule.jaxpr)
     if eqn.primitive is not _primitives.jit_p:

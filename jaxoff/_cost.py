@@ -15,6 +15,7 @@ from typing import Any
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn
 from jaxoff._errors import near_miss
+from jaxoff._inline import inlined
 
 _SUFFIX = ".json"
 
@@ -200,7 +201,17 @@ def checked_device(device: object) -> Device:
 
 
 def product_flops(eqn: JaxprEqn) -> float:
-    """Operations of a product, of attention, or of a kernel that looks like a product by its shapes."""
+    """Operations of a product, a convolution, attention, or of what looks like a product by its shapes.
+
+    Those of a loop or a condition are what it runs, the longest branch; those of a Pallas kernel with a cost
+    estimate are what that says.
+    """
+    if (flow := _compat.control_flow(eqn)) is not None:
+        return flow.turns * max(
+            sum(map(product_flops, inlined(program.eqns, {}))) for program in flow.programs
+        )
+    if (estimate := eqn.params.get("cost_estimate")) is not None:
+        return float(estimate.flops)
     name, shapes = eqn.primitive.name, [_compat.shape_of(v.aval) for v in eqn.invars if _has_shape(v.aval)]
     if not shapes:
         return 0.0
@@ -209,13 +220,22 @@ def product_flops(eqn: JaxprEqn) -> float:
     )
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        slowdown = 1 if _compat.struct_of(eqn.invars[0].aval).dtype.itemsize <= 2 else 2
-        return 2.0 * math.prod(out) * math.prod(shapes[0][i] for i in contracted) * slowdown
+        return _slowdown(eqn) * 2.0 * math.prod(out) * math.prod(shapes[0][i] for i in contracted)
+    if name == "conv_general_dilated":
+        kernel, features = shapes[1], eqn.params["dimension_numbers"].rhs_spec[0]
+        # The zeros between the elements of a dilated operand, as in the gradient of a stride, cost nothing.
+        met = math.prod(out) / math.prod(eqn.params["lhs_dilation"])
+        return _slowdown(eqn) * 2.0 * met * math.prod(kernel) / kernel[features]
     if name.startswith("dot_product_attention"):  # query, key: (batch, length, heads, width); half is masked
         forward = 2.0 * math.prod(shapes[0]) * shapes[1][1]
         return forward * (2.5 if "bwd" in name else 1.0)
     matrices = [shape for shape in shapes if len(shape) > 1]
     return max((_pair_flops(pair, out) for pair in itertools.combinations(matrices, 2)), default=0.0)
+
+
+def _slowdown(eqn: JaxprEqn) -> int:
+    """How many times as long operations on wider numbers than 16 bits take."""
+    return 1 if _compat.struct_of(eqn.invars[0].aval).dtype.itemsize <= 2 else 2
 
 
 def _pair_flops(pair: tuple[tuple[int, ...], tuple[int, ...]], out: tuple[int, ...]) -> float:

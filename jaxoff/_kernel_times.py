@@ -12,9 +12,10 @@ from collections.abc import Container, Sequence
 from jax import lax
 
 from jaxoff import _compat
-from jaxoff._compat import JaxprEqn, Var
+from jaxoff._compat import Jaxpr, JaxprEqn, Var
 from jaxoff._cost import Device, product_flops
 from jaxoff._exchanges import exchange_ms, is_exchange
+from jaxoff._inline import Renamed, inlined, now
 from jaxoff._policy import PALLAS
 from jaxoff._units import Units, is_heavy, variables
 
@@ -47,12 +48,29 @@ def kernel_ms(units: Units, i: int, device: Device, rows: Container[Var] = froze
         sizes = (_compat.nbytes(v.aval) for v in units.reads[i])
         return _traffic_ms(made + sum(min(n, made) if sliced else n for n in sizes), device)
     copies = _copies_ms(eqn, between, rows, device)
+    if _compat.control_flow(eqn) is not None:
+        return copies + programs_ms(eqn, device)
     if is_exchange(eqn):
         return copies + (1 - BESIDE) * exchange_ms(made, device)
     traffic = _traffic_ms(made + _compat.nbytes_of(variables(eqn)), device)
     if matrix_ms := _matrix_ms(eqn, device):
         return copies + matrix_ms + TRAFFIC * traffic
     return copies + traffic
+
+
+def programs_ms(eqn: JaxprEqn, device: Device) -> float:
+    """How long what a loop or a condition runs takes: all turns, the longest branch; 0 for others."""
+    flow = _compat.control_flow(eqn)
+    return flow.turns * max(_program_ms(program, device) for program in flow.programs) if flow else 0.0
+
+
+def _program_ms(program: Jaxpr, device: Device) -> float:
+    """About how long all units of a program take, one after the other."""
+    renamed: Renamed = {}
+    eqns = list(inlined(program.eqns, renamed))
+    outs = (now(renamed, v) for v in program.outvars)
+    units = Units(eqns, frozenset(v for v in outs if isinstance(v, Var)))
+    return sum(kernel_ms(units, i, device) for i in units.all)
 
 
 def under_load(
@@ -89,7 +107,7 @@ def _share(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     if _is_attention(eqn):
         return _ATTENTION_BACK if "bwd" in name else _ATTENTION
-    if name == "dot_general" and _is_whole_float32(eqn):
+    if name in ("dot_general", "conv_general_dilated") and _is_whole_float32(eqn):
         return _WHOLE_FLOAT32
     return _PALLAS if is_pallas(eqn) else PRODUCTS
 

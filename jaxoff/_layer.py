@@ -104,6 +104,7 @@ class Layer:
       source: where it is written.
       in_order: whether `jaxoff.jit` puts its turns in order even if it moves nothing.
       paced_ms: the times of the two passes; None for those at which the last steps end.
+      within: labels of what loops and branches in it make: a policy would keep it for each of their turns.
     """
 
     turns: int
@@ -113,6 +114,7 @@ class Layer:
     source: str
     in_order: bool = False
     paced_ms: tuple[float, float] | None = None
+    within: frozenset[str] = frozenset()
 
     @property
     def forward_ms(self) -> float:

@@ -58,7 +58,8 @@ def plan(
     """Finds the placement of named residuals with which a step is fastest and fits into memory.
 
     Each name inside of `jax.checkpoint`, in scanned layers or in layers one after the other, is saved,
-    offloaded or recomputed, and so are outputs of dots without a name, all of them alike. Nothing is
+    offloaded or recomputed, and so are outputs of dots without a name, all of them alike. What loops and
+    branches within a layer make is recomputed, and with it what has the same name. Nothing is
     allocated, nor compiled without `compile_step`: times and bytes come from the traced program and the
     device's profile, by the model in `jaxoff._plan_model`, and the choice is the best of all by that model,
     found by an integer program.
@@ -278,7 +279,14 @@ class Planner:
                 raise ValueError(
                     f"fixed takes {', '.join(_PLACES)}, got {verb!r} for {name!r}.{near_miss(verb, _PLACES)}"
                 )
-        return {name: _PLACES[verb] for name, verb in fixed.items()}
+            if name in self.model.within and verb != "recompute":
+                raise ValueError(
+                    f"fixed takes 'recompute' for {name!r}, got {verb!r}: a loop or a branch within a layer "
+                    "makes such values, too, and would keep them for each of its turns. Give what is to be "
+                    "kept outside of it a name of its own."
+                )
+        again = (name for name in self.model.labels if name in self.model.within)
+        return {name: _PLACES[verb] for name, verb in (*fixed.items(), *((n, "recompute") for n in again))}
 
     def planned(self, choice: Choice, device_bytes: int, first: int = 0) -> Plan:
         """A choice with its costs and reasons, of loops with so many first layers if there are any."""
@@ -311,12 +319,16 @@ class Planner:
                 recomputed_ms=spared,
                 copied_ms=copied[label],
                 exposed_ms=exposed * copied[label] / (sum(copied.values()) or 1.0),
-                why=self._why(label, choice, cost, device_bytes) if label in choice else "marked",
+                why=self._why(label, choice, cost, device_bytes),
                 layers="others" if is_of_others(label) else "first" if first else "all",
             )
 
     def _why(self, label: str, choice: Choice, cost: Cost, device_bytes: int) -> str:
         """What the other placements of a name would do, all else as it is."""
+        if label not in choice:
+            return "marked"
+        if name_of(label) in self.model.within:
+            return "made in a loop or a branch of a layer, too"
         reasons = []
         for place, verb in _VERBS.items():
             if place == choice[label]:

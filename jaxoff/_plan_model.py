@@ -104,6 +104,11 @@ class Model:
         return tuple(dict.fromkeys(label for kind in self.layers for label in kind.layer.labels()))
 
     @functools.cached_property
+    def within(self) -> frozenset[str]:
+        """The labels of what loops and branches in layers make, too."""
+        return frozenset(label for kind in self.layers for label in kind.layer.within)
+
+    @functools.cached_property
     def telling_points(self) -> tuple[Point, ...]:
         """The points that can be the peak or decide the budget, of those with the same parts."""
         found: dict[Point, None] = {}

@@ -111,6 +111,11 @@ def _times(eqns: list[JaxprEqn], outs: Iterable[Any], device: Device) -> Iterato
             yield eqns[i], units.ms(i, device)
 
 
+def _holds_copies(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a loop with copies of its own, which are beside its own kernels."""
+    return any(_compat.transfer_in(e) or _holds_copies(e) for j in _compat.sub_jaxprs(eqn) for e in j.eqns)
+
+
 def _traffic(jaxpr: Jaxpr, device: Device, source: str, turns: int) -> Iterator[Traffic]:
     eqns = list(inlined(jaxpr.eqns, {}))
     first_back = next((i for i, eqn in enumerate(eqns) if _compat.transfer_in(eqn) == "H2D"), len(eqns))
@@ -124,7 +129,7 @@ def _traffic(jaxpr: Jaxpr, device: Device, source: str, turns: int) -> Iterator[
         if moved:
             nbytes = sum(_compat.nbytes(eqn.outvars[0].aval) for eqn in moved)
             times = _times(beside, jaxpr.outvars, device)
-            compute_ms = sum(ms for eqn, ms in times if _compat.scan_in(eqn) is None)
+            compute_ms = sum(ms for eqn, ms in times if not _holds_copies(eqn))
             yield Traffic(part, source, turns, nbytes, copy_ms(nbytes), compute_ms)
     for eqn in eqns:
         if layout := _compat.scan_in(eqn):

@@ -10,7 +10,8 @@ from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
 from jaxoff._exchanges import is_exchange
-from jaxoff._kernel_times import is_pallas, kernel_ms, under_load
+from jaxoff._inline import inlined
+from jaxoff._kernel_times import is_pallas, kernel_ms, programs_ms, under_load
 from jaxoff._layer import UNNAMED_DOTS, Layer, Shared, Step, Value
 from jaxoff._marks import Tag
 from jaxoff._policy import DOTS, Placement
@@ -58,6 +59,25 @@ def layer_of(turn: Turn, device: Device) -> Layer:
     return _Traced(turn, device).layer()
 
 
+def _labels_within(eqns: Iterable[JaxprEqn]) -> Iterator[str]:
+    """The labels of what loops and branches among equations make."""
+    flows = filter(None, map(_compat.control_flow, eqns))
+    for program in (program for flow in flows for program in flow.programs):
+        inner = list(inlined(program.eqns, {}))
+        yield from filter(None, (_label_of(eqn)[0] for eqn in inner))
+        yield from _labels_within(inner)
+
+
+def _label_of(eqn: JaxprEqn) -> tuple[str | None, Placement | None]:
+    """What decides where the result of an equation lives, and where a mark puts it."""
+    text = _compat.name_in(eqn)
+    if text is None:
+        return (UNNAMED_DOTS if eqn.primitive.name in DOTS else None), None
+    tag = Tag.of(text)
+    placed: dict[Any, Placement] = {"not_offload": "device", "offload": "host"}
+    return tag.label or f"({tag.mark})", placed.get(tag.mark)
+
+
 class _Traced:
     def __init__(self, turn: Turn, device: Device, loaded: Device | None = None):
         self._turn, self._device, self.eqns = turn, device, turn.eqns
@@ -102,6 +122,7 @@ class _Traced:
             source=self._turn.source,
             in_order=self._turn.in_order,
             paced_ms=(whole.paced_ms(whole.forward), self.paced_ms(self.backward)),
+            within=frozenset(_labels_within(self.eqns[i] for i in self.forward)),
         )
 
     def paced_ms(self, pass_: Iterable[int]) -> float:
@@ -143,7 +164,7 @@ class _Traced:
                 heavy = [step[i] for i in readers if is_heavy(self.eqns[i])]
                 first, last = _ends(heavy) or (None, None)
                 yield Value(max(sizes), max(sizes) > self._half, 0.0, (), first, last)
-        count = len(number)
+        count, needed = len(number), self._needed()
         for i in self.forward:
             eqn = self.eqns[i]
             reads = tuple(sorted({number[v] for v in self.units.reads[i] if v in number}))
@@ -152,14 +173,14 @@ class _Traced:
             for v in eqn.outvars:
                 number[v] = count
             count += 1
-            label, fixed = self._label(i)
+            label, fixed = _label_of(eqn)
             same_as = reads[0] if len(reads) == 1 and self._is_another_name(i) else None
             first, last = _ends(when) or (None, None)
             nbytes = _compat.nbytes_of(v for v in eqn.outvars if v in read or v in self.units.readers)
             yield Value(
                 nbytes=nbytes,
                 is_large=any(map(self._is_large, eqn.outvars)),
-                ms=self._paced_ms(i),
+                ms=self._again_ms(i, needed),
                 reads=reads,
                 first=first,
                 last=last,
@@ -173,17 +194,25 @@ class _Traced:
                 same_as=same_as,
             )
 
-    def _label(self, i: int) -> tuple[str | None, Placement | None]:
-        eqn = self.eqns[i]
-        text = _compat.name_in(eqn)
-        if text is None:
-            return (UNNAMED_DOTS if eqn.primitive.name in DOTS else None), None
-        tag = Tag.of(text)
-        placed: dict[Any, Placement] = {"not_offload": "device", "offload": "host"}
-        return tag.label or f"({tag.mark})", placed.get(tag.mark)
-
     def _ms(self, i: int) -> float:
         return 0.0 if self._is_another_name(i) else self.units.ms(i, self._device)
+
+    def _needed(self) -> set[Var]:
+        """What the backward pass reads, or other values that it needs are made from."""
+        needed = {v for i in self.backward for v in self.units.reads[i]}
+        for i in reversed(self.forward):
+            if not needed.isdisjoint(self.eqns[i].outvars):
+                needed.update(self.units.reads[i])
+        return needed
+
+    def _again_ms(self, i: int, needed: set[Var]) -> float:
+        """How long it takes to make again what is needed of what a unit makes: of a loop, perhaps not all."""
+        eqn = self.eqns[i]
+        left = _compat.pruned(eqn, needed.__contains__)
+        unneeded = (
+            programs_ms(eqn, self._loaded) - programs_ms(left, self._loaded) if left is not eqn else 0.0
+        )
+        return self._paced_ms(i) - unneeded
 
     def _paced_ms(self, i: int) -> float:
         """How long a kernel takes within a step."""

@@ -1,14 +1,17 @@
 """How long the planner takes kernels to be: products by operations, the rest by bytes, copies for both."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 
-from jaxoff._cost import Device
+from jaxoff import _compat
+from jaxoff._cost import Device, product_flops
 from jaxoff._inline import inlined, now
 from jaxoff._kernel_times import IDLE, LOAD, PRODUCTS, TRAFFIC, kernel_ms, under_load
 from jaxoff._units import Units
@@ -52,6 +55,72 @@ def test_products_in_float32_throughout_leave_the_matrix_units():
     assert whole > 5 * usual
     narrow = milliseconds(lambda x, w: jnp.matmul(x, w, precision=lax.Precision.HIGHEST), X, W, device=QUICK)
     assert narrow == milliseconds(jnp.matmul, X, W, device=QUICK)
+
+
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 4), (2, 4)])
+def test_convolutions_take_their_operations(stride, groups):
+    """Forward and for both gradients alike: the zeros of a stride cost nothing."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def loss(x, w, precision=None):
+        options = dict(dimension_numbers=numbers, feature_group_count=groups, precision=precision)
+        return lax.conv_general_dilated(x, w, (stride, stride), "SAME", **options).astype(jnp.float32).sum()
+
+    x, w = array(8, 64, 64, 32), array(3, 3, 32 // groups, 64)
+    flops = 2 * 8 * (64 // stride) ** 2 * 64 * 9 * 32 // groups
+
+    def found(x, w, precision=None):
+        jaxpr = jax.make_jaxpr(jax.grad(functools.partial(loss, precision=precision), (0, 1)))(x, w).jaxpr
+        units = Units(list(inlined(jaxpr.eqns, {})), frozenset())
+        convolutions = [i for i, e in enumerate(units.eqns) if e.primitive.name == "conv_general_dilated"]
+        return [kernel_ms(units, i, QUICK) for i in convolutions]
+
+    assert found(x, w) == pytest.approx(3 * [1e3 * flops / PRODUCTS / QUICK.flops])
+    wide = array(*x.shape, dtype=jnp.float32), array(*w.shape, dtype=jnp.float32)
+    assert found(*wide) == pytest.approx(3 * [2e3 * flops / PRODUCTS / QUICK.flops])
+    assert min(found(*wide, lax.Precision.HIGHEST)) > 5 * found(*wide)[0]
+
+
+def chunks(form):
+    """A product for each of four chunks of rows, in a loop, or for all of them in a branch."""
+
+    def product(x, w):
+        return jnp.tanh(jax.nn.relu(x) @ w)
+
+    def fun(x, w):
+        xs = x.reshape(4, -1, x.shape[-1])
+        if form == "scan":
+            return lax.scan(lambda c, x: (c, product(x, w)), 0, xs)[1]
+        if form == "map":
+            return lax.map(jax.checkpoint(lambda x: product(x, w)), xs)
+        return lax.cond(x[0, 0] > 0, lambda: product(x, w), lambda: product(x[:, :1], w[:1]))
+
+    return fun
+
+
+@pytest.mark.parametrize("form", ["scan", "map", "cond"])
+def test_loops_and_branches_take_what_runs_in_them(form):
+    """The longest of branches, and all turns: with their products, and with what they read and write."""
+    assert milliseconds(chunks(form), X, W, device=QUICK) == pytest.approx(1e3 * FLOPS / PRODUCTS / 1e12)
+    slow = dataclasses.replace(DEVICE, flops=1e30)
+    weights = [W] if form == "cond" else 4 * [W]  # each turn reads them
+    product, elementwise = TRAFFIC * traffic_ms(X, OUT, *weights), traffic_ms(X, X, OUT, OUT)
+    assert milliseconds(chunks(form), X, W, device=slow) == pytest.approx(product + elementwise, rel=1e-3)
+    (eqn,) = (e for e in jax.make_jaxpr(chunks(form))(X, W).jaxpr.eqns if _compat.control_flow(e))
+    assert product_flops(eqn) == pytest.approx(FLOPS)
+
+
+def test_a_pallas_kernel_takes_what_its_author_says():
+    def copy(x_ref, out_ref):
+        out_ref[...] = x_ref[...]
+
+    def kernel(x, flops):
+        estimate = pl.CostEstimate(flops=flops, bytes_accessed=0, transcendentals=0)
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(copy, out_shape=shape, cost_estimate=estimate)(x)
+
+    times = [milliseconds(functools.partial(kernel, flops=n * FLOPS), X, device=QUICK) for n in (1, 2)]
+    assert times[1] == pytest.approx(2 * times[0]) != pytest.approx(times[0])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxoff
 from jaxoff import Device, SharedLink, _plan_compiled
@@ -103,6 +104,45 @@ def test_unnamed_dots_are_placed_too(choice: Any, unmarked, placement):
     (row,) = (row for row in found.rows if row.name == "(dots)")
     on_host = sum(r.nbytes for r in report.residuals if r.placement == "host" and r.made_by == "dot_general")
     assert on_host == (row.nbytes if choice == "offload" else 0)
+
+
+def within(form, policy=None):
+    """Products in a loop or in branches of a layer, and one outside of them."""
+
+    def body(x, w):
+        x = jaxoff.name(x, "x_in")
+
+        def chunk(x):
+            return jaxoff.name(jnp.tanh(x @ w["up"]), "act") @ w["down"]
+
+        if form == "scan":
+            ys = lax.scan(lambda c, x: (c, chunk(x)), 0, x.reshape(4, -1, x.shape[-1]))[1]
+        else:
+            ys = lax.cond(x.sum() > 0, chunk, jnp.sin, x)
+        y = jaxoff.name(ys.reshape(x.shape) @ w["up"], "act")
+        return x + jnp.tanh(jaxoff.name(y @ w["down"], "out")), None
+
+    return scanned(body, policy)
+
+
+@pytest.mark.parametrize("form", ["scan", "cond"])
+def test_what_a_loop_within_a_layer_makes_is_made_again(form):
+    """A policy would keep it for each turn: what a plan keeps is all that there is."""
+    fun = within(form)
+    for budget in (PLENTY, 1.3 * smallest(fun=fun)):
+        found = planned(fun, device_bytes=budget)
+        for name in ("(dots)", "act"):
+            (row,) = (row for row in found.rows if row.name == name)
+            assert (row.choice, row.why) == ("recompute", "made in a loop or a branch of a layer, too")
+        report = jaxoff.explain(within(form, found.policy), *arguments())
+        assert report.device_bytes == sum(row.nbytes for row in found.rows if row.choice == "save") + (
+            0 if found.choice("x_in") == "offload" else LAYERS * X_NBYTES
+        )
+        assert report.host_bytes == sum(row.nbytes for row in found.rows if row.choice == "offload")
+    for name in ("(dots)", "act"):
+        for choice in ("save", "offload"):
+            with pytest.raises(ValueError, match=rf"takes 'recompute' for '.*', got '{choice}': a loop or a"):
+                planned(fun, fixed={name: choice})
 
 
 def test_of_equals_what_has_a_name_is_kept():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxoff
 from jaxoff import _kernel_times
@@ -18,6 +19,7 @@ from jaxoff._timeline import Point
 from tests.jaxoff.planned import (
     ACT_NBYTES,
     DEVICE,
+    HIDDEN,
     LAYERS,
     ROWS,
     W_NBYTES,
@@ -90,6 +92,30 @@ def test_making_again_takes_what_is_not_kept_before_it(monkeypatch):
     assert none == pytest.approx(product + 2 * DEVICE.pass_ms(ACT_NBYTES), rel=0.2)
     assert act == pytest.approx(none)  # the derivative is another value than act
     assert again_ms(**{UNNAMED_DOTS: SAVE}) == pytest.approx(none - product)
+
+
+@pytest.mark.parametrize("form", ["scan", "at once"])
+def test_of_a_loop_only_what_is_needed_is_made_again(form, monkeypatch):
+    """The second product of each turn makes what the layer returns, which no gradient reads."""
+    monkeypatch.setattr(_kernel_times, "IDLE", 1.0)
+    monkeypatch.setattr(_kernel_times, "LOAD", 0.0)
+
+    def body(x, w):
+        x = jaxoff.name(x, "x_in")
+
+        def chunk(x):
+            return jnp.tanh(x @ w["up"]) @ w["down"]
+
+        if form == "at once":
+            return x + chunk(x), None
+        return x + lax.scan(lambda c, x: (c, chunk(x)), 0, x.reshape(4, -1, WIDTH))[1].reshape(x.shape), None
+
+    quick = dataclasses.replace(DEVICE, memory_gbps=1e12)
+    kind = LayerModel(turn(scanned(body), *arguments(), device=quick), 1, quick)
+    times = kind.times(kind.use({}))
+    product = 1e3 * 2 * 2 * ROWS * WIDTH * HIDDEN / quick.flops / PRODUCTS
+    assert times.recomputed == pytest.approx(product, rel=0.01)
+    assert times.kernels == pytest.approx(6 * product, rel=0.01)
 
 
 def test_neighbours_share_what_is_made_again():

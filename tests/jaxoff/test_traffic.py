@@ -57,6 +57,20 @@ def test_layers_outside_of_loops_are_told_together():
     assert 2 * LAYERS * PRODUCT_MS < backward.compute_ms <= 3 * LAYERS * PRODUCT_MS + 1e-6
 
 
+def test_what_a_loop_within_a_layer_computes_is_beside_its_copies():
+    def chunked(x, w):
+        x = jaxoff.name(x, "x_in").reshape(4, -1, WIDTH)
+        y = lax.scan(lambda c, x: (c, jnp.sin(x @ w)), 0, x)[1]
+        return y.reshape(ROWS, WIDTH), None
+
+    def fun(w, x):
+        return jaxoff.scan(chunked, x, w, policy=POLICY)[0]
+
+    forward, backward = jaxoff.explain(fun, W, X, device=PRODUCTS_ONLY).traffic
+    assert forward.compute_ms == pytest.approx(PRODUCT_MS)
+    assert backward.compute_ms == pytest.approx(3 * PRODUCT_MS)
+
+
 def test_what_the_link_cannot_take_is_a_finding():
     assert jaxoff.explain(in_a_loop, W, X).findings == ()
     report = jaxoff.explain(in_a_loop, W, X, device=d2h(5))
