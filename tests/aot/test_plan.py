@@ -19,7 +19,7 @@ from jaxoff._cost import H200
 from jaxoff._layer import of_others
 from jaxoff._plan import Planner
 from jaxoff._settings import DISABLED_PASSES
-from tests.aot import programs
+from tests.aot import programs, swiglu
 
 pytestmark = pytest.mark.aot
 
@@ -284,3 +284,49 @@ def test_the_peak_of_experts_is_that_of_the_compiled_program(workload, choices):
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert found.peak_bytes == pytest.approx(held - memory.alias_size_in_bytes, rel=PRECISION)
     assert found.host_bytes == memory.host_temp_size_in_bytes
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_CUDNN, reason="needs cuDNN: pip install 'jax[cuda13]' (no GPU needed)")
+def test_the_peaks_of_a_model_that_is_new_are_those_of_its_compiled_programs():
+    target, args = jaxoff.target("h200"), swiglu.arguments()
+
+    def jitted(policy):
+        return jaxoff.jit(functools.partial(swiglu.train_step, policy=policy), donate_argnums=0)
+
+    with target.tracing():
+        plans = jaxoff.frontier(jitted(jaxoff.policy()), *args, points=8).plans
+    assert len(plans) > 5
+    for found in plans:
+        peak, host = compiled_step(jitted(found.policy), *args)
+        assert found.peak_bytes == pytest.approx(peak, rel=0.015)
+        assert found.host_bytes == host
+
+
+@pytest.mark.parametrize("checkpointed", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_loop_within_a_layer_is_planned_with_what_it_holds(checkpointed):
+    def body(x, w):
+        x = jaxoff.name(x, "x_in")
+        mid = jaxoff.name(x @ w["proj"], "mid")
+
+        def chunk(rows):
+            return jnp.square(jax.nn.relu(rows @ w["up"])) @ w["down"]
+
+        chunk = jax.checkpoint(chunk) if checkpointed else chunk
+        rows = mid.reshape(8, -1, WIDTH)
+        return x + lax.scan(lambda c, r: (c, chunk(r)), 0, rows)[1].reshape(x.shape), None
+
+    def of_policy(w, x, policy):
+        return jaxoff.scan(body, x, w, policy=policy)[0].astype(jnp.float32).mean()
+
+    weights, x = arguments()
+    args = {k: weights[k] for k in ("proj", "up", "down")}, x
+    for mid in (SAVE, MOVE):
+        fixed = {"x_in": MOVE, "mid": mid}
+        found = jaxoff.plan(
+            functools.partial(of_policy, policy=jaxoff.policy()), *args, device_bytes=1e12, fixed=fixed
+        )
+        step = jaxoff.jit(jax.value_and_grad(functools.partial(of_policy, policy=found.policy)))
+        peak, host = compiled_step(step, *args)
+        assert found.peak_bytes == pytest.approx(peak, rel=PRECISION)
+        assert found.host_bytes == host
