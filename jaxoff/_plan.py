@@ -269,7 +269,7 @@ class Planner:
                 f"fixed says where names live, as in {{'x_in': 'save'}}, got {type(fixed).__name__}."
             )
         for name, verb in fixed.items():
-            if name not in self.model.labels:
+            if name not in self.model.labels and name not in self.model.within:
                 known = ", ".join(self.model.labels)
                 raise ValueError(
                     f"fixed takes names that the function's layers have, got {name!r}; they have {known}."
@@ -285,8 +285,9 @@ class Planner:
                     "makes such values, too, and would keep them for each of its turns. Give what is to be "
                     "kept outside of it a name of its own."
                 )
-        again = (name for name in self.model.labels if name in self.model.within)
-        return {name: _PLACES[verb] for name, verb in (*fixed.items(), *((n, "recompute") for n in again))}
+        again: dict[str, Verb] = {}.fromkeys(self.model.within.intersection(self.model.labels), "recompute")
+        decided = {name: verb for name, verb in {**fixed, **again}.items() if name in self.model.labels}
+        return {name: _PLACES[verb] for name, verb in decided.items()}
 
     def planned(self, choice: Choice, device_bytes: int, first: int = 0) -> Plan:
         """A choice with its costs and reasons, of loops with so many first layers if there are any."""

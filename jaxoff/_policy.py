@@ -26,6 +26,7 @@ DOTS = frozenset(
 )
 PALLAS = frozenset({"pallas_call", "core_map", "mpmd_map"})
 KERNELS = PALLAS | {"ffi_call", "dot_product_attention_fwd_wrapper"}
+_MOVED = {"offload": DOTS | KERNELS, "offload_dots": DOTS}
 # Views cost nothing to make again, and a saved view of a moved value would keep the value on the device.
 VIEWS = frozenset(
     {"reshape", "transpose", "squeeze", "slice", "rev", "broadcast_in_dim", "expand_dims", "copy"}
@@ -122,9 +123,7 @@ class Policy:
             return Decision("device", rule)
         if self.unmarked == "dots" and prim.name in DOTS:
             return Decision("device", rule)
-        if (self.unmarked == "offload_dots" and prim.name in DOTS) or (
-            self.unmarked == "offload" and (prim.name in DOTS or prim.name in KERNELS)
-        ):
+        if prim.name in _MOVED.get(self.unmarked, ()):
             return self._move(_nbytes_of(out_avals(prim, in_avals, params)), rule)
         return Decision("recompute", rule)
 

@@ -154,8 +154,8 @@ def policy(
       save: names or globs of values to keep on the device.
       recompute: names or globs of values to compute again in the backward pass. A name listed here or in
         another list leaves the preset's.
-      unmarked: "recompute" (the default without a preset), "save", "dots", "offload_dots" or
-        "offload"; see `Policy`.
+      unmarked: "recompute" (the default without a preset), "save", "dots", "offload_dots" or "offload";
+        see `Policy`.
       min_bytes: smaller values that a list or `unmarked` would move stay on the device. Bytes of one
         layer's value. Default 0.
       memory_kind: "pinned_host" (the default), or "device" for a policy that keeps on the device what it
