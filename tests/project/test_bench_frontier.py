@@ -19,6 +19,7 @@ from bench.frontier_points import (
     budgets_of,
     planner_of,
     points_of,
+    predicted_anew,
     predicted_ms,
 )
 from bench.step_models import Workload
@@ -110,6 +111,15 @@ def test_a_plan_by_layer_is_predicted_as_it_was_planned(planner):
 def test_unnamed_products_that_a_plan_saves_are_predicted(planner):
     saved = Point("", "plan", {"save": ("pre",), "unmarked": "dots"})
     assert predicted_ms(planner, saved) < predicted_ms(planner, Point("", "plan", {"save": ("pre",)}))
+
+
+def test_unnamed_products_on_the_host_are_those_that_jax_offloads(planner, points):
+    stock = next(point.predicted for point in points if point.name == "offload_dots")
+    moved = predicted_anew(planner, Point("", "plan", {"unmarked": "offload_dots"})).predicted
+    saved = predicted_anew(planner, Point("", "plan", {"unmarked": "dots"})).predicted
+    assert moved == stock
+    assert moved["host_bytes"] > saved["host_bytes"] == 0
+    assert moved["peak_bytes"] < saved["peak_bytes"]
 
 
 def test_plans_may_be_checked_by_compilation(planner):
@@ -271,6 +281,7 @@ def test_the_table_sets_plans_against_what_fits_their_budgets():
         row("too large", "single", 90.0, 2.1, policy={"save": ("a", "b")}),
         row("failed", "stock", None, None, stock="dots_saveable"),
         row("offload_dots", "stock", 105.0, 1.0, stock="offload_dots"),
+        row("offload dots", "every", 104.5, 1.0, policy={"unmarked": "offload_dots"}),
     ]
     text = frontier_table.markdown({"w": [plan, *others]})
     assert "| plan 1: 2.0 GB | offload a | +4.0% | save a | +7.0% |" in text
