@@ -143,7 +143,7 @@ def test_more_memory_is_never_slower():
     [
         (jaxoff.policy(save=["act"]), r"jaxoff.policy\(save=\['act'\]\)"),
         (jaxoff.policy(offload=["act"]), r"jaxoff.policy\(offload=\['act'\]\)"),
-        (jax.checkpoint_policies.dots_saveable, "DotsSaveable"),
+        (jax.checkpoint_policies.dots_saveable, "(DotsSaveable|<function dots_saveable)"),
     ],
 )
 def test_a_policy_that_keeps_something_is_refused(policy, got):
