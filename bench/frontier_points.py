@@ -120,7 +120,6 @@ def _policy_of(fields: dict[str, Any]) -> Policy | FirstLayers:
 
 def planner_of(workload: Workload, device: jaxoff.Device | None = None) -> Planner:
     """The planner of a workload's loss, for an H200 or another device."""
-    device = device or jaxoff.Device.of("h200")
     fun = loss(workload, "planned", Point("", "stock", stock="nothing_saveable")._stack())
     return Planner.of(fun, workload.shapes("scanned"), {}, 0, None, device, None, False)
 

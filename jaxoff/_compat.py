@@ -136,6 +136,10 @@ class ControlFlow:
     turns: int
     programs: tuple[Jaxpr, ...]
 
+    def total(self, of: Callable[[Jaxpr], float]) -> float:
+        """A sum over all that runs: every turn, the largest of branches."""
+        return self.turns * max(map(of, self.programs))
+
 
 def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
     """What a loop or a condition runs, None for another equation; of `while`, whose turns vary, one turn."""

@@ -203,13 +203,11 @@ def checked_device(device: object) -> Device:
 def product_flops(eqn: JaxprEqn) -> float:
     """Operations of a product, a convolution, attention, or of what looks like a product by its shapes.
 
-    Those of a loop or a condition are what it runs, the longest branch; those of a Pallas kernel with a cost
+    Those of a loop or a condition are what it runs, the largest branch; those of a Pallas kernel with a cost
     estimate are what that says.
     """
     if (flow := _compat.control_flow(eqn)) is not None:
-        return flow.turns * max(
-            sum(map(product_flops, inlined(program.eqns, {}))) for program in flow.programs
-        )
+        return flow.total(lambda program: sum(map(product_flops, inlined(program.eqns, {}))))
     if (estimate := eqn.params.get("cost_estimate")) is not None:
         return float(estimate.flops)
     name, shapes = eqn.primitive.name, [_compat.shape_of(v.aval) for v in eqn.invars if _has_shape(v.aval)]

@@ -61,7 +61,7 @@ def kernel_ms(units: Units, i: int, device: Device, rows: Container[Var] = froze
 def programs_ms(eqn: JaxprEqn, device: Device) -> float:
     """How long what a loop or a condition runs takes: all turns, the longest branch; 0 for others."""
     flow = _compat.control_flow(eqn)
-    return flow.turns * max(_program_ms(program, device) for program in flow.programs) if flow else 0.0
+    return flow.total(lambda program: _program_ms(program, device)) if flow else 0.0
 
 
 def _program_ms(program: Jaxpr, device: Device) -> float:

@@ -112,7 +112,7 @@ def _times(eqns: list[JaxprEqn], outs: Iterable[Any], device: Device) -> Iterato
 
 
 def _holds_copies(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a loop with copies of its own, which are beside its own kernels."""
+    """Whether an equation, such as a loop, has copies of its own, which are beside its own kernels."""
     return any(_compat.transfer_in(e) or _holds_copies(e) for j in _compat.sub_jaxprs(eqn) for e in j.eqns)
 
 

@@ -209,10 +209,7 @@ class _Traced:
         """How long it takes to make again what is needed of what a unit makes: of a loop, perhaps not all."""
         eqn = self.eqns[i]
         left = _compat.pruned(eqn, needed.__contains__)
-        unneeded = (
-            programs_ms(eqn, self._loaded) - programs_ms(left, self._loaded) if left is not eqn else 0.0
-        )
-        return self._paced_ms(i) - unneeded
+        return self._paced_ms(i) - programs_ms(eqn, self._loaded) + programs_ms(left, self._loaded)
 
     def _paced_ms(self, i: int) -> float:
         """How long a kernel takes within a step."""

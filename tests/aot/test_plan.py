@@ -286,21 +286,37 @@ def test_the_peak_of_experts_is_that_of_the_compiled_program(workload, choices):
     assert found.host_bytes == memory.host_temp_size_in_bytes
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not HAS_CUDNN, reason="needs cuDNN: pip install 'jax[cuda13]' (no GPU needed)")
-def test_the_peaks_of_a_model_that_is_new_are_those_of_its_compiled_programs():
-    target, args = jaxoff.target("h200"), swiglu.arguments()
-
-    def jitted(policy):
-        return jaxoff.jit(functools.partial(swiglu.train_step, policy=policy), donate_argnums=0)
-
-    with target.tracing():
-        plans = jaxoff.frontier(jitted(jaxoff.policy()), *args, points=8).plans
+def check_frontier(planned, step, args, precision):
+    """Compiles the step under each plan of a frontier."""
+    with jaxoff.target("h200").tracing():
+        plans = jaxoff.frontier(planned, *args, points=8).plans
     assert len(plans) > 5
     for found in plans:
-        peak, host = compiled_step(jitted(found.policy), *args)
-        assert found.peak_bytes == pytest.approx(peak, rel=0.015)
+        peak, host = compiled_step(step(found.policy), *args)
+        assert found.peak_bytes == pytest.approx(peak, rel=precision)
         assert found.host_bytes == host
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_CUDNN, reason="needs cuDNN: pip install 'jax[cuda13]' (no GPU needed)")
+def test_the_peaks_of_a_train_step_of_another_model_are_those_of_its_compiled_programs():
+    def step(policy):
+        return jaxoff.jit(functools.partial(swiglu.train_step, policy=policy), donate_argnums=0)
+
+    check_frontier(step(jaxoff.policy()), step, swiglu.arguments(), 0.015)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_CUDNN, reason="needs cuDNN: pip install 'jax[cuda13]' (no GPU needed)")
+def test_the_peaks_of_a_loss_of_another_model_are_those_of_its_compiled_programs():
+    (params, _), tokens = swiglu.arguments()
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
+
+    def step(policy):
+        return jaxoff.jit(jax.value_and_grad(functools.partial(swiglu.loss, policy=policy)))
+
+    fun = functools.partial(swiglu.loss, policy=jaxoff.policy())
+    check_frontier(fun, step, (params, tokens), PRECISION)
 
 
 @pytest.mark.parametrize("checkpointed", [True, pytest.param(False, marks=pytest.mark.long)])
