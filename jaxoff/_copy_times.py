@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
 from jaxoff._cost import Device
-from jaxoff._units import Units
+from jaxoff._units import Units, is_heavy
 
 # So many places, and ms of kernels, earlier than planned may a copy start.
 _LEAD, _LEAD_MS = 2, 0.1
 # Copies from and to the host are planned for so many times their estimated length.
-_SLACK, _SEND_SLACK = 1.5, 1.1
+_SLACK, _LEAST_SLACK, _SEND_SLACK = 1.5, 1.1, 1.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,15 @@ class Reloads:
     starts: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Long:
+    """A kernel that keeps small ones waiting: behind how many places it comes, and its times in ms."""
+
+    place: int
+    began: float
+    end: float
+
+
 class CopyTimes:
     """The times of an order, in ms since it began.
 
@@ -43,6 +52,7 @@ class CopyTimes:
         self.sent: dict[int, float] = {}
         self.needed: dict[int, int] = {}
         self._ends: list[float] = []  # of each place in the chain
+        self._long: list[_Long] = []
         self._made: dict[Var, float] = {}  # when a value is made
         self._read_by: dict[Var, float] = {}  # when its latest reader is done
 
@@ -53,6 +63,8 @@ class CopyTimes:
     def add(self, i: int, end: float, *, is_link: bool = True) -> None:
         """Adds a unit that is done at a time; a link has the next place in the chain."""
         if is_link:
+            if is_heavy(self._eqns[i]) and end - self._end > _LEAD_MS:
+                self._long.append(_Long(len(self._ends), self._end, end))
             self._ends.append(end)
         self._made |= dict.fromkeys(self._eqns[i].outvars, end)
         self._read_by |= dict.fromkeys(self._units.reads[i], end)
@@ -73,10 +85,11 @@ class CopyTimes:
             return time, self._free_at(self._eqns[i].outvars[0], follows)
 
         needed = sorted(self._by_need(), key=turn)
-        starts, busy_from = {}, float("inf")
+        starts, busy_from, latest = {}, float("inf"), float("inf")
         for i, time in reversed(needed):
             busy_from = min(time, busy_from) - _SLACK * self.reload_ms(i)
-            starts[i] = self._place_before(busy_from)
+            latest = min(time, latest) - _LEAST_SLACK * self.reload_ms(i)
+            starts[i] = self._unhindered(self._place_before(busy_from), latest)
         order = tuple(i for i, _ in needed if self._is_there_from_the_beginning(i))
         return Reloads(order, starts)
 
@@ -89,6 +102,18 @@ class CopyTimes:
         if not places:
             return 0
         return max(0, min(places - _LEAD, bisect.bisect_right(self._ends, self._ends[places - 1] - _LEAD_MS)))
+
+    def _unhindered(self, place: int, latest: float) -> int:
+        """Behind how many places a copy starts that must be under way by a time, whatever keeps it waiting.
+
+        A long kernel that begins when the small ones before the copy could, or 0.13 ms later, has all of the
+        device: they run as it ends (`bench/LOG.md`, "What starts a reload").
+        """
+        count = bisect.bisect_left(self._long, place, key=lambda long: long.place)
+        before, after = self._long[:count], self._long[count:]
+        if not after or not after[0].began < latest < after[0].end:
+            return place
+        return before[-1].place if before else 0
 
     def late(self, follows: Mapping[Var, Var]) -> list[Var]:
         """The copies from the host that cannot end with the program: what they follow is read too long.

@@ -101,8 +101,17 @@ def test_what_is_sent_a_turn_later_gives_up_its_memory_if_that_is_in_time_even_a
     assert {names[v]: in_place for v, in_place in times.unfinished().items()} == found
 
 
-def test_small_kernels_before_a_large_one_do_not_start_a_copy():
-    """The kernel that starts it could not run beside the large one."""
-    small_ones = [5.0 + 0.01 * n for n in range(1, REST)]
+@pytest.mark.parametrize("small_ms", [0.01, 0.05])
+def test_small_kernels_before_a_large_one_do_not_start_a_copy(small_ms):
+    """What starts it finds no room beside the large one, and would run at 30 ms."""
+    small_ones = [5.0 + small_ms * n for n in range(1, REST)]
     times, (large, _), follows = timed((3.0, 5.0), 30.0, rest_at=[*small_ones, 30.0])
     assert times.reloads(follows).starts[large] == 1  # behind the place that ends at 3 ms
+
+
+def test_a_copy_starts_before_a_large_kernel_whose_end_is_early_enough():
+    times, (large, _), follows = timed(
+        (3.0, 5.0), 30.0, rest_at=[10.0, 15.0, 20.0, 22.2, 22.3, 24.0, 27.0, 30.0]
+    )
+    # At 22.5 ms it is planned; at 24.0 it is still in time.
+    assert times.reloads(follows).starts[large] == 5
