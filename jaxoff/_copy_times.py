@@ -14,7 +14,7 @@ from jaxoff._units import Units, is_heavy
 # So many places, and ms of kernels, earlier than planned may a copy start.
 _LEAD, _LEAD_MS = 2, 0.1
 # Copies from and to the host are planned for so many times their estimated length.
-_SLACK, _LEAST_SLACK, _SEND_SLACK = 1.5, 1.1, 1.1
+SLACK, LEAST_SLACK, SEND_SLACK = 1.5, 1.1, 1.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,11 @@ class Reloads:
 
     order: tuple[int, ...] = ()
     starts: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+def fills_device(eqn: JaxprEqn, ms: float) -> bool:
+    """Whether small kernels find no room beside one that takes so long."""
+    return is_heavy(eqn) and ms > _LEAD_MS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +68,7 @@ class CopyTimes:
     def add(self, i: int, end: float, *, is_link: bool = True) -> None:
         """Adds a unit that is done at a time; a link has the next place in the chain."""
         if is_link:
-            if is_heavy(self._eqns[i]) and end - self._end > _LEAD_MS:
+            if fills_device(self._eqns[i], end - self._end):
                 self._long.append(_Long(len(self._ends), self._end, end))
             self._ends.append(end)
         self._made |= dict.fromkeys(self._eqns[i].outvars, end)
@@ -87,8 +92,8 @@ class CopyTimes:
         needed = sorted(self._by_need(), key=turn)
         starts, busy_from, latest = {}, float("inf"), float("inf")
         for i, time in reversed(needed):
-            busy_from = min(time, busy_from) - _SLACK * self.reload_ms(i)
-            latest = min(time, latest) - _LEAST_SLACK * self.reload_ms(i)
+            busy_from = min(time, busy_from) - SLACK * self.reload_ms(i)
+            latest = min(time, latest) - LEAST_SLACK * self.reload_ms(i)
             starts[i] = self._unhindered(self._place_before(busy_from), latest)
         order = tuple(i for i, _ in needed if self._is_there_from_the_beginning(i))
         return Reloads(order, starts)
@@ -150,7 +155,7 @@ class CopyTimes:
         for first in range(len(needed)):
             busy, in_time = 0.0, True
             for i, time in needed[first:]:
-                busy += _SLACK * self.reload_ms(i)
+                busy += SLACK * self.reload_ms(i)
                 in_time = in_time and busy <= time
             if in_time:
                 return [self._eqns[i].outvars[0] for i, _ in needed[:first]]
@@ -176,7 +181,7 @@ class CopyTimes:
         return self._device.h2d_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
 
     def _send_ms(self, i: int) -> float:
-        return _SEND_SLACK * self._device.d2h_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
+        return SEND_SLACK * self._device.d2h_ms(_compat.nbytes(self._eqns[i].outvars[0].aval))
 
     def _is_there_from_the_beginning(self, i: int) -> bool:
         return not any(v in self._units.maker for v in self._units.reads[i])

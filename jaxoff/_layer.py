@@ -64,6 +64,7 @@ class Step:
       ends_ms: when it is done.
       handed_on: of the small ones, what can take the memory of the cotangent.
       shared: kernels that it may be one with.
+      fills: whether small kernels find no room beside it.
     """
 
     what: str
@@ -73,6 +74,7 @@ class Step:
     ends_ms: float
     handed_on: int = 0
     shared: tuple[Shared, ...] = ()
+    fills: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 
+from jaxoff._copy_times import LEAST_SLACK, SEND_SLACK, SLACK
 from jaxoff._cost import Device
 from jaxoff._layer import Layer, Shared, Step, Value
 from jaxoff._policy import Placement
 
 type Choice = Mapping[str, Placement]
 
-# A copy is planned for so many times its estimated length; as in `jaxoff._copy_times`.
-_SLACK, _SEND_SLACK = 1.5, 1.1
 # Of so many parts in no loop, the last ones, what is moved is on the device when the pass back begins.
 LAST = 2
 # How much of the memory that small and large values could share they do not, beside copies.
@@ -174,6 +174,15 @@ class LayerModel:
     def h2d_ms(self, n: int) -> float:
         return self.device.h2d_ms(self.layer.values[n].nbytes)
 
+    def together_ms(self, n: int) -> float:
+        """Of the copies from the host of a value and of those of its label that are read first when it is."""
+        value = self.layer.values[n]
+        if value.label is None or value.first is None:
+            return self.h2d_ms(n)
+        read = (value.label, value.first)
+        same = (m for m, other in enumerate(self.layer.values) if (other.label, other.first) == read)
+        return sum(map(self.h2d_ms, same))
+
     def slowed_ms(self, n: int) -> float:
         """By which kernels take longer beside the copies of a value: those read and write memory, too."""
         copies = self.d2h_ms(n) + self.h2d_ms(n)
@@ -245,18 +254,36 @@ class LayerModel:
 
     def is_sent_late(self, n: int) -> bool:
         """Whether a copy to the host does not end with the turn that makes the value."""
-        return self.layer.values[n].made_ms + _SEND_SLACK * self.d2h_ms(n) > self.layer.forward_ends_ms
+        return self.layer.values[n].made_ms + SEND_SLACK * self.d2h_ms(n) > self.layer.forward_ends_ms
 
-    @functools.cache  # noqa: B019
     def arrives(self, n: int, first: int) -> int:
         """The step from which on a reloaded value is on the device, if one needs it first.
 
         -1: a reload that could not be in time starts in the turn before. By programs compiled for an H200 it
         then has its place all the time, beside that of the value of the turn until that was read last.
         """
-        ends = [step.ends_ms for step in self.layer.backward]
-        starts = (ends[first - 1] if first else 0.0) - _SLACK * self.h2d_ms(n)
-        return -1 if starts < 0 else next(s for s, end in enumerate(ends) if end > starts)
+        return self._arrivals(n)[first]
+
+    @functools.cache  # noqa: B019 - lives as long as the model
+    def _arrivals(self, n: int) -> list[int]:
+        """By the step that needs a value first, from when on it is there: not later than for later ones."""
+        found, ends = [], [step.ends_ms for step in self.layer.backward]
+        for needed in (0.0, *ends):
+            starts, latest = (needed - slack * self.together_ms(n) for slack in (SLACK, LEAST_SLACK))
+            step = next((s for s, end in enumerate(ends) if end > starts), len(ends))
+            found.append(-1 if starts < 0 else self._unhindered(step, latest))
+        return list(itertools.accumulate(reversed(found), min))[::-1]
+
+    def _unhindered(self, step: int, latest: float) -> int:
+        """The step with which a reload starts that must be under way by a time; see `jaxoff._copy_times`."""
+        began = 0.0
+        before = 0  # the last step before that which nothing else runs beside
+        for s, other in enumerate(self.layer.backward):
+            if other.fills and s >= step:
+                return before if began < latest < other.ends_ms else step
+            before = s if other.fills else before
+            began = other.ends_ms
+        return step
 
     def copies(self, n: int, first: int, s: int) -> int:
         """How many copies of a reloaded value are on the device at a step, if one needs it first."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxoff import _compat
 from jaxoff._compat import JaxprEqn, Var
+from jaxoff._copy_times import fills_device
 from jaxoff._cost import Device
 from jaxoff._exchanges import is_exchange
 from jaxoff._inline import inlined
@@ -278,8 +279,8 @@ class _Traced:
         rows = gradients if self._turn.turns > 1 else ()
         live, ends = self._sizes(apart), 0.0
         for s, i in enumerate(order):
-            eqn, reads = self.eqns[i], self.units.reads[i]
-            ends += self.units.ms(i, self._device)
+            eqn, reads, ms = self.eqns[i], self.units.reads[i], self.units.ms(i, self._device)
+            ends += ms
             made_here = [] if i in self._writes else eqn.outvars
             new = self._sizes(v for v in made_here if v in last or v in gradients)
             dying = [v for v in reads if last.get(v) == s]
@@ -291,7 +292,9 @@ class _Traced:
             written, _ = self._sizes(v for v in made_here if v in rows and v not in last)
             what = f"{eqn.primitive.name} {_compat.source_line(eqn)}".strip()
             shared = tuple(self._shared(reads, *over)) if any(over) else ()
-            yield Step(what, small, large, min(written, small), ends, shared=shared)
+            yield Step(
+                what, small, large, min(written, small), ends, shared=shared, fills=fills_device(eqn, ms)
+            )
             stays = self._sizes(v for v in made_here if v in last)
             live = tuple(a + b - c for a, b, c in zip(live, stays, self._sizes(dying), strict=True))
 

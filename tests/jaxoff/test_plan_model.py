@@ -358,6 +358,27 @@ def test_small_values_take_places_of_large_ones_in_order_and_out_of_graphs(in_or
 
 
 @pytest.mark.parametrize(
+    ("fills", "sizes", "arrives"),
+    [
+        ((), [2], 3),  # under way 3 ms before it is needed
+        ((1, 3), [2], 1),  # what starts it would find room at 9 ms: so as the kernel before that ends
+        ((3,), [2], 0),
+        ((1, 3), [0.9], 3),  # which at 9 ms is early enough
+        ((1, 3), [0.9, 0.9], 1),  # but not for two
+        ((1, 3), [4], 1),  # small kernels before the long one do not count
+    ],
+)
+def test_a_reload_has_its_place_before_a_long_kernel_that_would_make_it_late(fills, sizes, arrives):
+    device = Device(1, 1, 1e-3, 1e-3)  # a kilobyte takes a millisecond
+    values = [Value(int(1000 * size), False, 0.0, (), 5, 5, "v") for size in sizes]
+    ends = (1.0, 4.0, 5.0, 9.0, 10.0, 11.0)
+    backward = tuple(Step("b", 0, 0, 0, end, fills=s in fills) for s, end in enumerate(ends))
+    layer = Layer(3, tuple(values), (Step("f", 0, 0, 0, 1.0),), backward, "layer", True)
+    kind = LayerModel(layer, 1, device)
+    assert [kind.arrives(n, 5) for n in range(len(sizes))] == [arrives] * len(sizes)
+
+
+@pytest.mark.parametrize(
     ("to_come", "backward", "choice", "peak"),
     [
         ((), True, {"s": SAVE, "l": SAVE}, 50),

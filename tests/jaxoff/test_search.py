@@ -72,7 +72,7 @@ def layers(draw, labels):
         for i in range(number):
             small = draw(sizes)
             of = tuple(filter(None, [shared()]))
-            yield Step("", small, draw(sizes), small // 2, 3.0 * (i + 1), small // 4, of)
+            yield Step("", small, draw(sizes), small // 2, 3.0 * (i + 1), small // 4, of, draw(st.booleans()))
 
     turns, in_order = draw(st.sampled_from([1, 3])), draw(st.booleans())
     return Layer(turns, made, tuple(passed(len(made))), tuple(passed(steps)), "", in_order)
