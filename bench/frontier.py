@@ -14,8 +14,9 @@ The role `every` is all placements of a layer with few names, to hold plans agai
 
     python -m bench.frontier --out c.json --workloads mlp-b4-l6 --roles plan,stock,every --no-peaks
 
-`--ahead` finds the points on a machine without a GPU, for an H200, and checks each plan by compiling its step
-(`compile_step` of `jaxoff.plan`); `--resume` then measures them.
+Each plan is checked by compiling its step (`compile_step` of `jaxoff.plan`). `--ahead` does it on a machine
+without a GPU, for an H200, and leaves some memory for kernels that differ on the card; `--resume` then
+measures what it found.
 
 `--predict` says what the planner now predicts for the points of a file, without a GPU:
 
@@ -255,8 +256,10 @@ def rows_of(workload: Workload, o: argparse.Namespace, earlier: list[Row]) -> li
     target = jaxoff.target("h200") if o.ahead else None
     with target.tracing() if target else contextlib.nullcontext():
         planner = planner_of(workload)
-        compile_step = compiled_for(workload, target) if target else None
-        points = points_of(workload, planner, roles, budgets_of(planner, o.budgets), compile_step)
+        is_known = o.ahead or jax.default_backend() == "gpu"  # what XLA assigns there
+        compile_step = compiled_for(workload, target) if is_known else None
+        budgets = budgets_of(planner, o.budgets)
+        points = points_of(workload, planner, roles, budgets, compile_step, ahead=o.ahead)
     return known + [{"workload": workload.name, "point": dataclasses.asdict(point)} for point in points]
 
 

@@ -146,11 +146,18 @@ def points_of(
     roles: Sequence[Role],
     budgets: Sequence[int],
     compile_step: CompileStep | None = None,
+    *,
+    ahead: bool = True,
 ) -> list[Point]:
-    """The points of a workload; with `compile_step` plans are checked by compilation, with no margin."""
+    """The points of a workload.
+
+    With `compile_step` plans are checked by compilation, with no margin; if that is `ahead` of time, they
+    leave what kernels of the card may take more.
+    """
+    spared = AHEAD_PART if ahead else 0.0
     found = {
-        "plan": lambda: _plans(planner, budgets, compile_step),
-        "layers": lambda: _plans_by_layer(planner, budgets, compile_step),
+        "plan": lambda: _plans(planner, budgets, compile_step, spared),
+        "layers": lambda: _plans_by_layer(planner, budgets, compile_step, spared),
         "stock": lambda: _stock(planner),
         "maxtext": lambda: _maxtext(planner, workload),
         "single": lambda: _singles(planner, budgets),
@@ -212,23 +219,27 @@ def _predicted(planner: Planner, point: Point) -> dict[str, float]:
     return {"ms": cost.times.total, "peak_bytes": cost.peak.nbytes, "host_bytes": cost.host_nbytes}
 
 
-def compiled_for(workload: Workload, target: jaxoff.Target) -> CompileStep:
-    """Compiles a workload's step ahead of time, each policy once."""
+def compiled_for(workload: Workload, target: jaxoff.Target | None = None) -> CompileStep:
+    """Compiles a workload's step, each policy once, ahead of time or for the device at hand."""
 
     @functools.cache
     def compiled(policy: Policy) -> jax.stages.Compiled:
         step = Point("", "plan", dataclasses.asdict(policy)).step(workload)
+        if target is None:
+            return step.jitted.lower(*workload.shapes("scanned")).compile()
         return target.compile(step.jitted, *workload.shapes("scanned"))
 
     return compiled
 
 
-def _plans(planner: Planner, budgets: Sequence[int], compile_step: CompileStep | None) -> Iterator[Point]:
+def _plans(
+    planner: Planner, budgets: Sequence[int], compile_step: CompileStep | None, spared: float
+) -> Iterator[Point]:
     for number, budget in enumerate(budgets, 1):
         if compile_step is None:
             plan = planner.plan(budget, HOST_BYTES, {}, MARGIN)
         else:
-            nbytes = budget - min(AHEAD_NBYTES, AHEAD_PART * budget)
+            nbytes = budget - min(AHEAD_NBYTES, spared * budget)
             plan = planner.plan_compiled(nbytes, HOST_BYTES, {}, 0.0, compile_step)
         predicted = {"ms": plan.step_ms, "peak_bytes": plan.peak_bytes, "host_bytes": plan.host_bytes}
         if plan.compiled_bytes is not None:
@@ -239,10 +250,10 @@ def _plans(planner: Planner, budgets: Sequence[int], compile_step: CompileStep |
 
 
 def _plans_by_layer(
-    planner: Planner, budgets: Sequence[int], compile_step: CompileStep | None
+    planner: Planner, budgets: Sequence[int], compile_step: CompileStep | None, spared: float
 ) -> Iterator[Point]:
     """Plans whose first layers are placed otherwise than the others, for the budgets for which those win."""
-    for point in _plans(dataclasses.replace(planner, in_two=True), budgets, compile_step):
+    for point in _plans(dataclasses.replace(planner, in_two=True), budgets, compile_step, spared):
         if point.policy is not None and "count" in point.policy:
             name = point.name.replace("plan", f"first {point.policy['count']},")
             yield dataclasses.replace(point, name=name, role="layers")
