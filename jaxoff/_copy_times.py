@@ -36,12 +36,31 @@ def fills_device(eqn: JaxprEqn, ms: float) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Long:
-    """A kernel that keeps small ones waiting: behind how many places it comes, and its times in ms."""
+class Long:
+    """A kernel that fills the device: behind how many places it comes, and its times in ms."""
 
     place: int
     began: float
     end: float
+
+
+def unhindered(place: int, latest: float, long: Sequence[Long]) -> int:
+    """Behind how many places a copy starts that must be under way by a time.
+
+    A long kernel that begins when the small ones before the copy could, or 0.13 ms later, gives them no room:
+    they run as it ends (`bench/LOG.md`, "what keeps a reload waiting"). Where that is late, the copy starts
+    before the long kernel before that one.
+
+    Args:
+      place: behind how many places it is planned.
+      latest: the time, in ms.
+      long: such kernels, in order.
+    """
+    count = bisect.bisect_left(long, place, key=lambda kernel: kernel.place)
+    before, after = long[:count], long[count:]
+    if not after or not after[0].began < latest < after[0].end:
+        return place
+    return before[-1].place if before else 0
 
 
 class CopyTimes:
@@ -57,7 +76,7 @@ class CopyTimes:
         self.sent: dict[int, float] = {}
         self.needed: dict[int, int] = {}
         self._ends: list[float] = []  # of each place in the chain
-        self._long: list[_Long] = []
+        self._long: list[Long] = []
         self._made: dict[Var, float] = {}  # when a value is made
         self._read_by: dict[Var, float] = {}  # when its latest reader is done
 
@@ -69,7 +88,7 @@ class CopyTimes:
         """Adds a unit that is done at a time; a link has the next place in the chain."""
         if is_link:
             if fills_device(self._eqns[i], end - self._end):
-                self._long.append(_Long(len(self._ends), self._end, end))
+                self._long.append(Long(len(self._ends), self._end, end))
             self._ends.append(end)
         self._made |= dict.fromkeys(self._eqns[i].outvars, end)
         self._read_by |= dict.fromkeys(self._units.reads[i], end)
@@ -94,7 +113,7 @@ class CopyTimes:
         for i, time in reversed(needed):
             busy_from = min(time, busy_from) - SLACK * self.reload_ms(i)
             latest = min(time, latest) - LEAST_SLACK * self.reload_ms(i)
-            starts[i] = self._unhindered(self._place_before(busy_from), latest)
+            starts[i] = unhindered(self._place_before(busy_from), latest, self._long)
         order = tuple(i for i, _ in needed if self._is_there_from_the_beginning(i))
         return Reloads(order, starts)
 
@@ -107,18 +126,6 @@ class CopyTimes:
         if not places:
             return 0
         return max(0, min(places - _LEAD, bisect.bisect_right(self._ends, self._ends[places - 1] - _LEAD_MS)))
-
-    def _unhindered(self, place: int, latest: float) -> int:
-        """Behind how many places a copy starts that must be under way by a time, whatever keeps it waiting.
-
-        A long kernel that begins when the small ones before the copy could, or 0.13 ms later, has all of the
-        device: they run as it ends (`bench/LOG.md`, "What starts a reload").
-        """
-        count = bisect.bisect_left(self._long, place, key=lambda long: long.place)
-        before, after = self._long[:count], self._long[count:]
-        if not after or not after[0].began < latest < after[0].end:
-            return place
-        return before[-1].place if before else 0
 
     def late(self, follows: Mapping[Var, Var]) -> list[Var]:
         """The copies from the host that cannot end with the program: what they follow is read too long.

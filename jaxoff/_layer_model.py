@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
 
-from jaxoff._copy_times import LEAST_SLACK, SEND_SLACK, SLACK
+from jaxoff._copy_times import LEAST_SLACK, SEND_SLACK, SLACK, Long, unhindered
 from jaxoff._cost import Device
 from jaxoff._layer import Layer, Shared, Step, Value
 from jaxoff._policy import Placement
@@ -267,23 +268,15 @@ class LayerModel:
     @functools.cache  # noqa: B019 - lives as long as the model
     def _arrivals(self, n: int) -> list[int]:
         """By the step that needs a value first, from when on it is there: not later than for later ones."""
-        found, ends = [], [step.ends_ms for step in self.layer.backward]
+        ends, ms = [step.ends_ms for step in self.layer.backward], self.together_ms(n)
+        steps = zip(self.layer.backward, (0.0, *ends), strict=False)
+        long = [Long(s, began, step.ends_ms) for s, (step, began) in enumerate(steps) if step.fills]
+        found = []
         for needed in (0.0, *ends):
-            starts, latest = (needed - slack * self.together_ms(n) for slack in (SLACK, LEAST_SLACK))
-            step = next((s for s, end in enumerate(ends) if end > starts), len(ends))
-            found.append(-1 if starts < 0 else self._unhindered(step, latest))
+            starts = needed - SLACK * ms
+            step = bisect.bisect_right(ends, starts)
+            found.append(-1 if starts < 0 else unhindered(step, needed - LEAST_SLACK * ms, long))
         return list(itertools.accumulate(reversed(found), min))[::-1]
-
-    def _unhindered(self, step: int, latest: float) -> int:
-        """The step with which a reload starts that must be under way by a time; see `jaxoff._copy_times`."""
-        began = 0.0
-        before = 0  # the last step before that which nothing else runs beside
-        for s, other in enumerate(self.layer.backward):
-            if other.fills and s >= step:
-                return before if began < latest < other.ends_ms else step
-            before = s if other.fills else before
-            began = other.ends_ms
-        return step
 
     def copies(self, n: int, first: int, s: int) -> int:
         """How many copies of a reloaded value are on the device at a step, if one needs it first."""
