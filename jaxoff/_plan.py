@@ -18,7 +18,7 @@ from jaxoff._layer_model import Choice, LayerModel
 from jaxoff._parts import divide
 from jaxoff._plan_compiled import CompileStep, fitting
 from jaxoff._plan_model import Cost, Model
-from jaxoff._planned import BudgetError, Plan, Planned, Verb, split
+from jaxoff._planned import BudgetError, Plan, Planned, Verb, fullest
 from jaxoff._policy import Placement
 from jaxoff._program import Program
 from jaxoff._requirements import POOL_VARIABLE, pinned_pool_bytes
@@ -352,8 +352,7 @@ def _too_small(model: Model, device_bytes: int, host_bytes: int, fixed: Choice) 
     kept = f", {model.margin:.0%} of what arguments and results leave stays free" if model.margin else ""
     return BudgetError(
         f"device_bytes={human(device_bytes)} is less than any placement needs: the smallest budget is "
-        f"{needed} bytes ({human(needed)}{kept}). At its fullest, in the {peak.what}, the device then "
-        f"holds {split(peak)}. Take a smaller batch, or shorter or fewer layers.",
+        f"{needed} bytes ({human(needed)}{kept}). {fullest(peak)}",
         needed,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxoff._planned import BudgetError, Plan
+from jaxoff._planned import BudgetError, Plan, fullest
 from jaxoff._table import human
 from jaxoff._verify import held_nbytes
 
@@ -50,13 +50,13 @@ def fitting(
             # It may take less than predicted, or be short by less than another plan was.
             limit = _COARSER * error.smallest_bytes
             plan = plan_for(limit)
-            if plan.policy in steps.short:
-                raise BudgetError(f"{error}{steps.why(plan)}", error.smallest_bytes) from None
+            if plan.policy in steps.refused:
+                raise steps.error(plan) from None
         found = steps.checked(plan)
-        if plan.policy not in steps.short:
+        if plan.policy not in steps.refused:
             break
         # So that what is refused is not found again, by whatever precision the search has.
-        too_much, limit = limit, _FINER * min(limit, device_bytes - steps.short[plan.policy])
+        too_much, limit = limit, _FINER * min(limit, steps.allowed_by(found))
     return _faster(limit, too_much, found, plan_for, steps)
 
 
@@ -74,11 +74,11 @@ def _faster(
         if _FINER * more < limit:
             break
         plan = plan_for(more)
-        refused = plan.policy in steps.short
+        refused = plan.policy in steps.refused
         if not refused and plan.step_ms < (1 - _FASTER) * found.step_ms:
             tries -= 1
             checked = steps.checked(plan)
-            refused = plan.policy in steps.short
+            refused = plan.policy in steps.refused
             found = found if refused else checked
         elif too_much is None:
             break
@@ -93,13 +93,13 @@ class _Steps:
     """Compiles the steps of plans.
 
     Attributes:
-      short: by policy that was refused, by how much its step takes more than predicted.
+      refused: by policy whose step takes more than the budget, how much it takes.
     """
 
     def __init__(self, device_bytes: float, resident_bytes: int, compile_step: CompileStep):
         self._device_bytes, self._resident_bytes = device_bytes, resident_bytes
         self._compile_step = compile_step
-        self.short: dict[Any, int] = {}
+        self.refused: dict[Any, int] = {}
 
     def checked(self, plan: Plan) -> Plan:
         """A plan with what its compiled step takes."""
@@ -111,7 +111,7 @@ class _Steps:
             )
         held = held_nbytes(step) + self._resident_bytes
         if held > self._device_bytes:
-            self.short[plan.policy] = held - plan.peak_bytes
+            self.refused[plan.policy] = held
         return dataclasses.replace(plan, device_bytes=int(self._device_bytes), compiled_bytes=held)
 
     def allowed_by(self, plan: Plan) -> float:
@@ -119,9 +119,13 @@ class _Steps:
         assert plan.compiled_bytes is not None
         return self._device_bytes + plan.peak_bytes - plan.compiled_bytes
 
-    def why(self, plan: Plan) -> str:
-        """Why the smallest plan was refused."""
-        return (
-            f" Compiled, the step of that plan takes {human(self.short[plan.policy])} more than predicted, "
-            f"and the budget is {human(int(self._device_bytes))}."
+    def error(self, smallest: Plan) -> BudgetError:
+        """That the smallest plan was refused, too."""
+        least, predicted = min(self.refused.values()), human(smallest.peak_bytes)
+        more = human(self.refused[smallest.policy] - smallest.peak_bytes)
+        return BudgetError(
+            f"device_bytes={human(int(self._device_bytes))} is less than any compiled step takes: of "
+            f"{len(self.refused)} plans the smallest takes {least} bytes ({human(least)}). The plan of least "
+            f"memory, predicted {predicted}, takes {more} more. {fullest(smallest.peak)}",
+            least,
         )

@@ -204,3 +204,11 @@ def split(peak: Moment) -> str:
         ("working set", peak.working),
     )
     return ", ".join(f"{name} {human(nbytes)}" for name, nbytes in parts if nbytes)
+
+
+def fullest(peak: Moment) -> str:
+    """What takes the space of a step that does not fit, and what to do."""
+    return (
+        f"At its fullest, in the {peak.what}, the device then holds {split(peak)}. Take a smaller batch, or "
+        "shorter or fewer layers."
+    )
