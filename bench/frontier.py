@@ -14,9 +14,9 @@ The role `every` is all placements of a layer with few names, to hold plans agai
 
     python -m bench.frontier --out c.json --workloads mlp-b4-l6 --roles plan,stock,every --no-peaks
 
-Each plan is checked by compiling its step (`compile_step` of `jaxoff.plan`). `--ahead` does it on a machine
-without a GPU, for an H200, and leaves some memory for kernels that differ on the card; `--resume` then
-measures what it found.
+On a GPU each plan is checked by compiling its step there (`compile_step` of `jaxoff.plan`). `--ahead` does so
+on a machine without one, for an H200, and leaves some memory for kernels that differ on the card; `--resume`
+then measures what it found.
 
 `--predict` says what the planner now predicts for the points of a file, without a GPU:
 
