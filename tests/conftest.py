@@ -22,7 +22,10 @@ XLA_FLAGS = {
 }
 
 
-if not _gpu_expected():
+if _gpu_expected():
+    # Several processes, workers or programs that a test runs, share its memory: none takes all of it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+else:
     # Otherwise jax's CUDA plugin, which compiles for GPUs that are not there, looks for one.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     given = os.environ.get("XLA_FLAGS", "")
@@ -42,8 +45,8 @@ def pytest_addoption(parser, pluginmanager):
 def pytest_xdist_auto_num_workers(config):
     """One process a core for the whole suite.
 
-    Chosen files run in this process, where prints and debuggers work. So does everything on a GPU:
-    its memory goes to the first process.
+    Chosen files run in this process, where prints and debuggers work. So does everything on a GPU, whose
+    memory has to hold what the processes do at a time: `-n 7` fits an H200.
     """
     if _gpu_expected() or config.args_source != pytest.Config.ArgsSource.TESTPATHS:
         return 0
