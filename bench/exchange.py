@@ -30,12 +30,12 @@ from jax.sharding import PartitionSpec as P
 from bench.grouped_mlp import describe, say, summary
 from bench.provenance import provenance
 from bench.rounds import times_in_rounds
-from jaxoff import _options
+from jaxoff._runtime import flags
 
 AXIS = "expert"
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "captured": dict(_options.for_program(scanned=1, jaxlib=importlib.metadata.version("jaxlib"))),
+    "captured": dict(flags.for_program(scanned=1, jaxlib=importlib.metadata.version("jaxlib"))),
 }
 
 type Exchange = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -16,11 +16,11 @@ import jaxoff
 from bench.step_models import Workload, loss
 from bench.step_variants import Step
 from jaxoff import FirstLayers, Policy
-from jaxoff._layer import UNNAMED_DOTS, of_others
-from jaxoff._plan import MARGIN, Planner
-from jaxoff._plan_compiled import CompileStep
-from jaxoff._policy import Placement
-from jaxoff._search import fastest, smallest
+from jaxoff._plan.compiled import CompileStep
+from jaxoff._plan.layer import UNNAMED_DOTS, of_others
+from jaxoff._plan.plan import MARGIN, Planner
+from jaxoff._plan.search import fastest, smallest
+from jaxoff._policy.policy import Placement
 
 type Role = Literal["plan", "layers", "stock", "maxtext", "single", "bound", "every"]
 

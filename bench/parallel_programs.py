@@ -53,7 +53,7 @@ class Variant:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-# XLA's own choice, which cuts the graph of a turn: see jaxoff/_options.py.
+# XLA's own choice, which cuts the graph of a turn: see jaxoff._runtime.flags.py.
 _PIECES = {
     "xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE",
     "xla_gpu_enable_cub_radix_sort": True,

@@ -53,7 +53,7 @@ from bench.step_limits import (
 from bench.step_models import Form, Workload
 from bench.step_peaks import measure_peaks, peak_of
 from bench.step_variants import VARIANTS, Program, compile_all, step_of
-from jaxoff._verify import held_nbytes
+from jaxoff._compiled.verify import held_nbytes
 
 WORKLOADS = (
     "dense-b4-l12", "dense-b16-l12", "dense-b4-l48", "dense-b16-l48", "nano-b4-l4", "nano_act-b4-l4",
@@ -136,7 +136,7 @@ def traced(program: Program, arguments: Any, calls: int) -> list[Row] | None:
     """
     if jax.default_backend() != "gpu":
         return None
-    from jaxoff._trace import read
+    from jaxoff._profile.gpu_trace import read
 
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxoff._trace import Interval, Kind, Trace, read, total
+from jaxoff._profile.gpu_trace import Interval, Kind, Trace, read, total
 
 MARKER = "fprop|fwd"
 LANES: dict[Kind, str] = {"kernel": "kernels", "D2H": "to host", "H2D": "from host"}

@@ -28,9 +28,9 @@ def doctor(
 
     Exit status 1, with the reasons, where offload would be wrong or useless.
     """
-    from jaxoff._doctor_table import print_diagnosis
-    from jaxoff._environment import collect
-    from jaxoff.doctor import diagnose
+    from jaxoff._runtime.doctor import diagnose
+    from jaxoff._runtime.environment import collect
+    from jaxoff._runtime.table import print_diagnosis
 
     diagnosis = diagnose(collect(link=link))
     if as_json:
@@ -69,7 +69,7 @@ def plan(
     Exit status 2, with the reason, where there is no plan.
     """
     import jaxoff
-    from jaxoff._user_function import user_function
+    from jaxoff._cli.user_function import user_function
 
     try:
         fun, *arguments = user_function(function)

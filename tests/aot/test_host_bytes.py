@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoff
-from jaxoff._cost import H200
-from jaxoff._host_bytes import peak_host_nbytes
-from jaxoff._rewrite import rewrite
+from jaxoff._device.profile import H200
+from jaxoff._schedule.host_memory import peak_host_nbytes
+from jaxoff._schedule.rewrite import rewrite
 from tests.aot.programs import BOTH, LAYERS, STACK_NBYTES, arguments, layer, scanned, step
 
 pytestmark = pytest.mark.aot

@@ -15,10 +15,10 @@ import jaxoff
 from bench import frontier
 from bench.frontier_points import Point, planner_of
 from bench.step_models import Workload
-from jaxoff._cost import H200
-from jaxoff._layer import of_others
-from jaxoff._plan import Planner
-from jaxoff._settings import DISABLED_PASSES
+from jaxoff._device.profile import H200
+from jaxoff._plan.layer import of_others
+from jaxoff._plan.plan import Planner
+from jaxoff._runtime.settings import DISABLED_PASSES
 from tests.aot import programs, swiglu
 
 pytestmark = pytest.mark.aot

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_kernels
-from jaxoff._target import target
-from jaxoff._verify import verify
+from jaxoff._compiled.verify import verify
+from jaxoff._device.target import target
 from tests.aot.programs import BOTH, arguments, scanned, step
 
 pytestmark = pytest.mark.aot

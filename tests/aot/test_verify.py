@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoff
-from jaxoff._target import target
-from jaxoff._verify import verify
+from jaxoff._compiled.verify import verify
+from jaxoff._device.target import target
 from tests.aot import programs
 from tests.aot.programs import BOTH, CONCURRENT, STACK_NBYTES, arguments, scanned, step, unrolled
 

@@ -126,8 +126,8 @@ def test_marked_pytrees_go_leaf_by_leaf():
 
 
 def test_doctor_finds_this_machine_fit():
-    from jaxoff._environment import collect
-    from jaxoff.doctor import diagnose
+    from jaxoff._runtime.doctor import diagnose
+    from jaxoff._runtime.environment import collect
 
     diagnosis = diagnose(collect(link=True))
     assert diagnosis.exit_status == 0, diagnosis.problems

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxoff
-from jaxoff._cost import Device
-from jaxoff._layer import Layer, Step, Value
-from jaxoff._layer_model import LayerModel
-from jaxoff._parts import divide
-from jaxoff._plan_model import Model
-from jaxoff._program import Program
-from jaxoff._timeline import Point
+from jaxoff._device.profile import Device
+from jaxoff._plan.divide_loss import divide
+from jaxoff._plan.layer import Layer, Step, Value
+from jaxoff._plan.layer_cost import LayerModel
+from jaxoff._plan.step_cost import Model
+from jaxoff._plan.timeline import Point
+from jaxoff._residuals.traced_function import Program
 
 ROWS, WIDTH, HIDDEN, LAYERS = 64, 32, 128, 4
 X_NBYTES, ACT_NBYTES, W_NBYTES = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN, 4 * WIDTH * HIDDEN

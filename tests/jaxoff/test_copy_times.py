@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxoff._copy_times import CopyTimes
-from jaxoff._cost import Device
-from jaxoff._units import Units
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr.kernels import Units
+from jaxoff._schedule.copy_times import CopyTimes
 
 DEVICE = Device(flops=1, memory_gbps=1, d2h_gbps=1e-3, h2d_gbps=1e-3)  # a kilobyte takes a millisecond
 

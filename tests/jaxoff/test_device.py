@@ -8,8 +8,8 @@ import pytest
 
 import jaxoff
 from jaxoff import Device, SharedLink
-from jaxoff._device_rates import matrix_flops, memory_gbps
-from jaxoff._environment import measure_links
+from jaxoff._device.measure import matrix_flops, memory_gbps
+from jaxoff._runtime.environment import measure_links
 
 PROFILE = Device(
     flops=1e12,
@@ -23,7 +23,7 @@ PROFILE = Device(
 
 
 def test_the_shipped_profile_is_what_everything_is_planned_with_by_default():
-    from jaxoff._cost import H200
+    from jaxoff._device.profile import H200
 
     assert Device.of("h200") == H200
     assert (H200.flops, H200.memory_gbps, H200.d2h_gbps, H200.h2d_gbps) == (650e12, 4000, 50, 50)
@@ -69,9 +69,9 @@ def test_a_cpu_is_not_measured():
 
 def test_rates_are_counted_in_operations_and_bytes(monkeypatch):
     """By a clock under which every call takes a quarter of a second."""
-    from jaxoff import _device_rates
+    from jaxoff._device import measure
 
-    monkeypatch.setattr(_device_rates, "_seconds", lambda fun, args, steady_s: 0.25)
+    monkeypatch.setattr(measure, "_seconds", lambda fun, args, steady_s: 0.25)
     cpu = jax.devices("cpu")[0]
     assert matrix_flops(cpu, (16, 8, 32)) == 6 * 2 * 16 * 8 * 32 * 4
     assert memory_gbps(cpu, nbytes=1 << 10) == pytest.approx(2 * (1 << 10) * 4 / 1e9)

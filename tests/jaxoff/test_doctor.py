@@ -11,10 +11,10 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxoff import doctor
-from jaxoff._doctor_table import print_diagnosis
-from jaxoff._environment import Device, Environment, Link, collect, measure_link, parse_xla_flags
-from jaxoff._settings import CAPTURED_BY_DEFAULT, captured_commands
+from jaxoff._runtime import doctor
+from jaxoff._runtime.environment import Device, Environment, Link, collect, measure_link, parse_xla_flags
+from jaxoff._runtime.settings import CAPTURED_BY_DEFAULT, captured_commands
+from jaxoff._runtime.table import print_diagnosis
 
 GPU = Device("gpu", "NVIDIA H200", 105_000_000_000, ("device", "pinned_host", "unpinned_host"))
 PACKAGES = {

@@ -9,11 +9,11 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxoff import _compat
-from jaxoff._exchanges import is_exchange
-from jaxoff._inline import inlined, now
-from jaxoff._order import ordered
-from jaxoff._straight import Straight
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.inline import inlined, now
+from jaxoff._schedule.collectives import is_exchange
+from jaxoff._schedule.order import ordered
+from jaxoff._schedule.problem import Straight
 from tests.jaxoff.matrix import assert_equal, inputs
 from tests.jaxoff.test_units import EVEN, depends, place
 
@@ -44,7 +44,7 @@ def in_order(local, *, check_vma=False):
     outs = [now(renamed, v) for v in jaxpr.outvars]
     straight = Straight(tuple(eqns), frozenset(outs), (True,) * len(eqns), holds_copies=False)
     found = ordered(straight, EVEN, LARGE_NBYTES).eqns
-    program = _compat.jaxpr_as_fun(_compat.ClosedJaxpr(jaxpr.replace(eqns=found, outvars=outs), ()))
+    program = compat.jaxpr_as_fun(compat.ClosedJaxpr(jaxpr.replace(eqns=found, outvars=outs), ()))
     got = jax.jit(fun(lambda *args: tuple(program(*args))))(*args)
     assert_equal(list(got), jax.tree.leaves(jax.jit(fun(local))(*args)))
     return found
@@ -88,7 +88,7 @@ def test_what_stands_beside_an_exchange_does_not_wait_for_what_is_in_its_memory(
     same, written = {}, set()  # by result of a barrier, what it is; what was written to
     for eqn in eqns:
         operands = [now(same, v) for v in eqn.invars]
-        assert written.isdisjoint(v for v in operands if isinstance(v, _compat.Var))
+        assert written.isdisjoint(v for v in operands if isinstance(v, compat.Var))
         if eqn.primitive.name == "optimization_barrier":
             same.update(zip(eqn.outvars, operands, strict=True))
         elif eqn.primitive.name == "dynamic_update_slice":

@@ -8,10 +8,10 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff._finding import Runtime
-from jaxoff._findings import find
-from jaxoff._program import Program
-from jaxoff._residuals import analyse
+from jaxoff._residuals.findings.finding import Runtime
+from jaxoff._residuals.findings.registry import find
+from jaxoff._residuals.residuals import analyse
+from jaxoff._residuals.traced_function import Program
 
 W = jnp.ones((4, 8, 8))
 X = jnp.ones((3, 8))

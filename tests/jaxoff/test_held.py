@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxoff._held import beside, held_nbytes
-from jaxoff._units import Units, is_heavy, variables
+from jaxoff._jaxpr.kernels import Units, is_heavy, variables
+from jaxoff._schedule.liveness import beside, held_nbytes
 from tests.jaxoff.matrix import inputs
 from tests.jaxoff.test_units import ROWS, WIDTH, depends, in_order, place, straight_of
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxoff import _hlo
-from jaxoff._hlo import Shape
+from jaxoff._compiled import hlo
+from jaxoff._compiled.hlo import Shape
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_.-]{0,12}", fullmatch=True)
 # What may stand in a metadata or a backend configuration, brackets and quotes included.
@@ -38,14 +38,14 @@ SHAPES = st.recursive(
 
 @given(SHAPES)
 def test_shapes_are_read_as_written(shape):
-    assert _hlo.parse_shape(str(shape)) == shape
+    assert hlo.parse_shape(str(shape)) == shape
 
 
 @given(SHAPES, st.randoms())
 def test_comments_in_shapes_do_not_count(shape, random):
     parts = str(shape).split(", ")
     commented = parts[0] + "".join(f", /*index={random.randint(0, 9)}*/{part}" for part in parts[1:])
-    assert _hlo.parse_shape(commented) == shape
+    assert hlo.parse_shape(commented) == shape
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,19 @@ def test_comments_in_shapes_do_not_count(shape, random):
     ],
 )
 def test_bytes_and_memory_of_shapes(text, nbytes, on_host):
-    shape = _hlo.parse_shape(text)
+    shape = hlo.parse_shape(text)
     assert (shape.nbytes, shape.on_host) == (nbytes, on_host)
 
 
 @pytest.mark.parametrize("text", ["", "f32", "f32[2", "(f32[2]", "f32[2] f32[3]", "(f32[]) x"])
 def test_what_is_no_shape_is_refused(text):
     with pytest.raises(ValueError, match=r"shape|bracket"):
-        _hlo.parse_shape(text)
+        hlo.parse_shape(text)
 
 
 @given(st.lists(st.sampled_from(["a", "f(x, y)", '"p,(q"', "{1, [2]}", r'"\"],"', "%z.1"]), max_size=6))
 def test_commas_in_brackets_and_strings_do_not_split(parts):
-    assert _hlo.split(", ".join(parts)) == parts
+    assert hlo.split(", ".join(parts)) == parts
 
 
 @st.composite
@@ -113,7 +113,7 @@ def test_programs_are_read_as_written_under_every_printing_option(rows, percent,
     body = written(rows, percent=percent, shapes=shapes, quoted=quoted)
     sign = "%" if percent else ""
     text = f"HloModule m, is_scheduled=true\n\nENTRY {sign}main.1 (p: f32[]) -> f32[] {{\n{body}\n}}\n"
-    module = _hlo.parse(text)
+    module = hlo.parse(text)
     assert module.is_scheduled and module.num_partitions == 1
     assert [i.name for i in module.entry.instructions] == [row[0] for row in rows]
     assert module.entry.root.name == rows[-1][0]
@@ -163,7 +163,7 @@ backend_config={"known_trip_count":{"n":"6"}}
 
 
 def test_a_program_with_a_loop():
-    module = _hlo.parse(TWO)
+    module = hlo.parse(TWO)
     assert set(module.computations) == {"body", "cond", "main"}
     assert module.entry.name == "main" and module.num_partitions == 4
     loop = module.entry.by_name["while.1"]
@@ -190,7 +190,7 @@ def test_a_program_with_a_loop():
 )
 def test_what_is_no_program_is_refused(text):
     with pytest.raises(ValueError, match=r"ENTRY computation|instruction is written"):
-        _hlo.parse(text)
+        hlo.parse(text)
 
 
 def test_a_compiled_program_is_read_whole():
@@ -198,7 +198,7 @@ def test_a_compiled_program_is_read_whole():
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), x, w)[0].sum()
 
     text = jax.jit(jax.grad(loss)).lower(jnp.ones((5, 4, 4)), jnp.ones((2, 4))).compile().as_text()
-    module = _hlo.parse(text)
+    module = hlo.parse(text)
     assert sum(len(c.instructions) for c in module.computations.values()) == sum(
         line.startswith("  ") and " = " in line for line in text.splitlines()
     )
@@ -223,7 +223,7 @@ def test_megabytes_take_seconds():
     rows = "".join(row.format(number) for number in range(30_000))
     text = TWO.replace("  %zero = ", f"  %p = f32[] constant(1)\n{rows}  %zero = ")
     start = time.perf_counter()
-    module = _hlo.parse(text)
+    module = hlo.parse(text)
     fusions = [i for i in module.entry.instructions if i.opcode == "fusion"]
     assert sum(fusion.shape.nbytes for fusion in fusions) == 30_000 * (2048 * 1024 * 2 + 8 * 4)
     assert all(fusion.config for fusion in fusions)

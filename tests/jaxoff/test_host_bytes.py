@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff._host_bytes import peak_host_nbytes
-from jaxoff._requirements import POOL_VARIABLE, refuse_small_pool
+from jaxoff._runtime.requirements import POOL_VARIABLE, refuse_small_pool
+from jaxoff._schedule.host_memory import peak_host_nbytes
 from tests.jaxoff import placement
 from tests.jaxoff.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, layer, loss_of
 

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from jaxoff import _hlo
-from jaxoff._copy_checks import find
-from jaxoff._facts import CompiledFacts
-from jaxoff._host_copies import transfers
-from jaxoff._overlap import Graphs, Schedule
-from jaxoff._values import value_of
-from jaxoff._verify import computed_again, host_copies
+from jaxoff._compiled import hlo
+from jaxoff._compiled.checks import find
+from jaxoff._compiled.cuda_graphs import Graphs, Schedule
+from jaxoff._compiled.facts import CompiledFacts
+from jaxoff._compiled.transfers import transfers
+from jaxoff._compiled.value_identity import value_of
+from jaxoff._compiled.verify import computed_again, host_copies
 
 DEVICE, HOST = "bf16[8,4096]{1,0}", "bf16[8,4096]{1,0:S(5)}"
 NBYTES = 8 * 4096 * 2
@@ -28,7 +28,7 @@ def program(body, *, computations="", parameters=(DEVICE, HOST, STACK)):
     ]
     lines += [f"  {line.strip()}" for line in body.strip().splitlines()]
     entry = "\n".join(lines)
-    return _hlo.parse(
+    return hlo.parse(
         f"HloModule m, is_scheduled=true\n\n{computations}\nENTRY %main () -> f32[] {{\n{entry}\n}}\n"
     )
 

@@ -10,11 +10,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 
-from jaxoff import _compat
-from jaxoff._cost import Device, product_flops
-from jaxoff._inline import inlined, now
-from jaxoff._kernel_times import IDLE, LOAD, PRODUCTS, TRAFFIC, kernel_ms, under_load
-from jaxoff._units import Units
+from jaxoff._device.kernel_time import IDLE, LOAD, PRODUCTS, TRAFFIC, kernel_ms, under_load
+from jaxoff._device.profile import Device, product_flops
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.inline import inlined, now
+from jaxoff._jaxpr.kernels import Units
 
 ROWS, WIDTH, HIDDEN = 256, 64, 128
 DEVICE = Device(flops=1e12, memory_gbps=1.0, d2h_gbps=1.0, h2d_gbps=1.0)
@@ -106,7 +106,7 @@ def test_loops_and_branches_take_what_runs_in_them(form):
     weights = [W] if form == "cond" else 4 * [W]  # each turn reads them
     product, elementwise = TRAFFIC * traffic_ms(X, OUT, *weights), traffic_ms(X, X, OUT, OUT)
     assert milliseconds(chunks(form), X, W, device=slow) == pytest.approx(product + elementwise, rel=1e-3)
-    (eqn,) = (e for e in jax.make_jaxpr(chunks(form))(X, W).jaxpr.eqns if _compat.control_flow(e))
+    (eqn,) = (e for e in jax.make_jaxpr(chunks(form))(X, W).jaxpr.eqns if compat.control_flow(e))
     assert product_flops(eqn) == pytest.approx(FLOPS)
 
 

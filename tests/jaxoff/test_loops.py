@@ -8,10 +8,10 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff import _compat
-from jaxoff._cost import Device
-from jaxoff._rewrite import rewrite
-from jaxoff._units import is_heavy
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.kernels import is_heavy
+from jaxoff._schedule.rewrite import rewrite
 from tests.jaxoff.matrix import assert_close, assert_equal
 from tests.jaxoff.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, deep, layer
 
@@ -36,15 +36,15 @@ def loops(closed):
 
 def rows_of_host_stacks(closed):
     avals = [v.aval for eqn in closed.jaxpr.eqns for v in eqn.outvars if eqn.primitive.name == "while"]
-    return sorted({aval.shape for aval in avals if _compat.is_host(aval)})
+    return sorted({aval.shape for aval in avals if compat.is_host(aval)})
 
 
 def reloads(jaxpr):
-    return [eqn for eqn in jaxpr.eqns if _compat.transfer_in(eqn) == "H2D"]
+    return [eqn for eqn in jaxpr.eqns if compat.transfer_in(eqn) == "H2D"]
 
 
 def variable_in(atom):
-    return atom if isinstance(atom, _compat.Var) else None
+    return atom if isinstance(atom, compat.Var) else None
 
 
 def behind(jaxpr, variables):
@@ -54,7 +54,7 @@ def behind(jaxpr, variables):
         eqn = maker.get(todo.pop())
         if eqn is not None and id(eqn) not in found:
             found[id(eqn)] = eqn
-            todo += [v for v in eqn.invars if isinstance(v, _compat.Var)]
+            todo += [v for v in eqn.invars if isinstance(v, compat.Var)]
     return list(found.values())
 
 
@@ -63,7 +63,7 @@ def behind(jaxpr, variables):
 def test_results_keep_their_bits(device, reverse):
     args = arguments()
     step = jax.value_and_grad(lambda w, x: loss(w, x, reverse), (0, 1))
-    got = jax.jit(_compat.jaxpr_as_fun(program_of(step, *args, device=device)))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program_of(step, *args, device=device)))(*jax.tree.leaves(args))
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
 
 
@@ -79,10 +79,10 @@ def test_no_result_depends_on_what_a_stack_held_before(device, monkeypatch):
 
     args, step = arguments(), jax.value_and_grad(loss, (0, 1))
     wanted = jax.jit(step)(*args)
-    monkeypatch.setattr(_compat, "unwritten", nonsense)
+    monkeypatch.setattr(compat, "unwritten", nonsense)
     program = program_of(step, *args, device=device)
     assert {w.shape for w in args[0]} <= set(made)  # gradients of weights
-    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(wanted))
 
 
@@ -102,7 +102,7 @@ def test_what_a_turn_takes_in_and_keeps_goes_into_its_stack_first():
         return jnp.sum(jaxoff.scan(layer, x, w, policy=policy)[0])
 
     forward, _ = loops(program_of(jax.grad(loss), *arguments()))
-    carried = next(v for v in forward.invars if v.aval.shape == (ROWS, WIDTH) and not _compat.is_host(v.aval))
+    carried = next(v for v in forward.invars if v.aval.shape == (ROWS, WIDTH) and not compat.is_host(v.aval))
     made = {v: eqn for eqn in forward.eqns for v in eqn.outvars}
     first = next(i for i, eqn in enumerate(forward.eqns) if is_heavy(eqn))
     writes = [eqn for eqn in forward.eqns[:first] if eqn.primitive.name == "dynamic_update_slice"]
@@ -120,10 +120,10 @@ def test_what_would_be_late_is_fetched_a_turn_ahead():
     program = program_of(jax.grad(loss), *arguments())
     forward, back = loops(program)
     assert [v.aval.shape for v in forward.outvars[-2:]] == [(ROWS, WIDTH), (ROWS, HIDDEN)]
-    assert not any(map(_compat.is_host, (v.aval for v in forward.outvars[-2:])))
+    assert not any(map(compat.is_host, (v.aval for v in forward.outvars[-2:])))
     assert len(reloads(back)) == 2
     assert {eqn.outvars[0] for eqn in reloads(back)} == set(back.outvars[-2:])
-    assert len([eqn for eqn in deep(program.jaxpr) if _compat.transfer_in(eqn) == "H2D"]) == 2
+    assert len([eqn for eqn in deep(program.jaxpr) if compat.transfer_in(eqn) == "H2D"]) == 2
 
 
 def test_what_is_in_time_is_fetched_in_its_own_turn():
@@ -182,11 +182,11 @@ def test_what_is_made_late_is_sent_a_turn_later(gbps, in_place):
     args = arguments()
     program = program_of(jax.value_and_grad(made_last, (0, 1)), *args, device=device)
     forward, _ = loops(program)
-    (sent,) = [eqn for eqn in forward.eqns if _compat.transfer_in(eqn) == "D2H"]
+    (sent,) = [eqn for eqn in forward.eqns if compat.transfer_in(eqn) == "D2H"]
     arrived, made = forward.invars[-1], forward.outvars[-1]
     assert sent.invars[0] is arrived
     assert any(arrived in map(variable_in, eqn.invars) for eqn in behind(forward, [made])) == in_place
-    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
     want = jax.jit(jax.value_and_grad(made_last, (0, 1)))(*args)
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(want))
 
@@ -197,7 +197,7 @@ def rows_at(body, count):
     operations = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b}
     rows = []
     for eqn in body.eqns:
-        values = [at.get(v) if isinstance(v, _compat.Var) else v.val for v in eqn.invars]
+        values = [at.get(v) if isinstance(v, compat.Var) else v.val for v in eqn.invars]
         if eqn.primitive.name in operations and None not in values:
             at[eqn.outvars[0]] = int(operations[eqn.primitive.name](*values))
         elif eqn.primitive.name in ("dynamic_slice", "dynamic_update_slice"):
@@ -227,7 +227,7 @@ def test_a_turn_may_leave_constants():
         return jnp.sum(x) * jnp.sum(twos) + jnp.sum(threes)
 
     args, step = arguments(), jax.value_and_grad(constants)
-    got = jax.jit(_compat.jaxpr_as_fun(program_of(step, *args)))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program_of(step, *args)))(*jax.tree.leaves(args))
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
 
 
@@ -237,12 +237,12 @@ def test_nothing_in_a_turn_waits_for_a_write_into_a_stack_on_the_host(device):
     bodies = loops(program_of(jax.grad(loss), *arguments(), device=device))
     barriers = [eqn for body in bodies for eqn in body.eqns if eqn.primitive.name == "optimization_barrier"]
     assert barriers
-    assert not any(_compat.is_host(v.aval) for eqn in barriers for v in eqn.invars)
+    assert not any(compat.is_host(v.aval) for eqn in barriers for v in eqn.invars)
 
 
 def test_what_is_made_early_is_sent_in_its_turn():
     forward, _ = loops(program_of(jax.grad(loss), *arguments(), device=INSTANT))
-    sent = [eqn for eqn in forward.eqns if _compat.transfer_in(eqn) == "D2H"]
+    sent = [eqn for eqn in forward.eqns if compat.transfer_in(eqn) == "D2H"]
     assert len(sent) == 2
     assert {eqn.invars[0] for eqn in sent}.isdisjoint(forward.invars)
 
@@ -298,7 +298,7 @@ def test_a_stack_that_someone_else_reads_has_no_spare_row():
     args = arguments()
     program = program_of(both, *args)
     assert rows_of_host_stacks(program) == [(LAYERS, ROWS, WIDTH)]
-    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(both)(*args)))
 
 
@@ -310,7 +310,7 @@ def test_loops_in_different_jits_are_put_together():
     args = arguments()
     program = program_of(step, *args)
     assert rows_of_host_stacks(program) == [(LAYERS + 1, ROWS, WIDTH), (LAYERS + 1, ROWS, HIDDEN)]
-    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
 
 
@@ -320,7 +320,7 @@ def test_gradients_leave_for_their_stack_in_the_order():
     writes = [
         eqn
         for eqn in back.eqns
-        if eqn.primitive.name == "dynamic_update_slice" and not _compat.is_host(eqn.outvars[0].aval)
+        if eqn.primitive.name == "dynamic_update_slice" and not compat.is_host(eqn.outvars[0].aval)
     ]
     assert len(writes) == 2
     held = {v for eqn in back.eqns if eqn.primitive.name == "optimization_barrier" for v in eqn.invars}
@@ -356,7 +356,7 @@ def residual_of(make, length=3):
 def test_residuals_of_any_type(make, device):
     step, args = residual_of(make)
     program = program_of(step, *args, device=device)
-    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
     assert_close(list(got), jax.tree.leaves(jax.jit(step)(*args)))
 
 
@@ -365,5 +365,5 @@ def test_loops_of_any_length(length):
     step, args = residual_of(jnp.sin, length)
     program = program_of(step, *args)
     assert {shape[0] for shape in rows_of_host_stacks(program)} == {length + 1}
-    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
     assert_close(list(got), jax.tree.leaves(jax.jit(step)(*args)))

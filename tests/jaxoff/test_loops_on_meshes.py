@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
-from jaxoff import _compat
-from jaxoff._exchanges import is_exchange
+from jaxoff._jaxpr import compat
+from jaxoff._schedule.collectives import is_exchange
 from tests.jaxoff.matrix import assert_close
 from tests.jaxoff.test_exchanges import by_data
 from tests.jaxoff.test_loops import INSTANT, SLOW, behind, program_of, variable_in
@@ -60,7 +60,7 @@ def rewritten(device=SLOW, **kwargs):
 def test_gradients_are_the_same(device):
     args = arguments()
     program, _ = rewritten(device)
-    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
     assert_close(got, jax.tree.leaves(jax.jit(step())(*args)))
 
 
@@ -71,7 +71,7 @@ def test_loops_with_collectives_are_written_out():
     assert "scan" not in names
     stacks = [v.aval for eqn in body.eqns if eqn.primitive.name == "while" for v in eqn.outvars]
     length = jax.tree.leaves(arguments()[0])[0].shape[0]
-    assert {aval.shape[0] for aval in stacks if _compat.is_host(aval)} == {length + 1}  # a spare row
+    assert {aval.shape[0] for aval in stacks if compat.is_host(aval)} == {length + 1}  # a spare row
     collectives = {"all_gather", "ppermute", "reduce_scatter"}
     inside = [eqn.primitive.name for eqn in deep(body) if eqn.primitive.name in collectives]
     assert inside.count("all_gather") == 2 * inside.count("reduce_scatter") > 0  # once more going back
@@ -96,7 +96,7 @@ def test_what_is_read_narrower_only_is_gathered_narrower(wide_too):
     scattered = [eqn for eqn in deep(mapped) if eqn.primitive.name == "reduce_scatter"]
     assert {str(eqn.outvars[0].aval.dtype) for eqn in scattered} == {"float32"}  # gradients are added up wide
     args = arguments()
-    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
     for a, b in zip(got, jax.tree.leaves(jax.jit(step(body=body))(*args)), strict=True):
         assert jnp.allclose(a, b, rtol=2e-2, atol=2e-2 * jnp.max(jnp.abs(b)))
 
@@ -120,7 +120,7 @@ def test_sums_of_the_backward_loop_start_from_zeros_made_after_the_forward_loop(
         list(behind(body, filter(None, map(variable_in, loop.invars)))) for loop in (forward, back)
     )
     zeros = [eqn for eqn in zeros if eqn.primitive.name == "broadcast_in_dim" and eqn not in before]
-    zeros = [eqn for eqn in zeros if eqn.outvars[0].aval.shape and not _compat.is_host(eqn.outvars[0].aval)]
+    zeros = [eqn for eqn in zeros if eqn.outvars[0].aval.shape and not compat.is_host(eqn.outvars[0].aval)]
     assert zeros
     for eqn in zeros:
         assert any(made is forward for made in behind(body, eqn.invars)), eqn
@@ -154,7 +154,7 @@ def test_no_barrier_is_over_a_stack_on_the_host():
     _, body = rewritten()
     barriers = [eqn for eqn in deep(body) if eqn.primitive.name == "optimization_barrier"]
     assert barriers
-    assert not any(_compat.is_host(v.aval) for eqn in barriers for v in eqn.invars)
+    assert not any(compat.is_host(v.aval) for eqn in barriers for v in eqn.invars)
 
 
 def test_sums_after_the_last_loop_follow_each_other_by_data():
@@ -173,5 +173,5 @@ def test_sums_after_the_last_loop_follow_each_other_by_data():
     assert len(sums) == 1 + len(jax.tree.leaves(arguments()))
     assert all(depends(eqns, second, first) for first, second in itertools.pairwise(sums))
     args = arguments()
-    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
     assert_close(got, jax.tree.leaves(jax.jit(step(after=averaged))(*args)))

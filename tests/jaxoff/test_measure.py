@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import jaxoff
-from jaxoff import _measure, _trace
-from jaxoff._measure import Measurement, measure
-from jaxoff._trace import read
+from jaxoff._profile import gpu_trace
+from jaxoff._profile import measure as measuring
+from jaxoff._profile.gpu_trace import read
+from jaxoff._profile.measure import Measurement, measure
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 W, X = np.full((8, 8), 0.1, np.float32), np.ones((4, 8), np.float32)
@@ -176,20 +177,20 @@ def test_a_program_for_devices_that_are_not_here_is_refused():
 
 
 def test_the_peak_is_known_only_where_every_mark_rose():
-    assert _measure._peak([10, 20], [30, 25]) == (30, ())
-    peak, (note,) = _measure._peak([10, 2 * 10**9], [30, 2 * 10**9])
+    assert measuring._peak([10, 20], [30, 25]) == (30, ())
+    peak, (note,) = measuring._peak([10, 2 * 10**9], [30, 2 * 10**9])
     assert peak is None
     assert "at most 2.00 GB" in note and "process of its own" in note
-    peak, (note,) = _measure._peak(None, None)
+    peak, (note,) = measuring._peak(None, None)
     assert peak is None and "XLA_PYTHON_CLIENT_ALLOCATOR" in note
 
 
 def test_a_profile_that_slowed_the_step_or_saw_nothing_is_reported():
     gpus = read(TRACES / "scan_offloaded_conc.xplane.pb").times()
-    assert _measure._trace_notes(105.0, 100.0, gpus) == ()
-    (slow,) = _measure._trace_notes(150.0, 100.0, gpus)
+    assert measuring._trace_notes(105.0, 100.0, gpus) == ()
+    (slow,) = measuring._trace_notes(150.0, 100.0, gpus)
     assert "took 150.00 ms, not 100.00" in slow
-    (blind,) = _measure._trace_notes(100.0, 100.0, ())
+    (blind,) = measuring._trace_notes(100.0, 100.0, ())
     assert "saw nothing on the GPU" in blind
 
 
@@ -257,13 +258,13 @@ def test_on_a_gpu_copies_are_counted_and_exposed_by_the_stock_program_only(tmp_p
         assert 0 < gpu.kernel_ms <= taken.traced_ms
     exposed = {name: taken.gpus[0].exposed_ms for name, taken in measured.items()}
     assert exposed["ours"] < 0.5 * exposed["stock"]
-    kept = _trace.read(tmp_path / "stock")
+    kept = gpu_trace.read(tmp_path / "stock")
     assert kept.times()[0].per_call(3) == measured["stock"].gpus[0]
 
 
 PEAK = """
 import json, jax, jax.numpy as jnp
-from jaxoff._measure import measure
+from jaxoff._profile.measure import measure
 x = jnp.zeros(2**26, jnp.float32)
 step = jax.jit(lambda x: x + 1)
 print(json.dumps([measure(step, x, traced=0).to_dict() for _ in range(2)]))

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from jax import lax
 
 import jaxoff
-from jaxoff import _compat
-from jaxoff._copy_times import Reloads
-from jaxoff._cost import H200, Device
-from jaxoff._inline import inlined
-from jaxoff._order import Order
-from jaxoff._rewrite import rewrite
-from jaxoff._straight import Spare, Straight
-from jaxoff._units import Units, is_heavy
+from jaxoff._device.profile import H200, Device
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.inline import inlined
+from jaxoff._jaxpr.kernels import Units, is_heavy
+from jaxoff._schedule.copy_times import Reloads
+from jaxoff._schedule.order import Order
+from jaxoff._schedule.problem import Spare, Straight
+from jaxoff._schedule.rewrite import rewrite
 from tests.jaxoff.matrix import assert_close, assert_equal, inputs
 from tests.jaxoff.test_random_programs import ARGS, SIMPLE, TRANSFORMS, policies, programs, random_loss
 
@@ -56,13 +56,13 @@ def rewritten(fun, *args, device=H200):
 def deep(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in _compat.sub_jaxprs(eqn):
+        for inner in compat.sub_jaxprs(eqn):
             yield from deep(inner)
 
 
 def copies(jaxpr):
     """All copies but those of single elements, which only hold others back."""
-    found = [(kind, eqn.outvars[0].aval.shape) for eqn in deep(jaxpr) if (kind := _compat.transfer_in(eqn))]
+    found = [(kind, eqn.outvars[0].aval.shape) for eqn in deep(jaxpr) if (kind := compat.transfer_in(eqn))]
     return sorted((kind, shape) for kind, shape in found if math.prod(shape) > 1)
 
 
@@ -71,7 +71,7 @@ def bodies(closed):
     loops = [eqn.params[key].jaxpr for eqn in closed.jaxpr.eqns for key in eqn.params if key in LOOP_BODIES]
     for jaxpr in (*loops, closed.jaxpr):
         eqns = list(inlined(jaxpr.eqns, {}))
-        if any(_compat.transfer_in(eqn) == "H2D" for eqn in eqns):
+        if any(compat.transfer_in(eqn) == "H2D" for eqn in eqns):
             yield jaxpr.replace(eqns=eqns, outvars=[])
 
 
@@ -80,7 +80,7 @@ def is_chained(jaxpr):
     behind = {}  # by variable, the heavy equations that it depends on
     last = None
     for i, eqn in enumerate(jaxpr.eqns):
-        before = set().union(*(behind.get(v, set()) for v in eqn.invars if isinstance(v, _compat.Var)))
+        before = set().union(*(behind.get(v, set()) for v in eqn.invars if isinstance(v, compat.Var)))
         if is_heavy(eqn):
             if last is not None and last not in before:
                 return False
@@ -108,7 +108,7 @@ def test_results_keep_their_bits(flat):
     args = arguments()
     step = jax.value_and_grad(loss_of(BOTH, flat), (0, 1))
     program = rewritten(step, *args).jaxpr
-    got = jax.jit(_compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
 
 
@@ -130,7 +130,7 @@ def test_the_layers_of_a_scan_that_moves_nothing_are_in_order_too():
     for eqn in loops:
         body = eqn.params["body_jaxpr"].jaxpr
         assert is_chained(body.replace(eqns=list(inlined(body.eqns, {})), outvars=[]))
-    got = jax.jit(_compat.jaxpr_as_fun(program.jaxpr))(*jax.tree.leaves(args))
+    got = jax.jit(compat.jaxpr_as_fun(program.jaxpr))(*jax.tree.leaves(args))
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
 
 
@@ -151,7 +151,7 @@ def test_other_programs_that_move_nothing_stay_as_they_are(fun):
 
 
 def heavy_names(jaxpr):
-    return [eqn.primitive.name for eqn in jaxpr.eqns if is_heavy(eqn) or _compat.transfer_in(eqn)]
+    return [eqn.primitive.name for eqn in jaxpr.eqns if is_heavy(eqn) or compat.transfer_in(eqn)]
 
 
 def first_product_reads_a_reload(device):
@@ -168,8 +168,8 @@ def first_product_reads_a_reload(device):
     (back,) = bodies(rewritten(jax.grad(loss), *arguments(), device=device).jaxpr)
     reloaded = set()
     for eqn in back.eqns:
-        if _compat.transfer_in(eqn) == "H2D" or not reloaded.isdisjoint(
-            v for v in eqn.invars if isinstance(v, _compat.Var)
+        if compat.transfer_in(eqn) == "H2D" or not reloaded.isdisjoint(
+            v for v in eqn.invars if isinstance(v, compat.Var)
         ):
             reloaded.update(eqn.outvars)
         if is_heavy(eqn):
@@ -190,7 +190,7 @@ def test_copies_to_the_host_are_waited_for_outside_of_loops():
     """Otherwise XLA puts each off to where its value is read back, and the device keeps it all the way."""
     args = arguments()
     program = rewritten(jax.grad(loss_of(BOTH, flat=True)), *args, device=INSTANT_LINK).jaxpr.jaxpr
-    sent = [eqn.outvars[0] for eqn in program.eqns if _compat.transfer_in(eqn) == "D2H"]
+    sent = [eqn.outvars[0] for eqn in program.eqns if compat.transfer_in(eqn) == "D2H"]
     held = {v for eqn in program.eqns if eqn.primitive.name == "optimization_barrier" for v in eqn.invars}
     assert len(sent) == 2 * LAYERS
     assert sum(v in held for v in sent) >= 2 * (LAYERS - 1)
@@ -204,7 +204,7 @@ def test_random_programs_in_loops_keep_results_and_copies(program, policy):
     result = rewrite(plain, H200, large_nbytes=1)
     assert copies(result.jaxpr.jaxpr) == copies(plain.jaxpr)
     leaves = jax.tree.leaves(ARGS)
-    got, want = (jax.jit(_compat.jaxpr_as_fun(closed))(*leaves) for closed in (result.jaxpr, plain))
+    got, want = (jax.jit(compat.jaxpr_as_fun(closed))(*leaves) for closed in (result.jaxpr, plain))
     assert_close(list(got), list(want))
 
 
@@ -218,7 +218,7 @@ def test_random_programs_one_layer_after_the_other_keep_their_results(program, p
     plain = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*ARGS)
     result = rewrite(plain, H200, large_nbytes=1)
     leaves = jax.tree.leaves(ARGS)
-    got, want = (jax.jit(_compat.jaxpr_as_fun(closed))(*leaves) for closed in (result.jaxpr, plain))
+    got, want = (jax.jit(compat.jaxpr_as_fun(closed))(*leaves) for closed in (result.jaxpr, plain))
     assert_close(list(got), list(want))
 
 
@@ -250,8 +250,8 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
 
     stack = jax.typeof(jax.device_put(jnp.ones((4, *size)), jax.memory.Space.Host))
     jaxpr = jax.make_jaxpr(turn)(stack, jnp.ones((4, *size)), jnp.ones(size), 1).jaxpr
-    (reload,) = (i for i, eqn in enumerate(jaxpr.eqns) if _compat.transfer_in(eqn) == "H2D")
-    outs = frozenset(v for v in jaxpr.outvars if isinstance(v, _compat.Var))
+    (reload,) = (i for i, eqn in enumerate(jaxpr.eqns) if compat.transfer_in(eqn) == "H2D")
+    outs = frozenset(v for v in jaxpr.outvars if isinstance(v, compat.Var))
     program = Straight(
         tuple(jaxpr.eqns),
         outs,
@@ -263,6 +263,6 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
     reloads = Reloads((reload,), {reload: 2})
     order = Order(program, Units(program.eqns, outs), H200, 1 << 10, reloads, {}).run()
     names = [eqn.primitive.name for eqn in order.eqns]
-    began = next(i for i, eqn in enumerate(order.eqns) if _compat.transfer_in(eqn) == "D2H")
+    began = next(i for i, eqn in enumerate(order.eqns) if compat.transfer_in(eqn) == "D2H")
     assert names.index("dot_general") < names.index("dynamic_update_slice")
     assert (began < names.index("tanh")) == is_result

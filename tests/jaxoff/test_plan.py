@@ -14,7 +14,7 @@ from jax import lax
 
 import jaxoff
 from jaxoff import Device, SharedLink
-from jaxoff._plan import MARGIN
+from jaxoff._plan.plan import MARGIN
 from tests.jaxoff.planned import ACT_NBYTES, DEVICE, LAYERS, X_NBYTES, arguments, layer, scanned, unrolled
 
 PLENTY = 1e9

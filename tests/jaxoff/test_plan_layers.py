@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoff
-from jaxoff._cost import Device
-from jaxoff._layer import is_of_others, name_of, of_others
-from jaxoff._plan import MARGIN, WIDE_MARGIN, Planner
-from jaxoff._plan_model import SECOND_LOOP
-from jaxoff._search import fastest, smallest
+from jaxoff._device.profile import Device
+from jaxoff._plan.layer import is_of_others, name_of, of_others
+from jaxoff._plan.plan import MARGIN, WIDE_MARGIN, Planner
+from jaxoff._plan.search import fastest, smallest
+from jaxoff._plan.step_cost import SECOND_LOOP
 from tests.jaxoff.planned import DEVICE, X_NBYTES, arguments, chain, in_layers, model_of, scanned, unrolled
 from tests.jaxoff.test_search import FIXED, MODELS, check_against_brute_force
 

@@ -10,8 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
-from jaxoff._plan import MARGIN, WIDE_MARGIN
-from jaxoff._requirements import POOL_VARIABLE
+from jaxoff._plan.plan import MARGIN, WIDE_MARGIN
+from jaxoff._runtime.requirements import POOL_VARIABLE
 from tests.jaxoff.planned import LAYERS, ROWS, W_NBYTES, WIDTH, X_NBYTES, arguments, layer, scanned
 from tests.jaxoff.test_plan_step import CHOICES, NOTHING, planner
 

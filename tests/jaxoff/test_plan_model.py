@@ -9,13 +9,13 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff import _kernel_times
-from jaxoff._cost import Device
-from jaxoff._kernel_times import PRODUCTS, TRAFFIC
-from jaxoff._layer import UNNAMED_DOTS, Layer, Step, Value
-from jaxoff._layer_model import APART, LAST, SLOWED, LayerModel
-from jaxoff._plan_model import Model
-from jaxoff._timeline import Point
+from jaxoff._device import kernel_time
+from jaxoff._device.kernel_time import PRODUCTS, TRAFFIC
+from jaxoff._device.profile import Device
+from jaxoff._plan.layer import UNNAMED_DOTS, Layer, Step, Value
+from jaxoff._plan.layer_cost import APART, LAST, SLOWED, LayerModel
+from jaxoff._plan.step_cost import Model
+from jaxoff._plan.timeline import Point
 from tests.jaxoff.planned import (
     ACT_NBYTES,
     DEVICE,
@@ -76,8 +76,8 @@ def test_a_function_without_checkpoints_is_refused():
 
 def test_making_again_takes_what_is_not_kept_before_it(monkeypatch):
     """A product each for act and out; out is not needed, nor is act if it is kept."""
-    monkeypatch.setattr(_kernel_times, "IDLE", 1.0)
-    monkeypatch.setattr(_kernel_times, "LOAD", 0.0)
+    monkeypatch.setattr(kernel_time, "IDLE", 1.0)
+    monkeypatch.setattr(kernel_time, "LOAD", 0.0)
     kind = model().layers[0]
 
     def again_ms(**choice):
@@ -97,8 +97,8 @@ def test_making_again_takes_what_is_not_kept_before_it(monkeypatch):
 @pytest.mark.parametrize("form", ["scan", "at once"])
 def test_of_a_loop_only_what_is_needed_is_made_again(form, monkeypatch):
     """The second product of each turn makes what the layer returns, which no gradient reads."""
-    monkeypatch.setattr(_kernel_times, "IDLE", 1.0)
-    monkeypatch.setattr(_kernel_times, "LOAD", 0.0)
+    monkeypatch.setattr(kernel_time, "IDLE", 1.0)
+    monkeypatch.setattr(kernel_time, "LOAD", 0.0)
 
     def body(x, w):
         x = jaxoff.name(x, "x_in")

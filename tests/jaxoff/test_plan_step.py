@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff._plan import Planner
+from jaxoff._plan.plan import Planner
 from tests.jaxoff.planned import DEVICE, LAYERS, W_NBYTES, X_NBYTES, arguments, layer, scanned
 
 NOTHING = jaxoff.policy()

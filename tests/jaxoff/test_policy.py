@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxoff
-from jaxoff._marks import Tag
-from jaxoff._presets import MEGATRON_MODULES
+from jaxoff._policy.marks import Tag
+from jaxoff._policy.presets import MEGATRON_MODULES
 
 NAMES = st.lists(st.text("abc.*", min_size=1, max_size=4), max_size=4)
 

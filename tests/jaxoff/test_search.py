@@ -8,10 +8,10 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jaxoff._cost import Device
-from jaxoff._integer_program import _nothing_printed
-from jaxoff._layer import UNNAMED_DOTS, Layer, Shared, Step, Value
-from jaxoff._search import fastest, smallest
+from jaxoff._device.profile import Device
+from jaxoff._plan.integer_program import _nothing_printed
+from jaxoff._plan.layer import UNNAMED_DOTS, Layer, Shared, Step, Value
+from jaxoff._plan.search import fastest, smallest
 from tests.jaxoff.planned import chain, model_of
 
 PLACES = ("device", "host", "recompute")

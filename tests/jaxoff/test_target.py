@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from jaxoff._target import target
+from jaxoff._device.target import target
 
 
 def test_an_unknown_name_is_refused_with_the_choices():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.profiler import ProfileData
 
 from bench import timeline
-from jaxoff._trace import CopyTime, Event, Trace, outside, read, total, union
+from jaxoff._profile.gpu_trace import CopyTime, Event, Trace, outside, read, total, union
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 STOCK, CONCURRENT = (TRACES / f"scan_offloaded_{kind}.xplane.pb" for kind in ("default", "conc"))

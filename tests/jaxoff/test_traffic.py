@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff._cost import H200
+from jaxoff._device.profile import H200
 
 LAYERS, ROWS, WIDTH = 3, 4096, 16384
 NBYTES = ROWS * WIDTH * 2

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxoff import _compat
-from jaxoff._cost import Device
-from jaxoff._order import ordered
-from jaxoff._straight import Straight
-from jaxoff._units import Units, is_heavy
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.kernels import Units, is_heavy
+from jaxoff._schedule.order import ordered
+from jaxoff._schedule.problem import Straight
 from tests.jaxoff.matrix import assert_equal, inputs
 
 ROWS, WIDTH = 16, 8
@@ -28,7 +28,7 @@ def in_order(fun, *args, **kwargs):
     jaxpr, straight = straight_of(fun, *args, **kwargs)
     found = ordered(straight, EVEN, large_nbytes=4 * ROWS * WIDTH)
     closed = jax.make_jaxpr(fun)(*args).replace(jaxpr=jaxpr.replace(eqns=found.eqns))
-    got = jax.jit(_compat.jaxpr_as_fun(closed))(*args)
+    got = jax.jit(compat.jaxpr_as_fun(closed))(*args)
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fun)(*args)))
     return found.eqns
 
@@ -41,7 +41,7 @@ def depends(eqns, later, earlier):
     """Whether an equation depends on another one, by their places."""
     behind = set(eqns[earlier].outvars)
     for eqn in eqns[earlier + 1 : later + 1]:
-        if not behind.isdisjoint(v for v in eqn.invars if isinstance(v, _compat.Var)):
+        if not behind.isdisjoint(v for v in eqn.invars if isinstance(v, compat.Var)):
             behind.update(eqn.outvars)
     return not behind.isdisjoint(eqns[later].outvars)
 
@@ -194,7 +194,7 @@ def test_outside_of_loops_a_copy_to_the_host_is_waited_for_behind_what_hides_it(
 
     given = inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH), inputs(WIDTH, 64)
     eqns = in_order(fun, *given, holds_copies=True)
-    sent = next(eqn.outvars[0] for eqn in eqns if _compat.transfer_in(eqn) == "D2H")
+    sent = next(eqn.outvars[0] for eqn in eqns if compat.transfer_in(eqn) == "D2H")
     (wait,) = [i for i, eqn in enumerate(eqns) if sent in eqn.invars]
     heavy = [i for i, eqn in enumerate(eqns) if is_heavy(eqn)]
     assert eqns[wait].primitive.name == "optimization_barrier"
@@ -220,7 +220,7 @@ def test_what_nothing_hides_is_waited_for_all_the_same():
     heavy = [i for i, eqn in enumerate(eqns) if is_heavy(eqn)]
     behind = []
     for place, eqn in enumerate(eqns):
-        if _compat.transfer_in(eqn) == "D2H":
+        if compat.transfer_in(eqn) == "D2H":
             wait = next(i for i, other in enumerate(eqns) if eqn.outvars[0] in other.invars)
             behind.append(sum(place < i < wait for i in heavy))
     assert len(behind) == number

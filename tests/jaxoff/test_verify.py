@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoff
-from jaxoff._verify import verify
+from jaxoff._compiled.verify import verify
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxoff
-from jaxoff import _compat
+from jaxoff._jaxpr import compat
 from models import LM, Block, Config, loss_fn
 
 SMALL = dict(d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, d_expert=24, d_shared=40, d_ff=48)
@@ -30,7 +30,7 @@ def programs_in(function, *args):
     waiting = [jax.make_jaxpr(function)(*args).jaxpr]
     while waiting:
         yield (jaxpr := waiting.pop())
-        waiting += [inner for eqn in jaxpr.eqns for inner in _compat.sub_jaxprs(eqn)]
+        waiting += [inner for eqn in jaxpr.eqns for inner in compat.sub_jaxprs(eqn)]
 
 
 def names_in(function, *args):

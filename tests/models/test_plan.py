@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxoff
-from jaxoff._verify import held_nbytes
+from jaxoff._compiled.verify import held_nbytes
 from models import planning, policy_text, train
 from models.errors import InputError
 from models.options import Options, parse_overrides

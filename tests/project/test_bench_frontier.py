@@ -24,8 +24,8 @@ from bench.frontier_points import (
     predicted_ms,
 )
 from bench.step_models import Workload
-from jaxoff._plan import MARGIN
-from jaxoff._search import smallest
+from jaxoff._plan.plan import MARGIN
+from jaxoff._plan.search import smallest
 
 DENSE = Workload("dense", batch=2, layers=4, tiny=True)
 

@@ -1,0 +1,183 @@
+"""What can be wrong with a compiled program's offload."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from jaxoff._compiled.cuda_graphs import SMALL_NBYTES
+from jaxoff._compiled.facts import CompiledFacts, HostCopy
+from jaxoff._report.tables import human
+from jaxoff._residuals.findings.finding import Finding
+from jaxoff._runtime.settings import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
+
+
+def find(facts: CompiledFacts, expected_host_bytes: int) -> Iterator[Finding]:
+    """Everything that is wrong, each kind of trouble once. Copies of a few kilobytes cost nothing and are
+    left out."""
+    large = [copy for copy in facts.copies if copy.nbytes >= SMALL_NBYTES]
+    yield from _vanished(facts, expected_host_bytes)
+    yield from _memory(facts)
+    yield from _kernels(large)
+    yield from _not_overlapped(facts, large)
+    yield from _cut(facts, large)
+    yield from _twice(large)
+    yield from _again(facts)
+
+
+def _vanished(facts: CompiledFacts, expected: int) -> Iterator[Finding]:
+    unknown = any(copy.count is None for copy in facts.copies)
+    is_twin_of_itself = facts.twin_peak_bytes is not None and not facts.copies
+    if (facts.d2h_bytes >= expected or unknown) and not is_twin_of_itself:
+        return
+    moved = human(facts.d2h_bytes) if facts.d2h_bytes else "nothing"
+    yield Finding(
+        "offload-vanished",
+        f"A call is to move {human(expected) if expected else 'residuals'} to the host; the compiled program "
+        f"moves {moved}. XLA folds a copy to the host with the copy back where no loop and no barrier stands "
+        "between them: keep prevent_cse=True in jax.checkpoint around layers that are not scanned, or scan "
+        "them.",
+    )
+
+
+def _memory(facts: CompiledFacts) -> Iterator[Finding]:
+    twin = facts.twin_peak_bytes
+    if twin is None or facts.device_peak_bytes < twin:
+        return
+    yield Finding(
+        "device-memory-not-lower",
+        f"Offload is to lower device memory: the program holds {human(facts.device_peak_bytes)}, its twin "
+        f"that saves the same residuals on the device {human(twin)}. Where layers are not scanned XLA starts "
+        "copies to the host late and keeps the device's buffers until then: scan the layers, or order the "
+        "copies with jax.lax.optimization_barrier.",
+    )
+
+
+def _kernels(copies: list[HostCopy]) -> Iterator[Finding]:
+    for direction, group in _by_direction(copy for copy in copies if copy.via == "kernel"):
+        verb, preposition = ("reads", "from") if direction == "H2D" else ("writes", "to")
+        yield Finding(
+            "kernel-touches-host",
+            f"A copy engine is to move values {preposition} the host; here a kernel {verb} host memory "
+            f"itself, over the bus: {_listed(group)}. XLA uses the copy engine for whole arrays and for "
+            "slices whose index is an affine function of the loop's own counter, such as length - 1 - i. It "
+            "is not where it is read from xs, clamped as in maximum(i - 1, 0), or a constant outside of a "
+            "loop.",
+            group[0].source,
+        )
+
+
+def _not_overlapped(facts: CompiledFacts, copies: list[HostCopy]) -> Iterator[Finding]:
+    alone = [copy for copy in copies if copy.via == "dma" and not copy.overlaps]
+    in_line = [copy for copy in alone if copy.captured and facts.scheduling_mode != "CONCURRENT"]
+    if in_line:
+        yield Finding(
+            "copy-not-overlapped",
+            "Compute is to run beside host copies; these are in a CUDA graph that keeps the order of the "
+            f"program ({SCHEDULING_MODE}={facts.scheduling_mode}), in line with the kernels: "
+            f"{_listed(in_line)}. Compile with compiler_options={{{SCHEDULING_MODE!r}: 'CONCURRENT'}} and, "
+            "if the program was, tell verify so by the same argument.",
+            in_line[0].source,
+        )
+    for direction, group in _by_direction(copy for copy in alone if copy not in in_line):
+        yield Finding(
+            "copy-not-overlapped",
+            f"Compute is to run beside host copies; beside these nothing can: {_listed(group)}. "
+            + _why_alone(facts, group, direction),
+            group[0].source,
+        )
+
+
+def _why_alone(facts: CompiledFacts, group: list[HostCopy], direction: str) -> str:
+    if not all(copy.is_async for copy in group):
+        return "They are synchronous: the device waits for each."
+    if any(copy.captured for copy in group):
+        needed = "is made from the value, or the value from it" if direction == "D2H" else "needs the value"
+        return (
+            f"All other work of the same CUDA graph {needed}. Keep the value that the backward pass needs "
+            "first on the device (save=), or let the graph hold more of the layer: collectives split it "
+            f"unless {COMMAND_BUFFER} names COLLECTIVES."
+        )
+    if direction == "D2H":
+        return "Their end is awaited before any other work starts: wait for a copy one layer later."
+    return (
+        "The value is needed as soon as the copy starts: start it one layer earlier, or keep the value that "
+        "the backward pass needs first on the device (save=)."
+    )
+
+
+def _cut(facts: CompiledFacts, copies: list[HostCopy]) -> Iterator[Finding]:
+    out = [copy for copy in copies if copy.loop and copy.overlaps and copy.cut_by]
+    if facts.scheduling_mode == "CONCURRENT" and out:
+        names = ", ".join(dict.fromkeys(copy.cut_by for copy in out))
+        yield Finding(
+            "graph-cut",
+            "Copies of a loop are to be in the CUDA graph of its turn; between the start and the end of "
+            f"these stands what no graph holds ({names}): {_listed(out)}. XLA starts them on a few streams, "
+            "on which small copies wait for large ones, and kernels for those. Leave CUB's sorts out "
+            "(compiler_options={'xla_gpu_enable_cub_radix_sort': False}), and name COLLECTIVES in "
+            f"{COMMAND_BUFFER}, as jaxoff.jit does.",
+            out[0].source,
+        )
+
+
+def _twice(copies: list[HostCopy]) -> Iterator[Finding]:
+    for copy in copies:
+        value = copy.value
+        if value is not None and value.invariant_in and copy.loop and copy.count != 1:
+            yield Finding(
+                "value-copied-twice",
+                f"A value is to go to the host once; {copy.name} copies {human(copy.nbytes)} in every "
+                f"iteration of the loop {copy.loop}, which does not change them. Name the value outside of "
+                "the loop, or do not offload it.",
+                copy.source,
+            )
+    values = [copy for copy in copies if copy.value is not None]
+    for _, found in itertools.groupby(sorted(values, key=_value_key), key=_value_key):
+        group = list(found)
+        if len(group) > 1:
+            yield Finding(
+                "value-copied-twice",
+                f"A value is to go to the host once; the same value goes there {len(group)} times: "
+                f"{_listed(group)}. It has two names, such as a layer's output that is the next layer's "
+                "input, or it was fetched and sent again: offload one of them.",
+                group[0].source,
+            )
+    inside = [copy for copy in copies if copy.direction == "H2H"]
+    if inside:
+        yield Finding(
+            "value-copied-twice",
+            f"A value is to go to the host once; these copy host memory to host memory: {_listed(inside)}. "
+            "Use each offloaded value in one loop only.",
+            inside[0].source,
+        )
+
+
+def _again(facts: CompiledFacts) -> Iterator[Finding]:
+    if names := facts.computed_again:
+        yield Finding(
+            "computed-again",
+            "Policies are to say what is computed again; near the device's memory limit XLA also chose by "
+            f"itself: {', '.join(names[:3])}{' and others' if len(names) > 3 else ''} ({len(names)} in all). "
+            "That can take more memory than it frees, beside a policy. Compile with "
+            f"compiler_options={{{DISABLED_PASSES!r}: 'rematerialization'}}, as jaxoff.jit does.",
+        )
+
+
+def _value_key(copy: HostCopy) -> tuple[str, str, int]:
+    value = copy.value
+    return ("", "", 0) if value is None else (value.computation, value.name, value.element)
+
+
+def _by_direction(copies) -> Iterator[tuple[str, list[HostCopy]]]:
+    groups: dict[str, list[HostCopy]] = {}
+    for copy in copies:
+        groups.setdefault(copy.direction, []).append(copy)
+    yield from groups.items()
+
+
+def _listed(copies: list[HostCopy]) -> str:
+    """Copies by name, the first three, with what they move in a call."""
+    names = ", ".join(copy.name for copy in copies[:3]) + (" and others" if len(copies) > 3 else "")
+    total = human(sum(copy.total_bytes for copy in copies))
+    return f"{names} ({len(copies)} instruction{'s' * (len(copies) > 1)}, {total} a call)"

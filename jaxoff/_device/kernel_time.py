@@ -1,0 +1,150 @@
+"""How long kernels take between the others of a step, for the planner: by operations and by bytes.
+
+The shares of a device's rates are those that traces of dense and MoE steps on an H200 show (bench/LOG.md).
+`jaxoff.jit`, which only asks when a copy is in time, goes by `Device.compute_ms`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Sequence
+
+from jax import lax
+
+from jaxoff._device.profile import Device, product_flops
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.inline import Renamed, inlined, now
+from jaxoff._jaxpr.kernels import Units, is_heavy, variables
+from jaxoff._policy.policy import PALLAS
+from jaxoff._schedule.collectives import exchange_ms, is_exchange
+
+# Of the rate of products in a row, which the card's power limit holds down.
+PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.18, 1.09, 0.83, 0.66, 0.13
+# What of the time to read a product's operands and write its result is not hidden.
+TRAFFIC = 0.4
+# Of the rate of products: in a layer with none beside them, and how much less in one of products alone.
+IDLE, LOAD = 1.1, 0.155
+# Of an exchange between devices, what products beside it hide.
+BESIDE = 0.5
+_SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
+
+
+def kernel_ms(units: Units, i: int, device: Device, rows: Container[Var] = frozenset()) -> float:
+    """About how long a unit takes, in ms, with the copies of what it reads that are made for it.
+
+    Args:
+      units: of a program.
+      i: one of them.
+      device: speeds.
+      rows: values that a loop takes out of stacks: a kernel that is not elementwise reads a copy.
+    """
+    eqn, between = units.eqns[i], [units.eqns[j] for j in units.between[i]]
+    made = compat.nbytes_of(eqn.outvars)
+    if not is_heavy(eqn):
+        if eqn.primitive.name == "dynamic_update_slice":
+            return device.pass_ms(compat.nbytes(eqn.invars[1].aval))
+        sliced = not _SLICES.isdisjoint(e.primitive.name for e in (eqn, *between))
+        sizes = (compat.nbytes(v.aval) for v in units.reads[i])
+        return _traffic_ms(made + sum(min(n, made) if sliced else n for n in sizes), device)
+    copies = _copies_ms(eqn, between, rows, device)
+    if compat.control_flow(eqn) is not None:
+        return copies + programs_ms(eqn, device)
+    if is_exchange(eqn):
+        return copies + (1 - BESIDE) * exchange_ms(made, device)
+    traffic = _traffic_ms(made + compat.nbytes_of(variables(eqn)), device)
+    if matrix_ms := _matrix_ms(eqn, device):
+        return copies + matrix_ms + TRAFFIC * traffic
+    return copies + traffic
+
+
+def programs_ms(eqn: JaxprEqn, device: Device) -> float:
+    """How long what a loop or a condition runs takes: all turns, the longest branch; 0 for others."""
+    flow = compat.control_flow(eqn)
+    return flow.total(lambda program: _program_ms(program, device)) if flow else 0.0
+
+
+def _program_ms(program: Jaxpr, device: Device) -> float:
+    """About how long all units of a program take, one after the other."""
+    renamed: Renamed = {}
+    eqns = list(inlined(program.eqns, renamed))
+    outs = (now(renamed, v) for v in program.outvars)
+    units = Units(eqns, frozenset(v for v in outs if isinstance(v, Var)))
+    return sum(kernel_ms(units, i, device) for i in units.all)
+
+
+def under_load(
+    units: Units, pass_: Sequence[int], device: Device, rows: Container[Var] = frozenset()
+) -> Device:
+    """A device at the clock that a layer leaves it: the more of its time products take, the lower.
+
+    They draw the most power; attention, which does much beside its products, draws less (bench/LOG.md).
+
+    Args:
+      units: of a program.
+      pass_: those of the layer's backward pass; the forward pass is about the same.
+      device: speeds.
+      rows: as for `kernel_ms`.
+    """
+    kernels = sum(kernel_ms(units, i, device, rows) for i in pass_)
+    eqns = (units.eqns[i] for i in pass_)
+    products = sum(_matrix_ms(eqn, device) for eqn in eqns if _is_product(eqn))
+    part = products / kernels if kernels else 0.0
+    return dataclasses.replace(device, flops=(IDLE - LOAD * part) * device.flops)
+
+
+def _is_product(eqn: JaxprEqn) -> bool:
+    """Whether a kernel may be a product, one of Pallas among them: `product_flops` knows if it is."""
+    return is_heavy(eqn) and not (is_exchange(eqn) or _is_attention(eqn))
+
+
+def _matrix_ms(eqn: JaxprEqn, device: Device) -> float:
+    return 1e3 * product_flops(eqn) / (_share(eqn) * device.flops)
+
+
+def _share(eqn: JaxprEqn) -> float:
+    """What a kernel reaches of a device's rate of 16-bit products."""
+    name = eqn.primitive.name
+    if _is_attention(eqn):
+        return _ATTENTION_BACK if "bwd" in name else _ATTENTION
+    if name in ("dot_general", "conv_general_dilated") and _is_whole_float32(eqn):
+        return _WHOLE_FLOAT32
+    return _PALLAS if is_pallas(eqn) else PRODUCTS
+
+
+def _is_attention(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name.startswith("dot_product_attention")
+
+
+def _is_whole_float32(eqn: JaxprEqn) -> bool:
+    """Whether a product is computed in float32 throughout, off the matrix units."""
+    precision = eqn.params["precision"]
+    each = precision if isinstance(precision, tuple) else (precision,)
+    wide = compat.struct_of(eqn.invars[0].aval).dtype.itemsize > 2
+    return wide and any(p in (lax.Precision.HIGHEST, lax.DotAlgorithmPreset.F32_F32_F32) for p in each)
+
+
+def _copies_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], rows: Container[Var], device: Device) -> float:
+    """Operands that are copied before, most of them as another type."""
+    ms, made = 0.0, {v: e for e in between for v in e.outvars}
+    for v in variables(eqn):
+        taken, converted = v, False
+        while taken in made and len(operands := variables(made[taken])) == 1:
+            if made[taken].primitive.name == "convert_element_type":
+                ms += _traffic_ms(compat.nbytes_of([*operands, taken]), device)
+                converted = True
+            taken = operands[0]
+        if taken in rows and not converted:
+            ms += device.pass_ms(compat.nbytes(v.aval))
+    return ms
+
+
+def _traffic_ms(nbytes: int, device: Device) -> float:
+    return nbytes / device.memory_gbps / 1e6
+
+
+def is_pallas(eqn: JaxprEqn) -> bool:
+    """Whether a kernel is one of Pallas, perhaps in other equations."""
+    return eqn.primitive.name in PALLAS or any(
+        is_pallas(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in jaxpr.eqns
+    )

@@ -1,0 +1,92 @@
+"""Measures what a GPU reaches: products, memory, and the link, alone and beside other GPUs of its host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxoff._device.profile import Device, SharedLink
+from jaxoff._runtime.environment import Link, measure_links
+
+# Rows, width and hidden width of an MLP whose products reach the rate of large ones; a second of them reaches
+# the card's power limit.
+_MLP, _STEADY_S = (16384, 4096, 16384), 1.0
+_MEMORY_NBYTES = 1 << 28
+# What of the rate measured here a profile holds: the planner's shares (`_kernel_times`) are of that. H200s
+# had 677 to 699 TFLOP/s, and their steps took as long as by 0.91 to 0.96 of that.
+_OF_PRODUCTS_ALONE = 0.93
+
+
+def measured() -> Device:
+    """See `Device.measure`."""
+    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+    if not gpus:
+        raise RuntimeError(
+            f"Device.measure times a GPU, and jax runs on {jax.default_backend()} here. A profile made "
+            "elsewhere is read with Device.of(path); that of an H200 is Device.of('h200')."
+        )
+    counts = [n for n in (2, 4, 8) if n <= len(gpus)]
+    alone, shared = measure_links(gpus[:1]), [(n, measure_links(gpus[:n])) for n in counts]
+    return Device(
+        flops=_OF_PRODUCTS_ALONE * matrix_flops(gpus[0]),
+        memory_gbps=memory_gbps(gpus[0]),
+        d2h_gbps=alone.d2h_gbps,
+        h2d_gbps=alone.h2d_gbps,
+        both_gbps=alone.both_gbps,
+        shared_links=tuple(_shared(n, link) for n, link in shared),
+        name=gpus[0].device_kind,
+        source=f"jaxoff.Device.measure(), jax {jax.__version__}, copies of {alone.nbytes} bytes",
+    )
+
+
+def _shared(gpus: int, link: Link) -> SharedLink:
+    return SharedLink(gpus, link.d2h_gbps, link.h2d_gbps, link.both_gbps)
+
+
+def matrix_flops(device: Any, mlp: tuple[int, int, int] = _MLP, steady_s: float = _STEADY_S) -> float:
+    """Operations a second of an MLP's 16-bit products, forward and backward, after as long a time of them.
+
+    Of layers' shapes: square ones are 3% faster on an H200 (682 TFLOP/s, 662 of an MLP's). And of random
+    elements: equal ones take less power, so that the clock stays up (831).
+    """
+    rows, width, hidden = mlp
+    shapes = (rows, width), (rows, hidden), (width, hidden), (hidden, width)
+    x, act, up, down = (
+        jax.device_put(jax.random.normal(key, shape, jnp.bfloat16), device)
+        for key, shape in zip(jax.random.split(jax.random.key(0), 4), shapes, strict=True)
+    )
+
+    def products(x, act, up, down):
+        made = x @ up, act @ down, x @ down.T, act @ up.T, x.T @ act, act.T @ x
+        return [lax.optimization_barrier(product)[0, 0] for product in made]
+
+    seconds = _seconds(jax.jit(products), (x, act, up, down), steady_s)
+    return 6 * 2.0 * rows * width * hidden / seconds
+
+
+def memory_gbps(device: Any, nbytes: int = _MEMORY_NBYTES, steady_s: float = _STEADY_S / 4) -> float:
+    """GB/s of a kernel that reads and writes so many bytes, of float32: of 16 bits XLA's reach less."""
+    x = jax.device_put(jnp.zeros(nbytes // 4, jnp.float32), device)
+    return 2 * nbytes / _seconds(jax.jit(lambda x: x + 1), (x,), steady_s) / 1e9
+
+
+def _seconds(fun: Callable[..., Any], args: Sequence[Any], steady_s: float, repeats: int = 5) -> float:
+    """The median time of a call, among queued ones, after some time of them."""
+    jax.block_until_ready(fun(*args))
+
+    def run(calls: int) -> float:
+        start, out = time.perf_counter(), None
+        for _ in range(calls):
+            out = fun(*args)
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    calls = max(1, round(steady_s / repeats / run(1)))
+    run(calls * repeats)
+    return statistics.median(run(calls) for _ in range(repeats)) / calls

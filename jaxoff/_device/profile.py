@@ -1,0 +1,247 @@
+"""How long equations and copies take, estimated: enough to say what can hide behind what."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import itertools
+import json
+import math
+import numbers
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import JaxprEqn
+from jaxoff._jaxpr.inline import inlined
+from jaxoff._report.near_miss import near_miss
+
+_SUFFIX = ".json"
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedLink:
+    """The link of one GPU while several of its host copy at once.
+
+    Attributes:
+      gpus: how many copy, this one included.
+      d2h_gbps, h2d_gbps: what one of them gets each way, GB/s.
+      both_gbps: the sum of the two directions, copying at once.
+    """
+
+    gpus: int
+    d2h_gbps: float
+    h2d_gbps: float
+    both_gbps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Speeds of one accelerator and of its link to the host.
+
+    Profiles that jaxoff knows come with `Device.of("h200")`; `Device.measure()` makes one on a GPU.
+
+    Attributes:
+      flops: matrix operations a second, 16-bit, as reached by large products in a step, beside other kernels.
+      memory_gbps: device memory bandwidth, GB/s, as reached.
+      d2h_gbps, h2d_gbps: the link each way, GB/s, for copies of pinned memory.
+      both_gbps: the sum of the two directions, copying at once; None where it was not measured.
+      shared_links: the link while several GPUs of the host copy, by their number.
+      name: the kind of accelerator.
+      source: where the figures come from.
+
+    Example:
+      >>> import jaxoff
+      >>> h200 = jaxoff.Device.of("h200")
+      >>> h200.d2h_gbps, h200.sharing(4).d2h_gbps
+      (50, 35.0)
+    """
+
+    flops: float
+    memory_gbps: float
+    d2h_gbps: float
+    h2d_gbps: float
+    both_gbps: float | None = None
+    shared_links: tuple[SharedLink, ...] = ()
+    name: str = "custom"
+    source: str = ""
+
+    def __post_init__(self):
+        for field in ("flops", "memory_gbps", "d2h_gbps", "h2d_gbps"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field} of a Device is a rate above 0, got {getattr(self, field)!r}.")
+
+    @classmethod
+    def of(cls, name: str | os.PathLike[str]) -> Device:
+        """A profile that comes with jaxoff, or that of a file.
+
+        Args:
+          name: of a shipped profile, such as "h200", or the path of a file that `save` wrote.
+
+        Raises:
+          ValueError: for an unknown name, and for a file that is no profile.
+          FileNotFoundError: for a path without a file.
+        """
+        folder = importlib.resources.files("jaxoff._device") / "data"
+        known = sorted(f.name.removesuffix(_SUFFIX) for f in folder.iterdir() if f.name.endswith(_SUFFIX))
+        if name in known:
+            return cls.from_dict(json.loads((folder / f"{name}{_SUFFIX}").read_text()))
+        path = Path(name)
+        if isinstance(name, str) and not path.is_file() and path.name == name:
+            raise ValueError(
+                f"A device is one of {', '.join(known)}, or the path of a profile that Device.save wrote, "
+                f"got {name!r}.{near_miss(name, known)}"
+            )
+        try:
+            return cls.from_dict(json.loads(path.read_text()))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(
+                f"A device's profile is JSON that Device.save wrote, got {os.fspath(name)!r}: {error}."
+            ) from None
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Device:
+        """The profile whose `to_dict` this is."""
+        links = tuple(SharedLink(**link) for link in fields.get("shared_links", ()))
+        rates: dict[str, Any] = {**fields, "shared_links": links}
+        return cls(**rates)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile as JSON-ready values."""
+        return {
+            **dataclasses.asdict(self),
+            "shared_links": [dataclasses.asdict(s) for s in self.shared_links],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the profile to a JSON file, for `Device.of`."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def measure(cls) -> Device:
+        """Measures the first GPU of this process: products, memory, and the link, alone and shared.
+
+        Takes some seconds and 4 GB of the GPU's memory. The link is shared with two, four, ... of the
+        process's own GPUs, as far as it has them.
+
+        Returns:
+          A `Device` named as `jax.Device.device_kind` says.
+
+        Raises:
+          RuntimeError: where jax has no GPU.
+        """
+        from jaxoff._device.measure import measured
+
+        return measured()
+
+    def sharing(self, gpus: int) -> Device:
+        """The device while so many GPUs of its host copy at once, itself included.
+
+        Where that number was not measured, the next larger one stands for it; beyond all, the host's
+        bandwidth is divided further. Without measurements the link is taken to be shared by none.
+
+        Raises:
+          ValueError: for a number below 1.
+          TypeError: for what is no whole number, such as a rate.
+        """
+        if isinstance(gpus, bool) or not isinstance(gpus, numbers.Integral):
+            raise TypeError(
+                "How many GPUs copy at once is a whole number, and their rates are a jaxoff.SharedLink; "
+                f"got {gpus!r}."
+            )
+        if gpus < 1:
+            raise ValueError(f"gpus is how many GPUs copy at once, at least 1, got {gpus}.")
+        if gpus == 1 or not self.shared_links:
+            return self
+        links = sorted(self.shared_links, key=lambda link: link.gpus)
+        link = next((link for link in links if link.gpus >= gpus), links[-1])
+        part = min(1.0, link.gpus / gpus)
+        return dataclasses.replace(
+            self,
+            d2h_gbps=link.d2h_gbps * part,
+            h2d_gbps=link.h2d_gbps * part,
+            both_gbps=link.both_gbps * part,
+            shared_links=(),
+        )
+
+    def compute_ms(self, eqn: JaxprEqn) -> float:
+        """An estimate of an equation's time, in milliseconds: products by operations, the rest by bytes."""
+        nbytes = sum(compat.nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
+        return 1e3 * max(product_flops(eqn) / self.flops, nbytes / (self.memory_gbps * 1e9))
+
+    def pass_ms(self, nbytes: int) -> float:
+        """A kernel that makes so many bytes from as many, in milliseconds."""
+        return 2 * nbytes / self.memory_gbps / 1e6
+
+    def h2d_ms(self, nbytes: int) -> float:
+        """A copy from the host, in milliseconds."""
+        return nbytes / self.h2d_gbps / 1e6
+
+    def d2h_ms(self, nbytes: int) -> float:
+        """A copy to the host, in milliseconds."""
+        return nbytes / self.d2h_gbps / 1e6
+
+
+H200 = Device.of("h200")
+
+
+def checked_device(device: object) -> Device:
+    """A device as a caller gave it.
+
+    Raises:
+      TypeError: for what is no `Device`, such as its name.
+    """
+    if not isinstance(device, Device):
+        raise TypeError(
+            "device is a jaxoff.Device, such as jaxoff.Device.of('h200') or jaxoff.Device.measure(), "
+            f"got {device!r}."
+        )
+    return device
+
+
+def product_flops(eqn: JaxprEqn) -> float:
+    """Operations of a product, a convolution, attention, or of what looks like a product by its shapes.
+
+    Those of a loop or a condition are what it runs, the largest branch; those of a Pallas kernel with a cost
+    estimate are what that says.
+    """
+    if (flow := compat.control_flow(eqn)) is not None:
+        return flow.total(lambda program: sum(map(product_flops, inlined(program.eqns, {}))))
+    if (estimate := eqn.params.get("cost_estimate")) is not None:
+        return float(estimate.flops)
+    name, shapes = eqn.primitive.name, [compat.shape_of(v.aval) for v in eqn.invars if _has_shape(v.aval)]
+    if not shapes:
+        return 0.0
+    out = max((compat.shape_of(v.aval) for v in eqn.outvars if _has_shape(v.aval)), key=math.prod, default=())
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return _slowdown(eqn) * 2.0 * math.prod(out) * math.prod(shapes[0][i] for i in contracted)
+    if name == "conv_general_dilated":
+        kernel, features = shapes[1], eqn.params["dimension_numbers"].rhs_spec[0]
+        # The zeros between the elements of a dilated operand, as in the gradient of a stride, cost nothing.
+        met = math.prod(out) / math.prod(eqn.params["lhs_dilation"])
+        return _slowdown(eqn) * 2.0 * met * math.prod(kernel) / kernel[features]
+    if name.startswith("dot_product_attention"):  # query, key: (batch, length, heads, width); half is masked
+        forward = 2.0 * math.prod(shapes[0]) * shapes[1][1]
+        return forward * (2.5 if "bwd" in name else 1.0)
+    matrices = [shape for shape in shapes if len(shape) > 1]
+    return max((_pair_flops(pair, out) for pair in itertools.combinations(matrices, 2)), default=0.0)
+
+
+def _slowdown(eqn: JaxprEqn) -> int:
+    """How many times as long operations on wider numbers than 16 bits take."""
+    return 1 if compat.struct_of(eqn.invars[0].aval).dtype.itemsize <= 2 else 2
+
+
+def _pair_flops(pair: tuple[tuple[int, ...], tuple[int, ...]], out: tuple[int, ...]) -> float:
+    """Operations of a kernel that multiplies two of its operands, if it does, by their shapes."""
+    summed = set(pair[0]) & set(pair[1]) - set(out)
+    if not summed:
+        return 0.0
+    # An expert's rows meet its own weights only: not every leading axis is a factor.
+    return 2.0 * min(math.prod(out) * math.prod(summed), math.prod({*pair[0], *pair[1]}))
+
+
+def _has_shape(aval) -> bool:
+    return hasattr(aval, "shape")

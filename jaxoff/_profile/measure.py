@@ -1,0 +1,323 @@
+"""`measure`: what a step takes, in time and in memory, and how much of its copies nothing hid."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from jaxoff._compiled.verify import held_nbytes
+from jaxoff._profile import gpu_trace
+from jaxoff._profile.gpu_trace import GpuTimes
+from jaxoff._report.tables import human
+from jaxoff._schedule.jit import jit
+
+type NextArgs = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
+
+# A profile of a step that took this much longer is of another step.
+_SLOWED = 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What one call of a program takes. Prints as a table.
+
+    Attributes:
+      device: the kind of device, and how many of them in this process ran the program.
+      times_ms: of the timed calls, from the call until its results are there.
+      program_bytes: device memory that a call holds by the compiler's account, on one device: arguments,
+        results and temporaries, aliased bytes once.
+      host_bytes: pinned host memory that the program takes for its temporaries, for one device.
+      peak_bytes: the most device memory in use during the calls, on the fullest device, with everything else
+        that lay there; None where it is not known.
+      traced_ms: the mean time of the calls under the profiler, which `gpus` is of; None without a trace.
+      gpus: what each GPU was busy with during one call; empty without a trace.
+      notes: what could not be measured, why, and what to do.
+    """
+
+    device: str
+    times_ms: tuple[float, ...]
+    program_bytes: int
+    host_bytes: int
+    peak_bytes: int | None
+    traced_ms: float | None
+    gpus: tuple[GpuTimes, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def median_ms(self) -> float:
+        """The median of the times."""
+        return statistics.median(self.times_ms)
+
+    @property
+    def spread_ms(self) -> float:
+        """The width of the middle half of the times; 0 for one call."""
+        if len(self.times_ms) < 2:
+            return 0.0
+        lower, _, upper = statistics.quantiles(self.times_ms, n=4, method="inclusive")
+        return upper - lower
+
+    @property
+    def exposed_ms(self) -> float | None:
+        """How long a copy to or from the host ran and no kernel did, on the GPU where that was longest."""
+        return max((times.exposed_ms for times in self.gpus), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurement as JSON-ready values."""
+        return {
+            **dataclasses.asdict(self),
+            "times_ms": list(self.times_ms),
+            "gpus": [dataclasses.asdict(times) for times in self.gpus],
+            "notes": list(self.notes),
+            "median_ms": self.median_ms,
+            "spread_ms": self.spread_ms,
+            "exposed_ms": self.exposed_ms,
+        }
+
+    def __str__(self) -> str:
+        return gpu_trace.printed(self)
+
+    def __rich_console__(self, console, options):
+        from rich.text import Text
+
+        if self.gpus:
+            yield gpu_trace.times_table(self.gpus, console.is_terminal)
+            yield Text("")
+        calls = f"median of {len(self.times_ms)}" if len(self.times_ms) > 1 else "one call"
+        yield Text(
+            f"step {self.median_ms:.2f} ms on {self.device} ({calls}, middle half within "
+            f"{self.spread_ms:.2f} ms, {min(self.times_ms):.2f} to {max(self.times_ms):.2f})"
+        )
+        peak = "unknown" if self.peak_bytes is None else human(self.peak_bytes)
+        yield Text(
+            f"device peak {peak}, program {human(self.program_bytes)}; host memory {human(self.host_bytes)}"
+        )
+        for note in self.notes:
+            yield Text(f"! {note}", style="yellow" if console.is_terminal else "")
+
+
+def measure(
+    fun: Callable[..., Any],
+    *args: Any,
+    repeats: int = 10,
+    warmup: int = 3,
+    traced: int = 3,
+    next_args: NextArgs | None = None,
+    trace_dir: str | Path | None = None,
+) -> Measurement:
+    """Runs a program on a GPU and says what a call takes: time, memory, and the copies that nothing hid.
+
+    With K the times at which some kernel of a GPU ran, and C those at which one of its copies in a direction
+    did, the direction was busy for |C| and exposed for |C - K|, whatever the kernel and its stream.
+
+    First come calls that nothing is measured of, then the timed ones, then those under the profiler. Each
+    call starts when the results of the one before are there, and are freed. On a CPU there is the time of a
+    step and no more; `notes` says so.
+
+    The peak is the allocator's high-water mark, which nothing can reset. It is the peak of these calls, and
+    given, where they raised it. Where the process has used as much before, compiling included, it is not:
+    measure in a process that does nothing else.
+
+    Args:
+      fun: what to run. A `jax.jit` or `jaxoff.jit` function, or what `.lower(...).compile()` makes of one;
+        any other function is compiled with `jaxoff.jit`.
+      *args: its arguments, arrays of any shape and dtype in any pytrees. Those of NumPy are sent to the
+        device in every call.
+      repeats: how many calls to time.
+      warmup: how many calls come before. The first allocates memory and the next few record CUDA graphs.
+      traced: how many calls to profile; 0 for none.
+      next_args: from a call's arguments and results, the arguments of the next. For a function that donates
+        its arguments, which are gone after one call.
+      trace_dir: where to leave the profile, for TensorBoard and the like; without it the profile is deleted.
+
+    Returns:
+      A `Measurement`. Busy and exposed times, copies and bytes are means of the profiled calls.
+
+    Raises:
+      TypeError: for something that cannot be called, and for arguments that are not values.
+      ValueError: for a number of calls out of range, for donated arguments without `next_args`, and for a
+        program compiled ahead of time for devices that are not here.
+      RuntimeError: from JAX, if a profile is being taken already.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxoff
+      >>> step = jaxoff.jit(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()))
+      >>> taken = jaxoff.measure(step, jnp.ones((8, 8)), jnp.ones((4, 8)), repeats=5)
+      >>> len(taken.times_ms), taken.median_ms > 0
+      (5, True)
+      >>> def train(w, x):
+      ...     return w - 0.1 * step(w, x)
+      >>> train = jax.jit(train, donate_argnums=0)
+      >>> taken = jaxoff.measure(
+      ...     train, jnp.ones((8, 8)), jnp.ones((4, 8)), next_args=lambda args, w: (w, args[1])
+      ... )
+    """
+    _check(fun, args, repeats, warmup, traced)
+    program: Any = fun if _is_program(fun) else jit(fun)
+    compiled = program if isinstance(program, jax.stages.Compiled) else program.lower(*args).compile()
+    devices = _devices(compiled)
+    _check_donation(compiled, next_args)
+    calls = _Calls(program, args, next_args)
+
+    marks = _marks(devices)
+    calls.run(warmup)
+    times = calls.run(repeats)
+    peak, notes = _peak(marks, _marks(devices))
+    on_gpu = devices[0].platform == "gpu"
+    traced_ms, gpus = None, ()
+    if on_gpu and traced:
+        traced_ms, gpus = _profile(calls, traced, trace_dir)
+        notes += _trace_notes(traced_ms, statistics.median(times), gpus)
+    if not on_gpu:
+        notes = (
+            f"Copies and device memory are measured on a GPU; this ran on {devices[0].platform}. What a GPU "
+            "would move, jaxoff.verify reads from a program compiled for one, with no GPU: "
+            'jaxoff.target("h200").compile(fun, *args).',
+        )
+    memory: Any = compiled.memory_analysis()
+    return Measurement(
+        device=f"{len(devices)} x {devices[0].device_kind}",
+        times_ms=tuple(times),
+        program_bytes=held_nbytes(compiled),
+        host_bytes=memory.host_temp_size_in_bytes,
+        peak_bytes=peak,
+        traced_ms=traced_ms,
+        gpus=gpus,
+        notes=notes,
+    )
+
+
+def _is_program(fun: Any) -> bool:
+    """Whether something is compiled or knows how it is to be; a bound method's `lower` lacks its object."""
+    return isinstance(fun, jax.stages.Compiled) or (hasattr(fun, "lower") and not inspect.ismethod(fun))
+
+
+class _Calls:
+    """Calls one after another, each with the arguments that the one before left."""
+
+    def __init__(self, fun: Any, args: tuple[Any, ...], next_args: NextArgs | None):
+        self._fun, self._args, self._next_args = fun, args, next_args
+
+    def run(self, number: int) -> list[float]:
+        """The time of each of some calls, in ms."""
+        times = []
+        for _ in range(number):
+            start = time.perf_counter()
+            results = jax.block_until_ready(self._fun(*self._args))
+            times.append((time.perf_counter() - start) * 1e3)
+            if self._next_args is not None:
+                self._args = self._next_args(self._args, results)
+            del results  # or the next call would find them in device memory
+        return times
+
+
+def _check(fun: Any, args: tuple[Any, ...], repeats: int, warmup: int, traced: int) -> None:
+    if not callable(fun):
+        raise TypeError(f"measure runs a function or a compiled program; got {type(fun).__name__}.")
+    for name, number, least in (("repeats", repeats, 1), ("warmup", warmup, 0), ("traced", traced, 0)):
+        if number < least:
+            raise ValueError(f"{name} is a number of calls, {least} or more; got {number}.")
+    for path, leaf in jax.tree.leaves_with_path(args):
+        if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
+            where = f"args{jax.tree_util.keystr(path)}"
+            raise TypeError(
+                f"measure runs the program, so its arguments have values; got {type(leaf).__name__} at "
+                f"{where}. Call it outside of jit and grad, with arrays: jnp.zeros({leaf.shape}, "
+                f"jnp.{leaf.dtype})."
+            )
+
+
+def _check_donation(compiled: jax.stages.Compiled, next_args: NextArgs | None) -> None:
+    if next_args is not None:
+        return
+    donated = [path for path, info in jax.tree.leaves_with_path(compiled.args_info) if info.donated]
+    if donated:
+        listed = ", ".join(f"args{jax.tree_util.keystr(path[1:])}" for path in donated[:3])
+        more = f" and {len(donated) - 3} more" if len(donated) > 3 else ""
+        raise ValueError(
+            f"measure calls the program many times, and donated arguments are gone after one call: {listed}"
+            f"{more}. Say what the next call gets, for a training step for example "
+            "next_args=lambda args, results: (results[0], *args[1:])."
+        )
+
+
+def _devices(compiled: jax.stages.Compiled) -> list[Any]:
+    """Those of this process that a program runs on."""
+    leaves: list[Any] = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    used = {device for sharding in leaves for device in sharding.device_set}
+    platforms = sorted({device.platform for device in used})
+    try:
+        here = {device for platform in platforms for device in jax.devices(platform)}
+    except RuntimeError:  # jax's answer for a platform that it did not find
+        here = set()
+    if not used <= here:
+        kind = next(iter(used)).device_kind
+        raise ValueError(
+            f"measure runs the program, and this one was compiled for {len(used)} x {kind}, which this "
+            f"process does not have: it has {jax.device_count()} x {jax.devices()[0].device_kind}. Compile "
+            "it here, or read it with jaxoff.verify, which runs nothing."
+        )
+    local = sorted((d for d in used if d.process_index == jax.process_index()), key=lambda device: device.id)
+    if not local:
+        raise ValueError("measure times the devices of this process, and the program runs on none of them.")
+    return local
+
+
+def _marks(devices: list[Any]) -> list[int] | None:
+    """The high-water mark of each device's memory, or None where one of them keeps none."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all("peak_bytes_in_use" in found for found in stats):
+        return None
+    return [found["peak_bytes_in_use"] for found in stats]
+
+
+def _peak(before: list[int] | None, after: list[int] | None) -> tuple[int | None, tuple[str, ...]]:
+    """The peak of what ran in between, and a note where the marks do not tell it."""
+    if before is None or after is None:
+        return None, (
+            "This device's allocator keeps no high-water mark, so there is no peak; program_bytes is the "
+            "compiler's account. XLA's default allocator keeps one: unset XLA_PYTHON_CLIENT_ALLOCATOR.",
+        )
+    if all(was < now for was, now in zip(before, after, strict=True)):
+        return max(after), ()
+    return None, (
+        f"The peak is not known, only that it was at most {human(max(after))}: as much was in use before "
+        "these calls, and the mark cannot be reset. For the peak, measure in a process of its own.",
+    )
+
+
+def _profile(calls: _Calls, number: int, trace_dir: str | Path | None) -> tuple[float, tuple[GpuTimes, ...]]:
+    """The mean time of some calls under the profiler, and what the GPUs did in one of them, a mean too."""
+    # Not in trace_dir at once: that may hold the profiles of earlier calls, or of other processes.
+    with tempfile.TemporaryDirectory() as folder:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # costs time and tells nothing of the device
+        with jax.profiler.trace(folder, profiler_options=options):
+            times = calls.run(number)
+        trace = gpu_trace.read(folder)
+        if trace_dir is not None:
+            shutil.copytree(folder, trace_dir, dirs_exist_ok=True)
+    return statistics.fmean(times), tuple(gpu.per_call(number) for gpu in trace.times())
+
+
+def _trace_notes(traced_ms: float, median_ms: float, gpus: tuple[GpuTimes, ...]) -> tuple[str, ...]:
+    if not gpus:
+        return (
+            "The profiler saw nothing on the GPU, so busy and exposed times are missing. NVIDIA's driver may "
+            "keep profiling to administrators (ERR_NVGPUCTRPERM), or another profiler may hold the GPU.",
+        )
+    if traced_ms > _SLOWED * median_ms:
+        return (
+            f"The calls under the profiler took {traced_ms:.2f} ms, not {median_ms:.2f}: busy and exposed "
+            "times are of the slower ones.",
+        )
+    return ()

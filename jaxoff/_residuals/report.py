@@ -1,0 +1,131 @@
+"""`explain`: the residuals of a function, bytes by placement and by name, and what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxoff._device.profile import H200, Device, checked_device
+from jaxoff._jaxpr import compat
+from jaxoff._policy.policy import Placement
+from jaxoff._report.tables import printed
+from jaxoff._residuals.findings.finding import Finding, Runtime
+from jaxoff._residuals.findings.registry import find
+from jaxoff._residuals.residuals import Residual, analyse
+from jaxoff._residuals.traced_function import Program
+from jaxoff._residuals.traffic import Traffic, left_behind, too_slow, traffic_of
+
+PLACEMENTS: tuple[Placement, ...] = ("device", "host", "recompute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a function's backward pass keeps and where. Prints as a table; in colour on a terminal.
+
+    Attributes:
+      residuals: one entry a value; see `Residual`.
+      findings: what is wrong; empty if nothing is.
+      traffic: the copies between device and host, by loop and direction, against the compute beside them.
+    """
+
+    residuals: tuple[Residual, ...]
+    findings: tuple[Finding, ...]
+    traffic: tuple[Traffic, ...] = ()
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that wait on the device for the backward pass."""
+        return self.nbytes("device")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait in pinned host memory."""
+        return self.nbytes("host")
+
+    @property
+    def recompute_bytes(self) -> int:
+        """Bytes of named values that are computed again."""
+        return self.nbytes("recompute")
+
+    def nbytes(self, placement: Placement, name: str | None = None) -> int:
+        """Bytes at a placement, of one name or of all values."""
+        return sum(r.nbytes for r in self.residuals if r.placement == placement and name in (None, r.name))
+
+    @property
+    def by_name(self) -> dict[str, dict[str, int]]:
+        """Bytes by placement for each name, in order of appearance."""
+        names = dict.fromkeys(r.name for r in self.residuals if r.name is not None)
+        return {n: {p: b for p in PLACEMENTS if (b := self.nbytes(p, n))} for n in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready values."""
+        return {
+            "residuals": [r.to_dict() for r in self.residuals],
+            "bytes": {p: self.nbytes(p) for p in PLACEMENTS},
+            "bytes_by_name": self.by_name,
+            "findings": [dataclasses.asdict(f) for f in self.findings],
+            "traffic": [t.to_dict() for t in self.traffic],
+        }
+
+    def __str__(self) -> str:
+        return printed(self)
+
+    def __rich_console__(self, console, options):
+        from jaxoff._report.tables import render
+
+        yield from render(self, console.is_terminal)
+
+
+def explain(
+    fun: Callable[..., Any],
+    /,
+    *args,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    device: Device = H200,
+    **kwargs,
+) -> Report:
+    """Says what a function's backward pass keeps, where and why, and what is wrong with it, before
+    anything runs.
+
+    Host bytes are exact: they are the bytes of the host-space arrays in the differentiated program.
+
+    Args:
+      fun: a function of arrays, not yet differentiated; see `jaxoff.residuals`.
+      *args, **kwargs: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s. Nothing is allocated.
+      argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
+        argument.
+      has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
+      device: speeds of the accelerator and its link, from which times are estimated.
+
+    Returns:
+      A `Report`.
+
+    Raises:
+      ValueError: for argnums out of range.
+      TypeError: for a device that is no `jaxoff.Device`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxoff
+      >>> def layer(x, w):
+      ...     return jnp.tanh(jaxoff.name(x, "x_in") @ w), None
+      >>> layer = jax.checkpoint(layer, policy=jaxoff.policy(offload=["x_inn"]), prevent_cse=False)
+      >>> x, w = jax.ShapeDtypeStruct((8, 64), "bfloat16"), jax.ShapeDtypeStruct((12, 64, 64), "bfloat16")
+      >>> report = jaxoff.explain(lambda x, w: jax.lax.scan(layer, x, w)[0], x, w)
+      >>> report.host_bytes, report.device_bytes
+      (0, 12288)
+      >>> print(report.findings[0])
+      rule-matched-nothing: offload='x_inn' matches no name inside its jax.checkpoint. Did you mean 'x_in'?
+      The names there are x_in.
+    """
+    checked_device(device)
+    program = Program.trace(fun, args, kwargs, argnums, has_aux)
+    analysis = analyse(program)
+    report = Report(tuple(row.residual for row in analysis.rows), find(analysis, Runtime.current()))
+    already_moves = any(compat.transfer_in(site.eqn) for site in program.sites)
+    if already_moves or not report.host_bytes:
+        return report  # jax cannot differentiate the copies of a gradient in turn
+    traffic = traffic_of(program.step, device)
+    late = (*too_slow(traffic), *left_behind(program.step, device))
+    return dataclasses.replace(report, findings=(*report.findings, *late), traffic=traffic)

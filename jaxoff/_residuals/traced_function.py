@@ -1,0 +1,263 @@
+"""A differentiable function as JAX sees it: its sites, and what its backward pass keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.provenance import Scope
+from jaxoff._jaxpr.stack_slices import splits
+from jaxoff._policy import marks
+from jaxoff._policy.marks import Tag
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """An equation of the function, and the checkpoints and loops around it, outermost first.
+
+    Attributes:
+      scope, eqn: the equation and where it stands.
+      checkpoints: the `jax.checkpoint`s around it. The outermost one's policy decides.
+      loops: the scan equations around it.
+      looped_checkpoint: whether the outermost checkpoint stands inside a scan.
+      primal_only: whether a custom_vjp's forward rule replaces it under differentiation.
+    """
+
+    scope: Scope
+    eqn: compat.JaxprEqn
+    checkpoints: tuple[compat.Checkpoint, ...] = ()
+    loops: tuple[compat.ScanLayout, ...] = ()
+    looped_checkpoint: bool = False
+    primal_only: bool = False
+
+    @functools.cached_property
+    def tag(self) -> Tag | None:
+        text = compat.name_in(self.eqn)
+        return None if text is None else Tag.of(text)
+
+    @functools.cached_property
+    def line(self) -> str:
+        return compat.source_line(self.eqn)
+
+    @property
+    def policy(self) -> Callable[..., Any] | None:
+        return self.checkpoints[0].policy if self.checkpoints else None
+
+    @property
+    def trips(self) -> int:
+        trips = 1
+        for loop in self.loops:
+            trips *= loop.length
+        return trips
+
+
+def sites_of(scope: Scope, around: Site | None = None) -> Iterator[Site]:
+    """Every equation of a program, those of inner jaxprs included, in program order."""
+    for eqn in scope.jaxpr.eqns:
+        site = Site(scope, eqn) if around is None else dataclasses.replace(around, scope=scope, eqn=eqn)
+        yield site
+        inner = site
+        checkpoint, loop = compat.checkpoint_in(eqn), compat.scan_in(eqn)
+        if checkpoint is not None:
+            looped = site.looped_checkpoint if site.checkpoints else bool(site.loops)
+            inner = dataclasses.replace(
+                site, checkpoints=(*site.checkpoints, checkpoint), looped_checkpoint=looped
+            )
+        elif loop is not None:
+            inner = dataclasses.replace(site, loops=(*site.loops, loop))
+        elif eqn.primitive.name.startswith("custom_vjp_call"):
+            inner = dataclasses.replace(site, primal_only=True)
+        for index in range(len(compat.sub_jaxprs(eqn))):
+            yield from sites_of(scope.enter(eqn, index), inner)
+
+
+def labels_of(sites: Iterable[Site]) -> set[str]:
+    """The labels of the named sites."""
+    return {s.tag.label for s in sites if s.tag and s.tag.label}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of arrays, traced.
+
+    Attributes:
+      primal: the function itself.
+      labels_called: the labels that `jaxoff.name` was called with while it was traced.
+    """
+
+    primal: compat.ClosedJaxpr
+    differentiated: tuple[bool, ...]
+    num_aux: int
+    labels_called: frozenset[str]
+
+    @classmethod
+    def trace(cls, fun: Callable[..., Any], args, kwargs, argnums, has_aux: bool) -> Program:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        chosen = _differentiated(args, kwargs, argnums)
+        num_aux = 0
+
+        def flat(*leaves):
+            nonlocal num_aux
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            out = fun(*args, **kwargs)
+            if has_aux:
+                out, aux = out
+                num_aux = len(jax.tree.leaves(aux))
+                return jax.tree.leaves(out), jax.tree.leaves(aux)
+            return jax.tree.leaves(out), []
+
+        with marks.recorded_labels() as labels:
+            primal = jax.make_jaxpr(flat)(*leaves)
+        return cls(primal, chosen, num_aux, frozenset(labels))
+
+    def with_closure(self) -> Program:
+        """The same function of what it closes over, too, differentiated there where it is traced."""
+        traced = (isinstance(x, Tracer) and _is_inexact(x) for x in self.primal.consts)
+        primal = compat.constants_as_arguments(self.primal)
+        return dataclasses.replace(self, primal=primal, differentiated=(*traced, *self.differentiated))
+
+    @functools.cached_property
+    def sites(self) -> tuple[Site, ...]:
+        return tuple(sites_of(Scope(compat.as_open(self.primal))))
+
+    @functools.cached_property
+    def checkpointed(self) -> tuple[Site, ...]:
+        """The sites inside a checkpoint."""
+        return tuple(s for s in self.sites if s.checkpoints)
+
+    @functools.cached_property
+    def policies(self) -> tuple[Callable[..., Any] | None, ...]:
+        """The policies of the outermost checkpoints."""
+        return tuple(dict.fromkeys(s.policy for s in self.checkpointed))
+
+    @functools.cached_property
+    def checkpointed_at(self) -> dict[str, list[Site]]:
+        """The sites inside a checkpoint, by source line."""
+        return _grouped(self.checkpointed, lambda s: s.line)
+
+    @functools.cached_property
+    def checkpointed_as(self) -> dict[Tag | None, list[Site]]:
+        """The sites inside a checkpoint, by tag."""
+        return _grouped(self.checkpointed, lambda s: s.tag)
+
+    @functools.cached_property
+    def step(self) -> compat.Jaxpr:
+        """The function and its gradients, nothing left out."""
+
+        def gradients(*leaves):
+            out, pullback, _ = self._vjp(self.primal, leaves)
+            return pullback([jnp.ones_like(x) for x in out])
+
+        return compat.as_open(jax.make_jaxpr(gradients)(*self._structs))
+
+    @functools.cached_property
+    def value_and_grad(self) -> compat.Jaxpr:
+        """The function's results and its gradients, without what neither needs."""
+
+        def both(*leaves):
+            out, pullback, aux = self._vjp(self.primal, leaves)
+            return out, aux, pullback([jnp.ones_like(x) for x in out])
+
+        jaxpr = compat.as_open(jax.make_jaxpr(both)(*self._structs))
+        return compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+    def kept(self, policy: Callable[..., Any] | None = None) -> Kept:
+        """What the backward pass keeps.
+
+        With `policy`, what it would keep if every checkpoint had that policy.
+        """
+        primal = self.primal if policy is None else compat.with_policy(self.primal, policy)
+
+        def forward(*leaves):
+            out, pullback, aux = self._vjp(primal, leaves)
+            return (out, aux), jax.tree.leaves(pullback)
+
+        closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*self._structs)
+        jaxpr = compat.as_open(closed)
+        num_kept = len(shapes[1])
+        used = [i >= len(jaxpr.outvars) - num_kept for i in range(len(jaxpr.outvars))]
+        live, _ = compat.dce_jaxpr(jaxpr, used, instantiate=True)
+        return Kept(Scope(jaxpr), Scope(live))
+
+    @property
+    def _structs(self) -> list[jax.ShapeDtypeStruct]:
+        return [compat.struct_of(v.aval) for v in compat.as_open(self.primal).invars]
+
+    def _vjp(self, primal: compat.ClosedJaxpr, leaves: Sequence[Any]):
+        """The outputs, their pullback to the differentiated leaves, and what is auxiliary."""
+        run = compat.jaxpr_as_fun(primal)
+
+        def of_free(*free):
+            it = iter(free)
+            full = [next(it) if d else x for x, d in zip(leaves, self.differentiated, strict=True)]
+            out = run(*full)
+            split = len(out) - self.num_aux
+            return out[:split], out[split:]
+
+        free = [x for x, d in zip(leaves, self.differentiated, strict=True) if d]
+        return jax.vjp(of_free, *free, has_aux=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The forward pass of a differentiated function, whole and cut down to what the kept values need.
+
+    Attributes:
+      forward: the whole forward pass.
+      live: the forward pass whose outputs are the values kept for the backward pass.
+    """
+
+    forward: Scope
+    live: Scope
+
+    @functools.cached_property
+    def labels(self) -> set[str]:
+        """The labels in the forward pass, those of custom_vjp forward rules included."""
+        return labels_of(sites_of(self.forward))
+
+    @property
+    def values(self) -> list[Any]:
+        """The kept values, without the function's own inputs and constants, which live anyway.
+
+        Nor pieces of those: `jaxoff.jit` reads them in place.
+        """
+        inputs = {*self.live.jaxpr.invars, *self.live.jaxpr.constvars}
+        pieces = (eqn for eqn in self.live.jaxpr.eqns if splits(eqn) and eqn.invars[0] in inputs)
+        inputs |= {v for eqn in pieces for v in eqn.outvars}
+        unique = dict.fromkeys(v for v in self.live.jaxpr.outvars if not isinstance(v, compat.Literal))
+        return [v for v in unique if v not in inputs]
+
+
+def _grouped[K](sites: tuple[Site, ...], key: Callable[[Site], K]) -> dict[K, list[Site]]:
+    groups: dict[K, list[Site]] = {}
+    for site in sites:
+        groups.setdefault(key(site), []).append(site)
+    return groups
+
+
+def _differentiated(args, kwargs, argnums) -> tuple[bool, ...]:
+    """For each array leaf of the arguments, whether gradients are taken with respect to it."""
+    if argnums is not None:
+        wanted = {argnums} if isinstance(argnums, int) else set(argnums)
+        for n in sorted(wanted):
+            if not isinstance(n, int) or not -len(args) <= n < len(args):
+                raise ValueError(f"argnums index the {len(args)} positional arguments, got {n!r}.")
+        wanted = {n % len(args) for n in wanted}
+    else:
+        wanted = set(range(len(args)))
+    by_argument = [
+        jax.tree.map(lambda x, i=i: _is_inexact(x) and i in wanted, arg) for i, arg in enumerate(args)
+    ]
+    by_keyword = jax.tree.map(lambda x: argnums is None and _is_inexact(x), kwargs)
+    return tuple(jax.tree.leaves((tuple(by_argument), by_keyword)))
+
+
+def _is_inexact(x) -> bool:
+    return jnp.issubdtype(jax.dtypes.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)

@@ -1,0 +1,140 @@
+"""What a program copies between device and host, against the compute that could hide it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.inline import inlined
+from jaxoff._jaxpr.kernels import Units, is_heavy
+from jaxoff._residuals.findings.finding import Finding
+
+# Waits shorter than this in a whole step are below what the estimates can tell.
+_NEGLIGIBLE_MS = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """The copies of one part of a differentiated function, and its compute, estimated.
+
+    Attributes:
+      part: "forward" or "backward", as the copies go to the host or come back.
+      source: `file:line (function)` of the loop, or '' outside of loops.
+      turns: how often the part runs; 1 outside of loops.
+      nbytes: bytes copied in a turn.
+      copy_ms: how long the link takes for them.
+      compute_ms: how long the kernels of a turn take.
+    """
+
+    part: str
+    source: str
+    turns: int
+    nbytes: int
+    copy_ms: float
+    compute_ms: float
+
+    @property
+    def exposed_ms(self) -> float:
+        """What the compute cannot hide, in all turns."""
+        return self.turns * max(0.0, self.copy_ms - self.compute_ms)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step waits for the copies, as far as estimates can tell."""
+        return self.exposed_ms > _NEGLIGIBLE_MS
+
+    def to_dict(self) -> dict[str, float | int | str]:
+        return {**dataclasses.asdict(self), "exposed_ms": self.exposed_ms}
+
+
+def traffic_of(jaxpr: Jaxpr, device: Device) -> tuple[Traffic, ...]:
+    """The traffic of a differentiated program, by loop and direction."""
+    return tuple(_traffic(jaxpr, device, "", 1))
+
+
+def too_slow(traffic: Iterable[Traffic]) -> Iterator[Finding]:
+    """What the link cannot take while the device computes."""
+    for t in traffic:
+        if t.waits:
+            where = "a turn of the loop" if t.source else "the layers"
+            way = "to the host" if t.part == "forward" else "back"
+            yield Finding(
+                "link-too-slow",
+                f"In the {t.part} pass, {where} copies {t.nbytes / 1e6:.0f} MB {way}, {t.copy_ms:.2f} ms of "
+                f"the link, and computes for about {t.compute_ms:.2f} ms: the step will wait about "
+                f"{t.exposed_ms:.1f} ms. Offload fewer or smaller values, or give a turn more work.",
+                t.source,
+            )
+
+
+def left_behind(jaxpr: Jaxpr, device: Device) -> Iterator[Finding]:
+    """Copies of layers outside of loops that are more than a layer late when the forward pass ends."""
+    layers = sum(map(compat.is_backward, inlined(jaxpr.eqns, {}, checkpoints=False)))
+    now_ms, free_ms, copies = 0.0, 0.0, []
+    for eqn, ms in _times(list(inlined(jaxpr.eqns, {})), jaxpr.outvars, device):
+        way = compat.transfer_in(eqn)
+        if way == "H2D":
+            break
+        if way == "D2H":
+            nbytes = compat.nbytes(eqn.outvars[0].aval)
+            free_ms = max(now_ms, free_ms) + device.d2h_ms(nbytes)
+            copies.append((free_ms, nbytes))
+        now_ms += ms
+    late_ms = free_ms - now_ms
+    if layers and late_ms > max(now_ms / layers, _NEGLIGIBLE_MS):
+        nbytes = sum(nbytes for ends_ms, nbytes in copies if ends_ms > now_ms)
+        yield Finding(
+            "offload-late",
+            "When the forward pass ends, the copies of layers that are not in a loop are about "
+            f"{late_ms:.1f} ms behind, more than a layer: {nbytes:,} bytes that are to be on the host are on "
+            "the device then. Offload fewer or smaller values, or use jaxoff.scan, in which the step waits "
+            "for them instead.",
+        )
+
+
+def _times(eqns: list[JaxprEqn], outs: Iterable[Any], device: Device) -> Iterator[tuple[JaxprEqn, float]]:
+    """The units of a program and about how long each takes: a loop, all turns; a copy, no time."""
+    units = Units(eqns, frozenset(v for v in outs if isinstance(v, Var)))
+    for i in units.all:
+        layout = compat.scan_in(eqns[i])
+        if layout is not None:
+            body = compat.as_open(eqns[i].params["jaxpr"])
+            turn = _times(list(inlined(body.eqns, {})), body.outvars, device)
+            yield eqns[i], layout.length * sum(ms for _, ms in turn)
+        elif compat.transfer_in(eqns[i]):
+            yield eqns[i], 0.0
+        else:
+            yield eqns[i], units.ms(i, device)
+
+
+def _holds_copies(eqn: JaxprEqn) -> bool:
+    """Whether an equation, such as a loop, has copies of its own, which are beside its own kernels."""
+    return any(compat.transfer_in(e) or _holds_copies(e) for j in compat.sub_jaxprs(eqn) for e in j.eqns)
+
+
+def _traffic(jaxpr: Jaxpr, device: Device, source: str, turns: int) -> Iterator[Traffic]:
+    eqns = list(inlined(jaxpr.eqns, {}))
+    first_back = next((i for i, eqn in enumerate(eqns) if compat.transfer_in(eqn) == "H2D"), len(eqns))
+    # Outside of loops the passes follow each other; the body of a loop is of one.
+    forward, backward = (eqns, eqns) if source else (eqns[:first_back], eqns[first_back:])
+    for kind, part, beside, copy_ms in (
+        ("D2H", "forward", forward, device.d2h_ms),
+        ("H2D", "backward", backward, device.h2d_ms),
+    ):
+        moved = [eqn for eqn in eqns if compat.transfer_in(eqn) == kind]
+        if moved:
+            nbytes = sum(compat.nbytes(eqn.outvars[0].aval) for eqn in moved)
+            times = _times(beside, jaxpr.outvars, device)
+            compute_ms = sum(ms for eqn, ms in times if not _holds_copies(eqn))
+            yield Traffic(part, source, turns, nbytes, copy_ms(nbytes), compute_ms)
+    for eqn in eqns:
+        if layout := compat.scan_in(eqn):
+            body = compat.as_open(eqn.params["jaxpr"])
+            yield from _traffic(body, device, compat.source_line(eqn) or "a loop", turns * layout.length)
+        elif is_heavy(eqn):
+            for inner in compat.sub_jaxprs(eqn):
+                yield from _traffic(inner, device, source, turns)

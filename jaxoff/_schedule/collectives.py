@@ -1,0 +1,193 @@
+"""Exchanges between devices: what is computed for them goes first, so that the rest stands beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import JaxprEqn, Var
+from jaxoff._jaxpr.inline import Renamed, now, traced
+from jaxoff._jaxpr.kernels import Units, is_heavy
+from jaxoff._schedule.dependency_kernels import bit_of, once_known
+from jaxoff._schedule.problem import Straight
+
+_NAMES = """
+all_gather all_gather_invariant all_gather_reduced all_to_all pmax pmin ppermute psum psum_invariant
+ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter
+"""
+_EXCHANGES = frozenset(_NAMES.split())
+_GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
+# Between the GPUs of a host values go at about so much of the rate at which memory is read and written.
+_LINK_SHARE = 0.15
+
+
+def is_exchange(eqn: JaxprEqn) -> bool:
+    """Whether an equation sends values between devices and waits for theirs."""
+    named = eqn.primitive.name in _EXCHANGES and bool(_axes_of(eqn))
+    return named and compat.nbytes(eqn.outvars[0].aval) > 0
+
+
+def exchange_ms(nbytes: int, device: Device) -> float:
+    """About how long it takes an exchange to bring so many bytes."""
+    return nbytes / (_LINK_SHARE * device.memory_gbps) / 1e6
+
+
+def _axes_of(eqn: JaxprEqn) -> list[str]:
+    """The axes of the mesh over which an equation exchanges."""
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    sizes = eqn.ctx.cur_abstract_mesh.shape
+    return [axis for axis in (axes if isinstance(axes, (tuple, list)) else [axes]) if sizes.get(axis, 2) > 1]
+
+
+def waiting(
+    eqn: JaxprEqn, operands: list[Any], bits: Sequence[Var]
+) -> tuple[list[JaxprEqn], list[Any], Renamed]:
+    """Operands of an exchange that are there once some bits, of the exchanges before it, are known.
+
+    All devices have to exchange in one order, and the edges of a CUDA graph know nothing of barriers.
+
+    Returns:
+      Equations, the operands, and by operand the element of it that was written back.
+    """
+    varying = {axis for bit in bits for axis in compat.varying_axes(bit.aval)}
+    values = [v for v in operands if isinstance(v, Var) and compat.nbytes(v.aval)]
+    values = [v for v in values if varying <= {*compat.varying_axes(v.aval)}]  # else it would vary, too
+    if not bits or not values:
+        return [], operands, {}
+    eqns, results = traced(once_known, [values, list(bits)], like=eqn)
+    written: Renamed = dict(zip(values, results, strict=False))
+    elements: Renamed = dict(zip(values, results[len(values) :], strict=True))
+    return eqns, [now(written, v) for v in operands], elements
+
+
+def cast_first(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Renamed) -> list[JaxprEqn]:
+    """The same equations, where what is gathered and only read as a narrower type is sent as that.
+
+    XLA does so, too, unless a barrier stands between the two.
+
+    Args:
+      eqns: in program order.
+      results: what is read after them.
+      renamed: what stands for a variable of theirs, filled with casts that are made before.
+    """
+    read_whole = {v for v in results if isinstance(v, Var)}
+    casts: dict[Var, list[JaxprEqn]] = {}
+    for eqn in eqns:
+        for v in eqn.invars:
+            if isinstance(v, Var) and eqn.primitive.name == "convert_element_type":
+                casts.setdefault(v, []).append(eqn)
+            elif isinstance(v, Var):
+                read_whole.add(v)
+    found, gone = [], set()
+    for eqn in eqns:
+        if id(eqn) in gone:
+            continue
+        eqn = eqn.replace(invars=[now(renamed, v) for v in eqn.invars])
+        reads = casts.get(eqn.outvars[0], []) if eqn.primitive.name in _GATHERS else []
+        dtypes = {cast.params["new_dtype"] for cast in reads}
+        if len(dtypes) == 1 and eqn.outvars[0] not in read_whole:
+            dtype, aval = dtypes.pop(), eqn.outvars[0].aval
+            if dtype.itemsize < compat.struct_of(aval).dtype.itemsize:
+                before, operands = traced(lambda x, d=dtype: x.astype(d), eqn.invars, like=eqn)
+                found += before
+                eqn = eqn.replace(invars=operands, outvars=[Var(aval.update(dtype=dtype))])
+                renamed.update((cast.outvars[0], eqn.outvars[0]) for cast in reads)
+                gone |= {id(cast) for cast in reads}
+        found.append(eqn)
+    return found
+
+
+def one_after_another(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
+    """The same equations, of which each exchange waits for the last one over the same axis."""
+    found: list[JaxprEqn] = []
+    last: dict[str, Any] = {}  # by axis, a bit of what it brought
+    for eqn in eqns:
+        if not is_exchange(eqn):
+            found.append(eqn)
+            continue
+        axes = _axes_of(eqn)
+        more, operands, _ = waiting(
+            eqn, list(eqn.invars), [*dict.fromkeys(last[a] for a in axes if a in last)]
+        )
+        known, (bit,) = traced(bit_of, [eqn.outvars[0]], like=eqn)
+        found += [*more, eqn.replace(invars=operands), *known]
+        last |= dict.fromkeys(axes, bit)
+    return found
+
+
+class Exchanges:
+    """The exchanges of a program, and the state of those in an order.
+
+    Attributes:
+      leading: the heavy units that lead to a large exchange, and small exchanges, in the order in which they
+        go before all other units.
+    """
+
+    def __init__(self, program: Straight, units: Units, large_nbytes: int, device: Device):
+        self._eqns, self._units, self._device = program.eqns, units, device
+        self._before: dict[int, set[int]] = {}  # by unit, those that it depends on
+        self._ends: dict[int, float] = {}  # by exchange under way, when it is over
+        self._last_end = 0.0
+        self._last: dict[str, int] = {}  # by axis, the exchange that started last
+        self.leading: list[int] = []
+        if any(is_exchange(self._eqns[i]) for i in units.all):
+            self._trace_back()
+            self.leading = list(self._led_to(program.in_order, large_nbytes))
+
+    def _trace_back(self) -> None:
+        for i in self._units.all:
+            makers = [self._units.maker[v] for v in self._units.reads[i] if v in self._units.maker]
+            self._before[i] = set(makers).union(*(self._before[j] for j in makers))
+
+    def _led_to(self, in_order: tuple[bool, ...], large_nbytes: int) -> dict[int, None]:
+        """Exchange by exchange: what it needs, the small ones that need no more than that, and itself.
+
+        One that is computed again comes only if it needs nothing more.
+        """
+        exchanges = [i for i in self._before if is_exchange(self._eqns[i])]
+        large = [i for i in exchanges if self.nbytes(i) >= large_nbytes]
+        found: dict[int, None] = {}
+        lead_on = {j for i in large for j in self._before[i]}  # those to another exchange come first
+        for i in sorted(large, key=lambda i: (i not in lead_on, len(self._before[i].intersection(large)))):
+            needs = self._heavy_before(i)
+            if in_order[i]:
+                found |= dict.fromkeys(needs)
+            elif not found.keys() >= set(needs):
+                continue
+            small = (j for j in exchanges if j not in large)
+            found |= dict.fromkeys(j for j in small if found.keys() >= set(self._heavy_before(j)))
+            found[i] = None
+        return found
+
+    def _heavy_before(self, i: int) -> list[int]:
+        return sorted(j for j in self._before[i] if is_heavy(self._eqns[j]))
+
+    def nbytes(self, i: int) -> int:
+        """Bytes that an exchange brings."""
+        return compat.nbytes_of(self._eqns[i].outvars)
+
+    def for_which_is_room(self, units: list[int], nbytes: int) -> list[int]:
+        """The units before the first exchange that brings more."""
+        too_large = (n for n, i in enumerate(units) if is_exchange(self._eqns[i]) and self.nbytes(i) > nbytes)
+        return units[: next(too_large, len(units))]
+
+    def start(self, i: int, time: float) -> float:
+        """Starts an exchange at a time; says when it is over. They follow each other."""
+        self._last |= dict.fromkeys(_axes_of(self._eqns[i]), i)
+        ms = exchange_ms(self.nbytes(i), self._device)
+        self._ends[i] = self._last_end = max(time, self._last_end) + ms
+        return self._last_end
+
+    def over(self, time: float) -> list[int]:
+        """The exchanges that are over by a time, each once."""
+        over = [i for i, end in self._ends.items() if end <= time]
+        for i in over:
+            del self._ends[i]
+        return over
+
+    def to_wait_for(self, i: int) -> list[int]:
+        """The exchanges that started last over an exchange's axes, without those that it depends on."""
+        last = {self._last[axis] for axis in _axes_of(self._eqns[i]) if axis in self._last}
+        return sorted(last - self._before[i])

@@ -1,0 +1,226 @@
+"""Programs rewritten so that layers need less memory, and copies of residuals overlap with compute."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.inline import Renamed, called, filled_behind, inlined, now, scalars_apart
+from jaxoff._jaxpr.kernels import dependents, variables
+from jaxoff._jaxpr.stack_slices import pieces_in, shared_by
+from jaxoff._layers.scan import PLAIN_SCOPE, is_in_scan
+from jaxoff._schedule.collectives import one_after_another
+from jaxoff._schedule.loops import Loop, handed, row_nbytes, written_out
+from jaxoff._schedule.order import LARGE_NBYTES, ordered
+from jaxoff._schedule.problem import Straight
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """A program whose copies overlap.
+
+    Attributes:
+      jaxpr: the program.
+      loops: how many loops in it are written out.
+      scanned: how many loops in it move residuals.
+      flat: whether it moves residuals outside of loops.
+      spare_nbytes: host memory that it takes beyond what the given program did, for spare rows of stacks.
+    """
+
+    jaxpr: ClosedJaxpr
+    loops: int
+    scanned: int
+    flat: bool
+    spare_nbytes: int
+
+
+def rewrite(
+    closed: ClosedJaxpr, device: Device, large_nbytes: int = LARGE_NBYTES, *, one_device: bool = True
+) -> Rewritten:
+    """Orders the bodies of all scans that move residuals or are differentiated `jaxoff.scan`s, and what moves
+    residuals outside of them.
+
+    Args:
+      closed: a program that nothing differentiates any more.
+      device: speeds of what it will run on.
+      large_nbytes: from how many bytes on a value has a place in the order.
+      one_device: whether nothing in the program is spread over devices by the compiler.
+
+    Returns:
+      A program of the same arguments, results and effects.
+    """
+    rewriter = _Rewriter(device, large_nbytes, one_device)
+    jaxpr = compat.with_jaxprs(closed.jaxpr, _with_loops_together)
+    jaxpr = compat.with_jaxprs(jaxpr, rewriter.loops)
+    flat = "H2D" in _transfers(jaxpr)
+    if flat and not compat.has_side_effects(jaxpr):
+        jaxpr = rewriter.flat(jaxpr)
+    return Rewritten(
+        closed.replace(jaxpr=jaxpr), rewriter.written, rewriter.scanned, flat, rewriter.spare_nbytes
+    )
+
+
+class _Rewriter:
+    def __init__(self, device: Device, large_nbytes: int, one_device: bool):
+        self._device, self._large_nbytes, self._one_device = device, large_nbytes, one_device
+        self.written = self.scanned = self.spare_nbytes = 0
+
+    def loops(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Writes out the scans of layers; other equations stay as they are."""
+        pieces = pieces_in(jaxpr)
+        layers = {
+            i: eqn
+            for i, eqn in enumerate(jaxpr.eqns)
+            if _is_of_layers(eqn) or (is_in_scan(eqn) and not pieces.isdisjoint(variables(eqn)))
+        }
+        loops = {i: loop for i, eqn in layers.items() if (loop := Loop.of(eqn))}
+        self.written += len(loops)
+        self.scanned += sum("H2D" in _transfers(eqn.params["jaxpr"].jaxpr) for eqn in layers.values())
+        if not loops:
+            return jaxpr
+        # Where the compiler divides values between devices, to take one element would need communication.
+        whole = {
+            i: loop
+            for i, loop in loops.items()
+            if (self._one_device if (manual := compat.is_manual(loop.eqn)) is None else manual)
+        }
+        stacks = list(handed(whole, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes))
+        self.spare_nbytes += sum(row_nbytes(loops[stack.reader], stack.xs) for stack in stacks)
+        shared = shared_by(jaxpr, {i: loop.layout for i, loop in loops.items()})
+        renamed: Renamed = {}
+        lasts: dict[tuple[int, int], Any] = {}
+        eqns, end = [], 0
+        for i, eqn in enumerate(jaxpr.eqns):
+            if i in shared.gone:
+                renamed |= {v: now(renamed, result) for v, result in shared.gone[i].items()}
+                continue
+            operands = [now(renamed, v) for v in eqn.invars]
+            if i not in loops:
+                eqns.append(eqn.replace(invars=operands))
+                continue
+            sends = {stack.ys: stack for stack in stacks if stack.writer == i}
+            takes = {stack.xs: stack for stack in stacks if stack.reader == i}
+            firsts = {k: lasts[stack.writer, stack.ys] for k, stack in takes.items() if stack.ahead}
+            pieces, layout = shared.pieces[i], loops[i].layout
+            for k, whole_one in pieces.whole.items():
+                operands[layout.num_consts + layout.num_carry + k] = now(renamed, whole_one)
+            begun = {k: now(renamed, w.before) for k, w in pieces.written.items() if w.before is not None}
+            new, results, last = written_out(
+                loops[i],
+                operands,
+                pieces,
+                begun,
+                sends,
+                takes,
+                firsts,
+                self._device,
+                self._large_nbytes,
+                is_whole=i in whole,
+            )
+            eqns += new
+            end = len(eqns)
+            renamed.update(zip(eqn.outvars, results, strict=True))
+            lasts |= {(i, k): value for k, value in last.items()}
+        outs = [now(renamed, v) for v in jaxpr.outvars]
+        return self._up_to_loops(jaxpr.replace(eqns=eqns, outvars=outs), end)
+
+    def _up_to_loops(self, jaxpr: Jaxpr, end: int) -> Jaxpr:
+        """Orders what stands before and between the loops of a program, a loop one unit.
+
+        Otherwise sums start from zeros that XLA makes at the very beginning, the gradient of a model's head
+        keeps the logits through the backward loop, which needs none of it, and collectives keep memory of
+        their own. After the last loop gradients are added up over devices, in place: each as soon as its
+        exchange has its turn. What is filled there, such as the gradient of an embedding, is filled after it.
+
+        Args:
+          jaxpr: the program.
+          end: the number of its equations up to the last loop.
+        """
+        renamed: Renamed = {}
+        eqns, scalars = scalars_apart(inlined(jaxpr.eqns[:end], renamed))
+        rest = one_after_another(inlined(jaxpr.eqns[end:], renamed))
+        outs: Any = [now(renamed, v) for v in jaxpr.outvars]
+        read: Any = [*outs, *(v for eqn in rest for v in eqn.invars)]
+        ordered = self._ordered(jaxpr.replace(outvars=read), eqns, {}, [True] * len(eqns), holds_copies=False)
+        rest = filled_behind(rest, _result_of_last_loop(ordered), self._large_nbytes)
+        return jaxpr.replace(eqns=[*scalars, *ordered.eqns, *rest], outvars=outs)
+
+    def flat(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Orders a program whose layers are not in a loop.
+
+        Its backward pass begins where the first differentiated `jax.checkpoint` stands. From there on, what
+        does not depend on that checkpoint's newest operand, the cotangent, is computed again.
+        """
+        renamed: Renamed = {}
+        outer = list(inlined(jaxpr.eqns, renamed, checkpoints=False))
+        backward = next((i for i, eqn in enumerate(outer) if compat.is_backward(eqn)), len(outer))
+        made = {v: i for i, eqn in enumerate(outer) for v in eqn.outvars}
+        head = list(inlined(outer[:backward], renamed))
+        newest: set[Var] = set()
+        if backward < len(outer):
+            operands = [v for v in outer[backward].invars if isinstance(v, Var)]
+            newest = {now(renamed, max(operands, key=lambda v: made.get(v, -1)))}
+        tail = list(inlined(outer[backward:], renamed))
+        in_order = [True] * len(head) + dependents(tail, newest)
+        return self._ordered(jaxpr, head + tail, renamed, in_order, holds_copies=True)
+
+    def _ordered(self, jaxpr, eqns, renamed, in_order, *, holds_copies) -> Jaxpr:
+        outs = [now(renamed, v) for v in jaxpr.outvars]
+        results = frozenset(v for v in outs if isinstance(v, Var))
+        program = Straight(tuple(eqns), results, tuple(in_order), holds_copies)
+        eqns = ordered(program, self._device, self._large_nbytes).eqns
+        return jaxpr.replace(eqns=eqns, outvars=outs)
+
+
+def _result_of_last_loop(jaxpr: Jaxpr) -> Var | None:
+    """The smallest array of floats on the device that the last loop of a program changes, if one is read."""
+    read = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    for eqn in reversed(jaxpr.eqns):
+        if (changed := compat.changed_by_loop(eqn)) is not None:
+            found = [v for v in changed if v in read and not compat.is_host(v.aval)]
+            floats = [v for v in found if jnp.issubdtype(compat.struct_of(v.aval).dtype, jnp.inexact)]
+            return min(floats, key=lambda v: compat.nbytes(v.aval), default=None)
+        read.update(variables(eqn))
+    return None
+
+
+def _with_loops_together(jaxpr: Jaxpr) -> Jaxpr:
+    """Puts the equations of calls that hold a loop of layers in their place.
+
+    So that a loop which writes a stack and the one which reads it back stand side by side.
+    """
+    renamed: Renamed = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        call = compat.inlinable_call(eqn)
+        if call is not None and not call.checkpoint and any(map(_is_of_layers, call.jaxpr.eqns)):
+            body, results = called(call.jaxpr, [now(renamed, v) for v in eqn.invars], like=eqn)
+            eqns += body
+            renamed.update(zip(eqn.outvars, results, strict=True))
+        else:
+            eqns.append(eqn.replace(invars=[now(renamed, v) for v in eqn.invars]))
+    return jaxpr.replace(eqns=eqns, outvars=[now(renamed, v) for v in jaxpr.outvars])
+
+
+def _is_of_layers(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a scan that moves residuals, or that of a differentiated `jaxoff.scan`."""
+    scopes = str(eqn.source_info.name_stack)
+    if compat.scan_in(eqn) is None or PLAIN_SCOPE in scopes:
+        return False
+    return (is_in_scan(eqn) and "jvp(" in scopes) or bool(_transfers(eqn.params["jaxpr"].jaxpr))
+
+
+def _transfers(jaxpr: Jaxpr) -> set[str]:
+    """The ways, "D2H" and "H2D", in which a program copies, in what it calls too but not in its loops."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        if kind := compat.transfer_in(eqn):
+            found.add(kind)
+        elif call := compat.inlinable_call(eqn):
+            found |= _transfers(call.jaxpr)
+    return found
