@@ -7,7 +7,7 @@ from flax import nnx
 
 import jaxoff
 from models import LM, Config, loss_fn
-from tests.jaxoff import placement
+from tests.jaxoff.policy import placement
 
 SMALL = dict(d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, d_expert=24, d_shared=40, d_ff=48)
 POLICIES = {

@@ -9,7 +9,7 @@ from jaxoff._runtime.settings import DISABLED_PASSES, SCHEDULING_MODE
 from models import policy_text
 from models.options import POLICY, Options, parse_overrides
 from models.program import Program
-from tests.jaxoff import placement
+from tests.jaxoff.policy import placement
 
 SMALL = [
     "d_model=32",

@@ -1,0 +1,95 @@
+"""Which light kernels are put beside each other, and the memory that an order holds."""
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxoff._jaxpr.kernels import Units, is_heavy, variables
+from jaxoff._schedule.liveness import beside, held_nbytes
+from tests.jaxoff.jaxpr.test_kernels import ROWS, WIDTH, depends, in_order, place, straight_of
+from tests.jaxoff.policy.matrix import inputs
+
+ROW_NBYTES = 4 * WIDTH
+
+
+def units_of(fun, *args):
+    _, straight = straight_of(fun, *args)
+    units = Units(straight.eqns, straight.outs)
+    return straight, units, units.all
+
+
+def test_a_value_is_held_from_the_unit_that_makes_it_to_the_last_that_reads_it():
+    def fun(x, w):
+        a = x @ w  # held to the end: a result
+        b = a @ w
+        c = b @ w
+        return a, c @ w
+
+    straight, units, order = units_of(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    held = held_nbytes(order, straight.eqns, units, straight.outs)
+    assert [n // (ROWS * ROW_NBYTES) for n in held] == [1, 2, 3, 3]
+
+
+def gathered_twice(x, y, w, order, between, after):
+    """Rows and, two products later, other rows by the same indices."""
+    rows = (x @ w)[order]
+    product = rows @ between @ between.T
+    again = y[order]
+    return (product * again) @ after @ after.T
+
+
+def arguments(between, after):
+    """For products of so many columns."""
+    return (
+        inputs(ROWS, WIDTH), inputs(ROWS, WIDTH) / 3, inputs(WIDTH, WIDTH), jnp.arange(2 * ROWS) % ROWS,
+        inputs(WIDTH, between), inputs(WIDTH, after),
+    )  # fmt: skip
+
+
+def test_rows_by_the_same_indices_are_gathered_side_by_side():
+    eqns = in_order(gathered_twice, *arguments(1, 8 * WIDTH))
+    first, second = place(eqns, "gather"), place(eqns, "gather", 1)
+    assert not any(is_heavy(eqn) for eqn in eqns[first:second])
+    assert not depends(eqns, second, first)
+    for gather in first, second:  # both read the indices themselves, not a value held back for one of them
+        made = {v: eqn for eqn in eqns[:gather] for v in eqn.outvars}
+        names, todo = set(), [eqns[gather].invars[1]]
+        while todo:
+            eqn = made.get(todo.pop())
+            if eqn is not None:
+                names.add(eqn.primitive.name)
+                todo += variables(eqn)
+        assert names == {"lt", "add", "select_n", "broadcast_in_dim"}
+
+
+@pytest.mark.parametrize(("between", "after", "pairs"), [(1, 8 * WIDTH, 1), (8 * WIDTH, 1, 0)])
+def test_only_where_the_order_holds_as_much_elsewhere(between, after, pairs):
+    straight, units, order = units_of(gathered_twice, *arguments(between, after))
+    names = {i: straight.eqns[i].primitive.name for i in order}
+    found = beside(order, straight, units, large_nbytes=4 * ROWS * WIDTH)
+    assert [(names[a], names[b]) for a, b in found.items()] == [("gather", "gather")] * pairs
+
+
+def test_neither_reads_what_the_other_makes():
+    def fun(x, w, order, spread):
+        rows = (x @ w)[order]
+        again = rows[order]
+        return rows @ spread @ spread.T, again @ w
+
+    x, _, w, order, _, spread = arguments(1, 8 * WIDTH)
+    straight, units, all_units = units_of(fun, x, w, order % ROWS, spread)
+    assert beside(all_units, straight, units, large_nbytes=4) == {}
+
+
+def test_a_light_kernel_and_one_of_its_readers_can_be_one():
+    """An activation and its gradient: the first is read by a product as well."""
+
+    def fun(x, y, w):
+        act = lax.cummax(x @ w, axis=0)
+        grad = lax.cumsum(act * y, axis=0)
+        return grad @ w, act.T @ y
+
+    eqns = in_order(fun, inputs(ROWS, WIDTH), inputs(ROWS, WIDTH) / 3, inputs(WIDTH, WIDTH))
+    act = eqns[place(eqns, "cummax")].outvars[0]
+    readers = [eqn.primitive.name for eqn in eqns[: place(eqns, "cumsum")] if act in eqn.invars]
+    assert "optimization_barrier" not in readers
