@@ -30,7 +30,7 @@ from jaxoff._profile.gpu_trace import Trace as Trace
 from jaxoff._profile.gpu_trace import read as read_trace
 from jaxoff._profile.measure import Measurement as Measurement
 from jaxoff._profile.measure import measure as measure
-from jaxoff._residuals.findings.finding import Finding as Finding
+from jaxoff._report.finding import Finding as Finding
 from jaxoff._residuals.report import Report as Report
 from jaxoff._residuals.report import explain as explain
 from jaxoff._residuals.residuals import Residual as Residual

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from jaxoff._compiled.cuda_graphs import SMALL_NBYTES
 from jaxoff._compiled.facts import CompiledFacts, HostCopy
+from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import human
-from jaxoff._residuals.findings.finding import Finding
 from jaxoff._runtime.settings import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
 
 
@@ -32,7 +32,7 @@ def _vanished(facts: CompiledFacts, expected: int) -> Iterator[Finding]:
         return
     moved = human(facts.d2h_bytes) if facts.d2h_bytes else "nothing"
     yield Finding(
-        "offload-vanished",
+        FindingCode.OFFLOAD_VANISHED,
         f"A call is to move {human(expected) if expected else 'residuals'} to the host; the compiled program "
         f"moves {moved}. XLA folds a copy to the host with the copy back where no loop and no barrier stands "
         "between them: keep prevent_cse=True in jax.checkpoint around layers that are not scanned, or scan "
@@ -45,7 +45,7 @@ def _memory(facts: CompiledFacts) -> Iterator[Finding]:
     if twin is None or facts.device_peak_bytes < twin:
         return
     yield Finding(
-        "device-memory-not-lower",
+        FindingCode.DEVICE_MEMORY_NOT_LOWER,
         f"Offload is to lower device memory: the program holds {human(facts.device_peak_bytes)}, its twin "
         f"that saves the same residuals on the device {human(twin)}. Where layers are not scanned XLA starts "
         "copies to the host late and keeps the device's buffers until then: scan the layers, or order the "
@@ -57,7 +57,7 @@ def _kernels(copies: list[HostCopy]) -> Iterator[Finding]:
     for direction, group in _by_direction(copy for copy in copies if copy.via == "kernel"):
         verb, preposition = ("reads", "from") if direction == "H2D" else ("writes", "to")
         yield Finding(
-            "kernel-touches-host",
+            FindingCode.KERNEL_TOUCHES_HOST,
             f"A copy engine is to move values {preposition} the host; here a kernel {verb} host memory "
             f"itself, over the bus: {_listed(group)}. XLA uses the copy engine for whole arrays and for "
             "slices whose index is an affine function of the loop's own counter, such as length - 1 - i. It "
@@ -72,7 +72,7 @@ def _not_overlapped(facts: CompiledFacts, copies: list[HostCopy]) -> Iterator[Fi
     in_line = [copy for copy in alone if copy.captured and facts.scheduling_mode != "CONCURRENT"]
     if in_line:
         yield Finding(
-            "copy-not-overlapped",
+            FindingCode.COPY_NOT_OVERLAPPED,
             "Compute is to run beside host copies; these are in a CUDA graph that keeps the order of the "
             f"program ({SCHEDULING_MODE}={facts.scheduling_mode}), in line with the kernels: "
             f"{_listed(in_line)}. Compile with compiler_options={{{SCHEDULING_MODE!r}: 'CONCURRENT'}} and, "
@@ -81,7 +81,7 @@ def _not_overlapped(facts: CompiledFacts, copies: list[HostCopy]) -> Iterator[Fi
         )
     for direction, group in _by_direction(copy for copy in alone if copy not in in_line):
         yield Finding(
-            "copy-not-overlapped",
+            FindingCode.COPY_NOT_OVERLAPPED,
             f"Compute is to run beside host copies; beside these nothing can: {_listed(group)}. "
             + _why_alone(facts, group, direction),
             group[0].source,
@@ -111,7 +111,7 @@ def _cut(facts: CompiledFacts, copies: list[HostCopy]) -> Iterator[Finding]:
     if facts.scheduling_mode == "CONCURRENT" and out:
         names = ", ".join(dict.fromkeys(copy.cut_by for copy in out))
         yield Finding(
-            "graph-cut",
+            FindingCode.GRAPH_CUT,
             "Copies of a loop are to be in the CUDA graph of its turn; between the start and the end of "
             f"these stands what no graph holds ({names}): {_listed(out)}. XLA starts them on a few streams, "
             "on which small copies wait for large ones, and kernels for those. Leave CUB's sorts out "
@@ -126,7 +126,7 @@ def _twice(copies: list[HostCopy]) -> Iterator[Finding]:
         value = copy.value
         if value is not None and value.invariant_in and copy.loop and copy.count != 1:
             yield Finding(
-                "value-copied-twice",
+                FindingCode.VALUE_COPIED_TWICE,
                 f"A value is to go to the host once; {copy.name} copies {human(copy.nbytes)} in every "
                 f"iteration of the loop {copy.loop}, which does not change them. Name the value outside of "
                 "the loop, or do not offload it.",
@@ -137,7 +137,7 @@ def _twice(copies: list[HostCopy]) -> Iterator[Finding]:
         group = list(found)
         if len(group) > 1:
             yield Finding(
-                "value-copied-twice",
+                FindingCode.VALUE_COPIED_TWICE,
                 f"A value is to go to the host once; the same value goes there {len(group)} times: "
                 f"{_listed(group)}. It has two names, such as a layer's output that is the next layer's "
                 "input, or it was fetched and sent again: offload one of them.",
@@ -146,7 +146,7 @@ def _twice(copies: list[HostCopy]) -> Iterator[Finding]:
     inside = [copy for copy in copies if copy.direction == "H2H"]
     if inside:
         yield Finding(
-            "value-copied-twice",
+            FindingCode.VALUE_COPIED_TWICE,
             f"A value is to go to the host once; these copy host memory to host memory: {_listed(inside)}. "
             "Use each offloaded value in one loop only.",
             inside[0].source,
@@ -156,7 +156,7 @@ def _twice(copies: list[HostCopy]) -> Iterator[Finding]:
 def _again(facts: CompiledFacts) -> Iterator[Finding]:
     if names := facts.computed_again:
         yield Finding(
-            "computed-again",
+            FindingCode.COMPUTED_AGAIN,
             "Policies are to say what is computed again; near the device's memory limit XLA also chose by "
             f"itself: {', '.join(names[:3])}{' and others' if len(names) > 3 else ''} ({len(names)} in all). "
             "That can take more memory than it frees, beside a policy. Compile with "

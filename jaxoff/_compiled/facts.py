@@ -8,8 +8,8 @@ from typing import Any, Literal
 from jaxoff._compiled.cuda_graphs import Compute
 from jaxoff._compiled.transfers import Direction
 from jaxoff._compiled.value_identity import Value
+from jaxoff._report.finding import Finding
 from jaxoff._report.tables import printed
-from jaxoff._residuals.findings.finding import Finding
 
 
 @dataclasses.dataclass(frozen=True)

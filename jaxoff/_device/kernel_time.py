@@ -11,13 +11,14 @@ from collections.abc import Container, Sequence
 
 from jax import lax
 
-from jaxoff._device.profile import Device, product_flops
+from jaxoff._device.flops import product_flops
+from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inlined, now
-from jaxoff._jaxpr.kernels import Units, is_heavy, variables
-from jaxoff._policy.policy import PALLAS
-from jaxoff._schedule.collectives import exchange_ms, is_exchange
+from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.primitives import is_attention, is_collective, is_compute, is_pallas
 
 # Of the rate of products in a row, which the card's power limit holds down.
 PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.18, 1.09, 0.83, 0.66, 0.13
@@ -30,7 +31,36 @@ BESIDE = 0.5
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
 
 
-def kernel_ms(units: Units, i: int, device: Device, rows: Container[Var] = frozenset()) -> float:
+# Between the GPUs of a host values go at about so much of the rate at which memory is read and written.
+_LINK_SHARE = 0.15
+
+
+def kernel_ms(units: Units, i: int, device: Device) -> float:
+    """The time of a kernel alone, in ms: its operations or its bytes at the device's rates.
+
+    The kernel converts operands of another type itself, as copies. The scheduler and `explain` go by this.
+    """
+    eqn, between = units.eqns[i], [units.eqns[j] for j in units.between[i]]
+    if not is_compute(eqn):
+        updates = eqn.primitive.name == "dynamic_update_slice"
+        made = eqn.invars[1:2] if updates else eqn.outvars
+        return device.pass_ms(compat.nbytes_of(made))
+    converted = (e.outvars[0].aval for e in between if e.primitive.name == "convert_element_type")
+    return equation_ms(eqn, device) + sum(device.pass_ms(compat.nbytes(aval)) for aval in converted)
+
+
+def equation_ms(eqn: JaxprEqn, device: Device) -> float:
+    """The time of an equation, in ms: products by operations, other equations by bytes read and written."""
+    nbytes = sum(compat.nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
+    return 1e3 * max(product_flops(eqn) / device.flops, nbytes / (device.memory_gbps * 1e9))
+
+
+def collective_ms(nbytes: int, device: Device) -> float:
+    """About how long it takes an exchange to bring so many bytes."""
+    return nbytes / (_LINK_SHARE * device.memory_gbps) / 1e6
+
+
+def step_kernel_ms(units: Units, i: int, device: Device, rows: Container[Var] = frozenset()) -> float:
     """About how long a unit takes, in ms, with the copies of what it reads that are made for it.
 
     Args:
@@ -41,7 +71,7 @@ def kernel_ms(units: Units, i: int, device: Device, rows: Container[Var] = froze
     """
     eqn, between = units.eqns[i], [units.eqns[j] for j in units.between[i]]
     made = compat.nbytes_of(eqn.outvars)
-    if not is_heavy(eqn):
+    if not is_compute(eqn):
         if eqn.primitive.name == "dynamic_update_slice":
             return device.pass_ms(compat.nbytes(eqn.invars[1].aval))
         sliced = not _SLICES.isdisjoint(e.primitive.name for e in (eqn, *between))
@@ -50,8 +80,8 @@ def kernel_ms(units: Units, i: int, device: Device, rows: Container[Var] = froze
     copies = _copies_ms(eqn, between, rows, device)
     if compat.control_flow(eqn) is not None:
         return copies + programs_ms(eqn, device)
-    if is_exchange(eqn):
-        return copies + (1 - BESIDE) * exchange_ms(made, device)
+    if is_collective(eqn):
+        return copies + (1 - BESIDE) * collective_ms(made, device)
     traffic = _traffic_ms(made + compat.nbytes_of(variables(eqn)), device)
     if matrix_ms := _matrix_ms(eqn, device):
         return copies + matrix_ms + TRAFFIC * traffic
@@ -70,7 +100,7 @@ def _program_ms(program: Jaxpr, device: Device) -> float:
     eqns = list(inlined(program.eqns, renamed))
     outs = (now(renamed, v) for v in program.outvars)
     units = Units(eqns, frozenset(v for v in outs if isinstance(v, Var)))
-    return sum(kernel_ms(units, i, device) for i in units.all)
+    return sum(step_kernel_ms(units, i, device) for i in units.all)
 
 
 def under_load(
@@ -84,9 +114,9 @@ def under_load(
       units: of a program.
       pass_: those of the layer's backward pass; the forward pass is about the same.
       device: speeds.
-      rows: as for `kernel_ms`.
+      rows: as for `step_kernel_ms`.
     """
-    kernels = sum(kernel_ms(units, i, device, rows) for i in pass_)
+    kernels = sum(step_kernel_ms(units, i, device, rows) for i in pass_)
     eqns = (units.eqns[i] for i in pass_)
     products = sum(_matrix_ms(eqn, device) for eqn in eqns if _is_product(eqn))
     part = products / kernels if kernels else 0.0
@@ -95,7 +125,7 @@ def under_load(
 
 def _is_product(eqn: JaxprEqn) -> bool:
     """Whether a kernel may be a product, one of Pallas among them: `product_flops` knows if it is."""
-    return is_heavy(eqn) and not (is_exchange(eqn) or _is_attention(eqn))
+    return is_compute(eqn) and not (is_collective(eqn) or is_attention(eqn))
 
 
 def _matrix_ms(eqn: JaxprEqn, device: Device) -> float:
@@ -105,15 +135,11 @@ def _matrix_ms(eqn: JaxprEqn, device: Device) -> float:
 def _share(eqn: JaxprEqn) -> float:
     """What a kernel reaches of a device's rate of 16-bit products."""
     name = eqn.primitive.name
-    if _is_attention(eqn):
+    if is_attention(eqn):
         return _ATTENTION_BACK if "bwd" in name else _ATTENTION
     if name in ("dot_general", "conv_general_dilated") and _is_whole_float32(eqn):
         return _WHOLE_FLOAT32
     return _PALLAS if is_pallas(eqn) else PRODUCTS
-
-
-def _is_attention(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name.startswith("dot_product_attention")
 
 
 def _is_whole_float32(eqn: JaxprEqn) -> bool:
@@ -126,7 +152,7 @@ def _is_whole_float32(eqn: JaxprEqn) -> bool:
 
 def _copies_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], rows: Container[Var], device: Device) -> float:
     """Operands that are copied before, most of them as another type."""
-    ms, made = 0.0, {v: e for e in between for v in e.outvars}
+    ms, made = 0.0, map_makers(between)
     for v in variables(eqn):
         taken, converted = v, False
         while taken in made and len(operands := variables(made[taken])) == 1:
@@ -141,10 +167,3 @@ def _copies_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], rows: Container[Var],
 
 def _traffic_ms(nbytes: int, device: Device) -> float:
     return nbytes / device.memory_gbps / 1e6
-
-
-def is_pallas(eqn: JaxprEqn) -> bool:
-    """Whether a kernel is one of Pallas, perhaps in other equations."""
-    return eqn.primitive.name in PALLAS or any(
-        is_pallas(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in jaxpr.eqns
-    )

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
-from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-
-# Equations that XLA computes again wherever they are read, within the kernel that reads them.
-_CHEAP_NAMES = """
-abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type copy cos cosh
-div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p
-logistic lt max min mul name ne neg not optimization_barrier or pad pow pvary reduce_precision rem reshape
-round rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
-"""
-# Of an argument, a layer's weights for one, these are read in place, or copied just before they are read.
-_VIEW_NAMES = """
-convert_element_type dynamic_slice expand_dims name optimization_barrier pvary reduce_precision reshape slice
-split squeeze transpose
-"""
-# What may stand between a kernel and the narrow form of what it computes, and that form.
-_ROUNDING = ("convert_element_type", "reduce_precision")
-# Kernels that only move or sum up what they read: no reason to hold anything else back.
-_MOVING_NAMES = """
-argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather
-random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or reduce_prod
-reduce_sum rev scatter scatter-add scatter_add sort top_k unwritten
-"""
-_CHEAP = frozenset(_CHEAP_NAMES.split())
-_VIEWS = frozenset(_VIEW_NAMES.split())
-_LIGHT = _CHEAP | frozenset(_MOVING_NAMES.split())
-
-
-def is_heavy(eqn: JaxprEqn) -> bool:
-    """Whether an equation is one kernel or several that take their time."""
-    return eqn.primitive.name not in _LIGHT
-
-
-def is_narrow_form(eqn: JaxprEqn) -> bool:
-    """Whether an equation rounds a value to fewer bytes."""
-    is_rounding = eqn.primitive.name == "convert_element_type"
-    return is_rounding and compat.nbytes_of(eqn.outvars) < compat.nbytes_of(variables(eqn))
+from jaxoff._jaxpr.dataflow import index_makers, index_readers, map_makers, variables
+from jaxoff._jaxpr.primitives import (
+    ARGUMENT_VIEWS,
+    ROUNDING,
+    KernelClass,
+    is_compute,
+    is_narrowing,
+    kernel_class,
+)
 
 
 class Units:
@@ -63,7 +34,7 @@ class Units:
     def __init__(self, eqns: Sequence[JaxprEqn], outs: frozenset[Var]):
         self.eqns = eqns
         self.all = sorted(_units(eqns, outs))
-        self.maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        self.maker = index_makers(eqns)
         self.reads: dict[int, list[Var]] = {}
         self.between: dict[int, list[int]] = {}
         self.readers: dict[Var, list[int]] = {}
@@ -112,10 +83,6 @@ class Units:
                     todo.append(j)
         return time
 
-    def ms(self, i: int, device: Device) -> float:
-        """About how long a unit takes."""
-        return _unit_ms(self.eqns[i], [self.eqns[j] for j in self.between[i]], device)
-
 
 def back_to_the_kernel(
     v: Var, maker: Mapping[Var, int], eqns: Sequence[JaxprEqn]
@@ -125,7 +92,7 @@ def back_to_the_kernel(
     while made is not None and (i := maker.get(made)) is not None:
         yield made, i
         operands = variables(eqns[i])
-        made = operands[0] if len(operands) == 1 and not is_heavy(eqns[i]) else None
+        made = operands[0] if len(operands) == 1 and not is_compute(eqns[i]) else None
 
 
 def _units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
@@ -133,30 +100,30 @@ def _units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
 
     Of a value that a heavy one reads widened, it is the narrow one: the kernel widens it.
     """
-    stored, maker = set(outs), {v: eqn for eqn in eqns for v in eqn.outvars}
+    stored, maker = set(outs), map_makers(eqns)
     for eqn in eqns:
         if compat.transfer_in(eqn):
             stored.update(variables(eqn))
-        elif is_heavy(eqn):
+        elif is_compute(eqn):
             stored.update(_before_widening(v, maker) for v in variables(eqn))
     found, made = set(), set()
     for i, eqn in enumerate(eqns):
-        is_view = eqn.primitive.name in _VIEWS and made.isdisjoint(variables(eqn))
+        is_view = eqn.primitive.name in ARGUMENT_VIEWS and made.isdisjoint(variables(eqn))
         if is_view and outs.isdisjoint(eqn.outvars):
             continue
         # What a slice starts at, a scalar, does not count.
         made.update(v for v in eqn.outvars if compat.shape_of(v.aval))
-        if eqn.primitive.name not in _CHEAP or not stored.isdisjoint(eqn.outvars):
+        if kernel_class(eqn) is not KernelClass.FUSED or not stored.isdisjoint(eqn.outvars):
             found.add(i)
     for wide, narrow in _narrowed(eqns, found, outs):
-        found = (found if is_heavy(eqns[wide]) else found - {wide}) | {narrow}
+        found = (found if is_compute(eqns[wide]) else found - {wide}) | {narrow}
     return found | _better_stored(eqns, found, made)
 
 
 def _before_widening(v: Var, maker: Mapping[Var, JaxprEqn]) -> Var:
     """What a value is the wider form of, or itself."""
     found = v
-    while (eqn := maker.get(found)) is not None and eqn.primitive.name in _VIEWS and variables(eqn):
+    while (eqn := maker.get(found)) is not None and eqn.primitive.name in ARGUMENT_VIEWS and variables(eqn):
         found = variables(eqn)[0]
         if eqn.primitive.name == "convert_element_type" and compat.nbytes_of([found]) < compat.nbytes_of(
             eqn.outvars
@@ -170,19 +137,16 @@ def _narrowed(eqns: Sequence[JaxprEqn], found: set[int], outs: frozenset[Var]) -
 
     The kernel then stores the narrower one.
     """
-    readers: dict[Var, list[int]] = {}
-    for i, eqn in enumerate(eqns):
-        for v in variables(eqn):
-            readers.setdefault(v, []).append(i)
+    readers = index_readers(eqns)
     for i in sorted(found):
         eqn = eqns[i]
         if compat.transfer_in(eqn) or not outs.isdisjoint(eqn.outvars):
             continue
         reading, made = {j for v in eqn.outvars for j in readers.get(v, ())}, eqn.outvars
-        while len(reading) == 1 and eqns[max(reading)].primitive.name in _ROUNDING:
+        while len(reading) == 1 and eqns[max(reading)].primitive.name in ROUNDING:
             (j,) = reading
             made = eqns[j].outvars
-            if is_narrow_form(eqns[j]):
+            if is_narrowing(eqns[j]):
                 yield i, j
                 break
             reading = set() if not outs.isdisjoint(made) else {k for v in made for k in readers.get(v, ())}
@@ -214,38 +178,6 @@ def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) ->
     return more
 
 
-def reads_in(eqns: Iterable[JaxprEqn], outs: Iterable[Any]) -> collections.Counter[Any]:
-    """How often each variable of a program is read, as a result among others."""
-    read = (v for eqn in eqns for v in variables(eqn))
-    return collections.Counter([*read, *(v for v in outs if isinstance(v, Var))])
-
-
-def variables(eqn: JaxprEqn) -> list[Var]:
-    return [v for v in eqn.invars if isinstance(v, Var)]
-
-
-def made_from(v: Var, made: Mapping[Var, JaxprEqn]) -> set[Var]:
-    """A value, and all that equations make it from."""
-    found, todo = set(), [v]
-    while todo:
-        w = todo.pop()
-        if w not in found:
-            found.add(w)
-            todo += variables(made[w]) if w in made else []
-    return found
-
-
-def dependents(eqns: Sequence[JaxprEqn], of: set[Var]) -> list[bool]:
-    """For each equation, whether it depends on any of the variables."""
-    found, out = set(of), []
-    for eqn in eqns:
-        depends = any(v in found for v in variables(eqn))
-        out.append(depends)
-        if depends:
-            found.update(eqn.outvars)
-    return out
-
-
 def all_slices_converted(eqns: Iterable[JaxprEqn], large_nbytes: int) -> bool:
     """Whether equations take large slices, and give all of them another dtype."""
     slices, converted = 0, 0
@@ -264,13 +196,3 @@ def new_nbytes(eqn: JaxprEqn) -> int:
     """Bytes of new memory for the results of a light equation; an update in place takes none."""
     in_place = eqn.primitive.name == "dynamic_update_slice"
     return 0 if in_place else compat.nbytes_of(eqn.outvars)
-
-
-def _unit_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], device: Device) -> float:
-    """About how long a unit takes, with what is computed within it and the copies that it reads converted."""
-    if not is_heavy(eqn):
-        updates = eqn.primitive.name == "dynamic_update_slice"
-        made = eqn.invars[1:2] if updates else eqn.outvars
-        return device.pass_ms(compat.nbytes_of(made))
-    converted = (e.outvars[0].aval for e in between if e.primitive.name == "convert_element_type")
-    return device.compute_ms(eqn) + sum(device.pass_ms(compat.nbytes(aval)) for aval in converted)

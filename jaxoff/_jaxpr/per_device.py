@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.inline import Renamed, called, inlined, now
-from jaxoff._jaxpr.kernels import variables
 
 
 def of_one_device(jaxpr: Jaxpr) -> tuple[Jaxpr, int]:

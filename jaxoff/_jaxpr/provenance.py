@@ -10,8 +10,8 @@ import functools
 from typing import Any
 
 from jaxoff._jaxpr import compat
-from jaxoff._policy.marks import Tag
-from jaxoff._policy.policy import VIEWS
+from jaxoff._jaxpr.primitives import VIEWS
+from jaxoff._jaxpr.tag import Tag
 
 # Equations whose result is their operand, moved or rounded.
 _SAME_VALUE = frozenset(

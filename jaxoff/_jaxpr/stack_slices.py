@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, ScanLayout, Var
-from jaxoff._jaxpr.kernels import reads_in
+from jaxoff._jaxpr.dataflow import count_reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def shared_by(jaxpr: Jaxpr, layouts: Mapping[int, ScanLayout]) -> Shared:
             if isinstance(v, Var):
                 xs.setdefault(v, []).append((i, k))
         ys |= {v: (i, k) for k, v in enumerate(eqn.outvars[layout.num_carry :])}
-    reads = reads_in(jaxpr.eqns, jaxpr.outvars)
+    reads = count_reads(jaxpr.eqns, jaxpr.outvars)
     gone: dict[int, dict[Var, Var]] = {}
     for number, eqn in enumerate(jaxpr.eqns):
         if splits(eqn):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -12,7 +11,7 @@ from jax import lax
 
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import JaxprEqn
+from jaxoff._jaxpr.scopes import LAYER_LOOP, PLAIN_LOOP, layer_scope
 from jaxoff._layers.keep_first import Block, Choice, check, policy_of_last
 from jaxoff._policy.policy import FirstLayers
 from jaxoff._report.near_miss import near_miss
@@ -20,11 +19,6 @@ from jaxoff._report.near_miss import near_miss
 compat.exclude_from_source_lines(__file__)
 
 Strategy = Literal["auto", "captured", "ordered", "plain"]
-# The scopes in which a loop stands: one that is left to XLA, and one that `jaxoff.jit` may write out.
-PLAIN_SCOPE = "jaxoff_plain"
-LAYERS_SCOPE = "jaxoff_layers"
-# And that of a layer in no loop, with its number.
-_LAYER_SCOPE = "jaxoff_layer_{}_"
 
 
 def scan(
@@ -175,20 +169,9 @@ def layers(
         key = id(function), given, jax.tree.structure(args), *map(jax.typeof, jax.tree.leaves(args))
         if key not in known:
             known[key] = policy_of_last(Block(function, args, turns=len(calls)), given, keep_first, device)
-        with jax.named_scope(_LAYER_SCOPE.format(i)):
+        with jax.named_scope(layer_scope(i)):
             x = jax.checkpoint(function, policy=known[key])(*args)
     return x
-
-
-def is_in_scan(eqn: JaxprEqn) -> bool:
-    """Whether an equation is the loop of a `jaxoff.scan`, or its backward pass, that is not left to XLA."""
-    return compat.scan_in(eqn) is not None and LAYERS_SCOPE in str(eqn.source_info.name_stack)
-
-
-def number_in_layers(eqn: JaxprEqn) -> int | None:
-    """The number of a layer of `jaxoff.layers` to which an equation belongs, or None for one of no such."""
-    found = re.search(_LAYER_SCOPE.format(r"(\d+)"), str(eqn.source_info.name_stack))
-    return None if found is None else int(found[1])
 
 
 def _in_two(policy: FirstLayers, xs: Any, steps: int, reverse: bool) -> list[tuple[Any, Any, int]]:
@@ -205,7 +188,7 @@ def _in_two(policy: FirstLayers, xs: Any, steps: int, reverse: bool) -> list[tup
 
 
 def _loop(body, init, xs, steps, reverse, strategy):
-    with jax.named_scope(PLAIN_SCOPE if strategy == "plain" else LAYERS_SCOPE):
+    with jax.named_scope(PLAIN_LOOP if strategy == "plain" else LAYER_LOOP):
         return lax.scan(body, init, xs, steps, reverse=reverse)
 
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.inline import inlined, now
-from jaxoff._jaxpr.kernels import variables
-from jaxoff._layers.scan import is_in_scan, number_in_layers
+from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop
 from jaxoff._plan.layer import Layer
 from jaxoff._plan.layer_profile import Turn, layer_of
 from jaxoff._plan.timeline import Call, Point, Timeline
@@ -191,7 +191,7 @@ class _Outside:
         self._timeline = Timeline(self._eqns, self._inputs, self._outs, calls)
 
     def divided(self) -> Divided:
-        numbers = {part: number_in_layers(eqn) for part, eqn in enumerate(self._parts)}
+        numbers = {part: find_layer_number(eqn) for part, eqn in enumerate(self._parts)}
         keys: dict[Any, int] = {}
         kinds: dict[int, Part] = {}
         kind_of: dict[int, int] = {}
@@ -248,7 +248,7 @@ class _Outside:
         needed = tuple(n or (k and f) for n, k, f in zip(needed, kept, floating, strict=True))
         num_rows = len(eqn.invars) - carried.stop
         turn: ClosedJaxpr = eqn.params["jaxpr"]
-        return Part(turn, layout.length, kept, needed, num_rows, source, is_in_scan(eqn))
+        return Part(turn, layout.length, kept, needed, num_rows, source, is_layer_loop(eqn))
 
 
 def _differentiated(part: Part) -> Turn:

@@ -19,14 +19,15 @@ import jax
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
+from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inlined, now
-from jaxoff._jaxpr.kernels import reads_in, variables
 from jaxoff._jaxpr.per_device import of_one_device
-from jaxoff._layers.scan import is_in_scan, number_in_layers
+from jaxoff._jaxpr.primitives import VIEWS
+from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop, is_transposed
 from jaxoff._plan.divide_loss import Divided, numbers_of
 from jaxoff._plan.layer_profile import Turn, layer_of
 from jaxoff._plan.timeline import Call, Loop, Timeline
-from jaxoff._policy.policy import VIEWS, Policy
+from jaxoff._policy.policy import Policy
 
 
 def is_train_step(jaxpr: Jaxpr) -> bool:
@@ -162,7 +163,7 @@ class _Steps:
             source=compat.source_line(eqn),
         )
         roles = tuple((v in cotangents, v in kept) for v in eqn.invars)
-        part = self._add(turn, runs, number_in_layers(eqn), str(eqn.params["jaxpr"]), roles)
+        part = self._add(turn, runs, find_layer_number(eqn), str(eqn.params["jaxpr"]), roles)
         return Call(part, True, frozenset(kept), frozenset(cotangents))
 
     def _loop(self, program: _Flat, eqn: JaxprEqn, layout: ScanLayout, runs: int) -> dict[int, Call]:
@@ -187,7 +188,7 @@ class _Steps:
             gradients=frozenset(back.results),
             source=compat.source_line(eqn),
             rows=tuple(v for k, v in enumerate(back.inputs) if k >= first and k not in stacks | cotangents),
-            in_order=is_in_scan(eqn),
+            in_order=is_layer_loop(eqn),
         )
         like = [str(eqn.params["jaxpr"]), tuple(stacks), tuple(cotangents)]
         kept = frozenset(eqn.invars[k] for k in stacks)
@@ -249,11 +250,11 @@ class _Flat:
     @functools.cached_property
     def reads(self) -> collections.Counter[Any]:
         """How often each value is read, as a result, too."""
-        return reads_in(self.eqns, self.outs)
+        return count_reads(self.eqns, self.outs)
 
     @functools.cached_property
     def _makers(self) -> dict[Var, JaxprEqn]:
-        return {v: eqn for eqn in self.eqns for v in eqn.outvars}
+        return map_makers(self.eqns)
 
     def maker(self, atom: Any) -> JaxprEqn | None:
         """The equation that makes a value, or None for an input or a constant."""
@@ -276,7 +277,7 @@ def _carry(eqn: JaxprEqn) -> frozenset[Any]:
 
 def _is_backward(eqn: JaxprEqn | None) -> bool:
     """Whether an equation belongs to the pass back of what the step differentiates."""
-    return eqn is not None and "transpose(" in str(eqn.source_info.name_stack)
+    return eqn is not None and is_transposed(eqn)
 
 
 def _is_stack(eqn: JaxprEqn, v: Any) -> bool:

@@ -6,16 +6,17 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxoff._device.kernel_time import is_pallas, kernel_ms, programs_ms, under_load
+from jaxoff._device.kernel_time import kernel_ms, programs_ms, step_kernel_ms, under_load
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import find_ancestors, index_makers, mark_dependents, variables
 from jaxoff._jaxpr.inline import inlined
-from jaxoff._jaxpr.kernels import Units, dependents, is_heavy, made_from, variables
+from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.primitives import DOTS, is_collective, is_compute, is_pallas
+from jaxoff._jaxpr.tag import Tag
 from jaxoff._plan.layer import UNNAMED_DOTS, Layer, Shared, Step, Value
-from jaxoff._policy.marks import Tag
-from jaxoff._policy.policy import DOTS, Placement
-from jaxoff._schedule.collectives import is_exchange
+from jaxoff._policy.policy import Placement
 from jaxoff._schedule.copy_times import fills_device
 
 _NAMES = frozenset({"name", "reduce_precision", "reshape", "optimization_barrier", "squeeze"})
@@ -85,8 +86,8 @@ class _Traced:
         self._rows = frozenset(turn.rows)
         named = {eqn.outvars[0] for eqn in self.eqns if compat.name_in(eqn) is not None}
         dots = {eqn.outvars[0] for eqn in self.eqns if eqn.primitive.name in DOTS}
-        self._is_backward = dependents(self.eqns, set(turn.cotangents))
-        made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self._is_backward = mark_dependents(self.eqns, set(turn.cotangents))
+        made = index_makers(self.eqns)
         dots = {v for v in dots if not self._is_backward[made[v]]}
         self.units = Units(self.eqns, frozenset(turn.results | turn.gradients | named | dots))
         self.forward = [i for i in self.units.all if not self._is_backward[i]]
@@ -108,7 +109,7 @@ class _Traced:
         made = {*self.eqns[i].outvars}
         is_read = not self.units.readers.keys().isdisjoint(made)
         return made <= self._turn.gradients and not (
-            self._turn.turns == 1 or is_read or is_heavy(self.eqns[i])
+            self._turn.turns == 1 or is_read or is_compute(self.eqns[i])
         )
 
     def layer(self) -> Layer:
@@ -149,7 +150,7 @@ class _Traced:
         for i in self.backward:
             for v in self.units.reads[i]:
                 read.setdefault(v, []).append(step[i])
-                if is_heavy(self.eqns[i]) and not is_pallas(self.eqns[i]):  # others read it in the stack
+                if is_compute(self.eqns[i]) and not is_pallas(self.eqns[i]):  # others read it in the stack
                     copied.setdefault(v, []).append(step[i])
         number = self._number
         for v in self._turn.carried:
@@ -162,7 +163,7 @@ class _Traced:
             if sizes := self._copied(v):
                 number[v] = len(number)
                 readers = (i for i in self.units.readers[v] if i in step)
-                heavy = [step[i] for i in readers if is_heavy(self.eqns[i])]
+                heavy = [step[i] for i in readers if is_compute(self.eqns[i])]
                 first, last = _ends(heavy) or (None, None)
                 yield Value(max(sizes), max(sizes) > self._half, 0.0, (), first, last)
         count, needed = len(number), self._needed()
@@ -196,7 +197,7 @@ class _Traced:
             )
 
     def _ms(self, i: int) -> float:
-        return 0.0 if self._is_another_name(i) else self.units.ms(i, self._device)
+        return 0.0 if self._is_another_name(i) else kernel_ms(self.units, i, self._device)
 
     def _needed(self) -> set[Var]:
         """What the backward pass reads, or other values that it needs are made from."""
@@ -214,7 +215,7 @@ class _Traced:
 
     def _paced_ms(self, i: int) -> float:
         """How long a kernel takes within a step."""
-        return 0.0 if self._is_another_name(i) else kernel_ms(self.units, i, self._loaded, self._rows)
+        return 0.0 if self._is_another_name(i) else step_kernel_ms(self.units, i, self._loaded, self._rows)
 
     def _stored_ms(self, nbytes: int) -> float:
         return self._device.pass_ms(nbytes) if self._turn.turns > 1 else 0.0
@@ -225,13 +226,13 @@ class _Traced:
             if (read := self.units.reads[i][0]) not in self.units.maker:
                 return True
             i = self.units.maker[read]
-        return is_heavy(self.eqns[i])
+        return is_compute(self.eqns[i])
 
     def _is_read(self, i: int) -> bool:
         """Whether a kernel of the pass forward that is not elementwise reads a value, under whatever name."""
         readers = (j for v in self.eqns[i].outvars for j in self.units.readers.get(v, ()))
         return any(
-            is_heavy(self.eqns[j]) or (self._is_another_name(j) and self._is_read(j))
+            is_compute(self.eqns[j]) or (self._is_another_name(j) and self._is_read(j))
             for j in readers
             if not self._is_backward[j]
         )
@@ -247,10 +248,10 @@ class _Traced:
         """The bytes of a row, as each kernel takes it that reads it whole, perhaps as another type."""
         sizes = []
         for i in self.units.readers.get(v, ()):
-            if is_heavy(self.eqns[i]):
+            if is_compute(self.eqns[i]):
                 made = {w: self.eqns[j] for j in self.units.between[i] for w in self.eqns[j].outvars}
                 for w in variables(self.eqns[i]):
-                    if v in made_from(w, made):
+                    if v in find_ancestors(w, made):
                         sizes.append(compat.nbytes(w.aval))
         return sizes
 
@@ -279,14 +280,14 @@ class _Traced:
         rows = gradients if self._turn.turns > 1 else ()
         live, ends = self._sizes(apart), 0.0
         for s, i in enumerate(order):
-            eqn, reads, ms = self.eqns[i], self.units.reads[i], self.units.ms(i, self._device)
+            eqn, reads, ms = self.eqns[i], self.units.reads[i], kernel_ms(self.units, i, self._device)
             ends += ms
             made_here = [] if i in self._writes else eqn.outvars
             new = self._sizes(v for v in made_here if v in last or v in gradients)
             dying = [v for v in reads if last.get(v) == s]
             # An elementwise kernel writes over what nothing reads after it, of the forward pass, too.
             ended = [v for v in reads if v not in last and v in self.units.maker and self._is_over(v, i + 1)]
-            over = (0, 0) if is_heavy(eqn) else self._sizes((*dying, *ended))
+            over = (0, 0) if is_compute(eqn) else self._sizes((*dying, *ended))
             over = min(over[0], new[0]), min(over[1], new[1])
             small, large = (a + b - c for a, b, c in zip(live, new, over, strict=True))
             written, _ = self._sizes(v for v in made_here if v in rows and v not in last)
@@ -304,7 +305,7 @@ class _Traced:
         They are no links of `jaxoff.jit`'s chain: each has a place for the whole turn.
         """
         made = {v for i in order for v in self.eqns[i].outvars}
-        exchanges = [i for i in order if is_exchange(self.eqns[i])]
+        exchanges = [i for i in order if is_collective(self.eqns[i])]
         sent = {v for i in exchanges for v in (*self.units.reads[i], *self.eqns[i].outvars)}
         return sent & made - self._turn.results - self._turn.gradients
 
@@ -312,7 +313,7 @@ class _Traced:
         """What a kernel reads that others read, too, to make values of the forward pass."""
         forward = {*self.forward}
         for v in (v for v in reads if v in self._number):
-            others = (j for j in self.units.readers[v] if j in forward and not is_heavy(self.eqns[j]))
+            others = (j for j in self.units.readers[v] if j in forward and not is_compute(self.eqns[j]))
             made = (self.eqns[j].outvars[0] for j in others if not self._is_another_name(j))
             if again := tuple(self._number[w] for w in made):
                 yield Shared(self._number[v], again, small, large)
@@ -326,7 +327,7 @@ class _Traced:
             over = [v for v in self.units.reads[i] if v in there and self._is_over(v, i + 1)]
             for w in eqn.outvars:
                 after = (v for v in there if v in over or self._is_over(v, i))
-                given = over if not is_heavy(eqn) else after if w in self._turn.gradients else ()
+                given = over if not is_compute(eqn) else after if w in self._turn.gradients else ()
                 if (v := next((v for v in given if _kind(v) == _kind(w)), None)) is not None:
                     found.add(w)
                     there = there - {v} | {w}

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxoff._device.kernel_time import kernel_ms
+from jaxoff._device.kernel_time import step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.kernels import Units, is_heavy, variables
-from jaxoff._policy.policy import VIEWS
+from jaxoff._jaxpr.dataflow import map_makers, variables
+from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.primitives import VIEWS, is_compute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +95,11 @@ class Timeline:
         """How long what is in no part takes, about."""
         outside = (i for i in self._units.all if i not in self.calls and i not in self._loops)
         loops = sum(loop.turns * loop.body.ms(device) for loop in self._loops.values())
-        return loops + sum(kernel_ms(self._units, i, device) for i in outside)
+        return loops + sum(step_kernel_ms(self._units, i, device) for i in outside)
 
     def _converted(self) -> frozenset[Var]:
         """What parts and loops read as another type, such as all weights: they take it whole."""
-        maker = {v: eqn for eqn in self._eqns for v in eqn.outvars}
+        maker = map_makers(self._eqns)
         found = set()
         for v in (v for i in (*self.calls, *self._loops) for v in variables(self._eqns[i])):
             while v in maker and maker[v].primitive.name in VIEWS and variables(maker[v]):
@@ -168,7 +169,7 @@ class Timeline:
         """Whether results of an equation may take the memory of an operand that nothing else reads."""
         if (passing := self.calls.get(i) or self._loops.get(i)) is not None:
             return v in passing.handed_on
-        return not is_heavy(self._eqns[i])
+        return not is_compute(self._eqns[i])
 
     def _last_readers(self) -> dict[Var, int]:
         """By value that takes memory, the time of its last reader, but for parts that keep it."""

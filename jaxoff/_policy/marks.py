@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,38 +14,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.tag import Mark, Tag
 
 T = TypeVar("T")
-Mark = Literal["offload", "not_offload"]
 
 compat.exclude_from_source_lines(__file__)
-
-
-class Tag(str):
-    """What `name` and the marks hand to `checkpoint_name`: a name that remembers the mark on its value.
-
-    It compares equal to its text, so stock policies that select names by text see the same name.
-
-    Attributes:
-      label: the name that the user gave, or None for a mark on a value without a name.
-      mark: "offload", "not_offload", or None.
-    """
-
-    label: str | None
-    mark: Mark | None
-
-    def __new__(cls, label: str | None, mark: Mark | None = None):
-        tag = super().__new__(cls, label if label is not None else f"mark_{mark}")
-        tag.label, tag.mark = label, mark
-        return tag
-
-    @classmethod
-    def of(cls, text: str) -> Tag:
-        """The tag of a name that reached a policy, whoever made it."""
-        return text if isinstance(text, Tag) else cls(text)
-
-    def __reduce__(self):
-        return Tag, (self.label, self.mark)
 
 
 def name[T](x: T, label: str) -> T:

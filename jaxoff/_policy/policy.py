@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 import jax
 
 from jaxoff._jaxpr import compat
-from jaxoff._policy.marks import Tag
+from jaxoff._jaxpr.primitives import DOTS, OPAQUE, VIEWS
+from jaxoff._jaxpr.tag import Tag
 from jaxoff._report.near_miss import near_miss
 
 Placement = Literal["device", "host", "recompute"]
@@ -21,16 +22,7 @@ WRONG_KIND = "JAX keeps on the device what goes to the memory kind"
 UNMARKED = get_args(Unmarked)
 MEMORY_KINDS = ("pinned_host", "device")
 
-DOTS = frozenset(
-    {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated", "scaled_matmul_wrapper"}
-)
-PALLAS = frozenset({"pallas_call", "core_map", "mpmd_map"})
-KERNELS = PALLAS | {"ffi_call", "dot_product_attention_fwd_wrapper"}
-_MOVED = {"offload": DOTS | KERNELS, "offload_dots": DOTS}
-# Views cost nothing to make again, and a saved view of a moved value would keep the value on the device.
-VIEWS = frozenset(
-    {"reshape", "transpose", "squeeze", "slice", "rev", "broadcast_in_dim", "expand_dims", "copy"}
-)
+_MOVED = {"offload": DOTS | OPAQUE, "offload_dots": DOTS}
 
 
 @dataclasses.dataclass(frozen=True)

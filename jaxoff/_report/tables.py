@@ -2,59 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from jaxoff._residuals.findings.finding import Finding
-    from jaxoff._residuals.report import Report
-    from jaxoff._residuals.residuals import Residual
-
-_COLOURS = {"host": "cyan", "device": "yellow", "recompute": "dim"}
-
-
-def render(report: Report, terminal: bool) -> Iterator[Any]:
-    """The renderables of a report: its table, its totals, its findings."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, header_style="bold")
-    for heading in ("name", "shape", "count", "bytes", "placement", "rule", "source"):
-        table.add_column(
-            heading, justify="right" if heading in ("count", "bytes") else "left", overflow="fold"
-        )
-    for r in grouped(report.residuals):
-        label = r.name or (f"(mark_{r.mark})" if r.mark else f"({r.made_by})")
-        cells = (
-            label,
-            f"{r.dtype}{list(r.shape)}",
-            str(r.count),
-            human(r.nbytes),
-            r.placement,
-            r.rule,
-            _short(r.source),
-        )
-        table.add_row(*map(Text, cells), style=_COLOURS[r.placement] if terminal else None)
-    if report.residuals:
-        yield table
-    else:
-        yield Text("The backward pass keeps nothing from the forward pass but its inputs.")
-    yield Text(
-        f"\ndevice {human(report.device_bytes)}, host {human(report.host_bytes)}, recomputed "
-        f"{human(report.recompute_bytes)} (named values)"
-    )
-    for t in report.traffic:
-        turn = f" a turn, {t.turns} turns" if t.source else ""
-        yield Text(
-            f"{t.part}: {human(t.nbytes)}{turn}, {t.copy_ms:.2f} ms of the link beside about "
-            f"{t.compute_ms:.2f} ms of compute"
-        )
-    yield from findings_text(report.findings, terminal)
+from jaxoff._report.finding import Finding
 
 
 def findings_text(findings: tuple[Finding, ...], terminal: bool) -> Iterator[Any]:
@@ -67,30 +20,12 @@ def findings_text(findings: tuple[Finding, ...], terminal: bool) -> Iterator[Any
         yield Text(f"! {finding}", style="bold red" if terminal else "")
 
 
-def grouped(residuals: tuple[Residual, ...]) -> list[Residual]:
-    """Residuals that differ only in which unrolled layer made them, as one row."""
-    groups: dict[Any, Residual] = {}
-    for r in residuals:
-        key = dataclasses.replace(r, count=0, nbytes=0)
-        if key in groups:
-            r = dataclasses.replace(
-                r, count=r.count + groups[key].count, nbytes=r.nbytes + groups[key].nbytes
-            )
-        groups[key] = r
-    return list(groups.values())
-
-
 def human(nbytes: int) -> str:
     """Bytes in decimal units, as links and memories are sold."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes} B"
-
-
-def _short(source: str) -> str:
-    path, _, rest = source.partition(":")
-    return f"{os.path.basename(path)}:{rest}" if rest else source
 
 
 def printed(value: Any) -> str:

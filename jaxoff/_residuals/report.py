@@ -9,8 +9,9 @@ from typing import Any
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._jaxpr import compat
 from jaxoff._policy.policy import Placement
+from jaxoff._report.finding import Finding
 from jaxoff._report.tables import printed
-from jaxoff._residuals.findings.finding import Finding, Runtime
+from jaxoff._residuals.findings.finding import Runtime
 from jaxoff._residuals.findings.registry import find
 from jaxoff._residuals.residuals import Residual, analyse
 from jaxoff._residuals.traced_function import Program
@@ -72,7 +73,7 @@ class Report:
         return printed(self)
 
     def __rich_console__(self, console, options):
-        from jaxoff._report.tables import render
+        from jaxoff._residuals.table import render
 
         yield from render(self, console.is_terminal)
 

@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.provenance import Scope
 from jaxoff._jaxpr.stack_slices import splits
+from jaxoff._jaxpr.tag import Tag
 from jaxoff._policy import marks
-from jaxoff._policy.marks import Tag
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jaxoff._device.kernel_time import kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.inline import inlined
-from jaxoff._jaxpr.kernels import Units, is_heavy
-from jaxoff._residuals.findings.finding import Finding
+from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.primitives import is_compute
+from jaxoff._report.finding import Finding, FindingCode
 
 # Waits shorter than this in a whole step are below what the estimates can tell.
 _NEGLIGIBLE_MS = 1.0
@@ -63,7 +65,7 @@ def too_slow(traffic: Iterable[Traffic]) -> Iterator[Finding]:
             where = "a turn of the loop" if t.source else "the layers"
             way = "to the host" if t.part == "forward" else "back"
             yield Finding(
-                "link-too-slow",
+                FindingCode.LINK_TOO_SLOW,
                 f"In the {t.part} pass, {where} copies {t.nbytes / 1e6:.0f} MB {way}, {t.copy_ms:.2f} ms of "
                 f"the link, and computes for about {t.compute_ms:.2f} ms: the step will wait about "
                 f"{t.exposed_ms:.1f} ms. Offload fewer or smaller values, or give a turn more work.",
@@ -88,7 +90,7 @@ def left_behind(jaxpr: Jaxpr, device: Device) -> Iterator[Finding]:
     if layers and late_ms > max(now_ms / layers, _NEGLIGIBLE_MS):
         nbytes = sum(nbytes for ends_ms, nbytes in copies if ends_ms > now_ms)
         yield Finding(
-            "offload-late",
+            FindingCode.OFFLOAD_LATE,
             "When the forward pass ends, the copies of layers that are not in a loop are about "
             f"{late_ms:.1f} ms behind, more than a layer: {nbytes:,} bytes that are to be on the host are on "
             "the device then. Offload fewer or smaller values, or use jaxoff.scan, in which the step waits "
@@ -108,7 +110,7 @@ def _times(eqns: list[JaxprEqn], outs: Iterable[Any], device: Device) -> Iterato
         elif compat.transfer_in(eqns[i]):
             yield eqns[i], 0.0
         else:
-            yield eqns[i], units.ms(i, device)
+            yield eqns[i], kernel_ms(units, i, device)
 
 
 def _holds_copies(eqn: JaxprEqn) -> bool:
@@ -135,6 +137,6 @@ def _traffic(jaxpr: Jaxpr, device: Device, source: str, turns: int) -> Iterator[
         if layout := compat.scan_in(eqn):
             body = compat.as_open(eqn.params["jaxpr"])
             yield from _traffic(body, device, compat.source_line(eqn) or "a loop", turns * layout.length)
-        elif is_heavy(eqn):
+        elif is_compute(eqn):
             for inner in compat.sub_jaxprs(eqn):
                 yield from _traffic(inner, device, source, turns)

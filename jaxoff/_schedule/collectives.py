@@ -5,40 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxoff._device.kernel_time import collective_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.inline import Renamed, now, traced
-from jaxoff._jaxpr.kernels import Units, is_heavy
+from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.primitives import GATHERS, collective_axes, is_collective, is_compute
 from jaxoff._schedule.dependency_kernels import bit_of, once_known
 from jaxoff._schedule.problem import Straight
-
-_NAMES = """
-all_gather all_gather_invariant all_gather_reduced all_to_all pmax pmin ppermute psum psum_invariant
-ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter
-"""
-_EXCHANGES = frozenset(_NAMES.split())
-_GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
-# Between the GPUs of a host values go at about so much of the rate at which memory is read and written.
-_LINK_SHARE = 0.15
-
-
-def is_exchange(eqn: JaxprEqn) -> bool:
-    """Whether an equation sends values between devices and waits for theirs."""
-    named = eqn.primitive.name in _EXCHANGES and bool(_axes_of(eqn))
-    return named and compat.nbytes(eqn.outvars[0].aval) > 0
-
-
-def exchange_ms(nbytes: int, device: Device) -> float:
-    """About how long it takes an exchange to bring so many bytes."""
-    return nbytes / (_LINK_SHARE * device.memory_gbps) / 1e6
-
-
-def _axes_of(eqn: JaxprEqn) -> list[str]:
-    """The axes of the mesh over which an equation exchanges."""
-    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-    sizes = eqn.ctx.cur_abstract_mesh.shape
-    return [axis for axis in (axes if isinstance(axes, (tuple, list)) else [axes]) if sizes.get(axis, 2) > 1]
 
 
 def waiting(
@@ -85,7 +60,7 @@ def cast_first(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Rename
         if id(eqn) in gone:
             continue
         eqn = eqn.replace(invars=[now(renamed, v) for v in eqn.invars])
-        reads = casts.get(eqn.outvars[0], []) if eqn.primitive.name in _GATHERS else []
+        reads = casts.get(eqn.outvars[0], []) if eqn.primitive.name in GATHERS else []
         dtypes = {cast.params["new_dtype"] for cast in reads}
         if len(dtypes) == 1 and eqn.outvars[0] not in read_whole:
             dtype, aval = dtypes.pop(), eqn.outvars[0].aval
@@ -104,10 +79,10 @@ def one_after_another(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
     found: list[JaxprEqn] = []
     last: dict[str, Any] = {}  # by axis, a bit of what it brought
     for eqn in eqns:
-        if not is_exchange(eqn):
+        if not is_collective(eqn):
             found.append(eqn)
             continue
-        axes = _axes_of(eqn)
+        axes = collective_axes(eqn)
         more, operands, _ = waiting(
             eqn, list(eqn.invars), [*dict.fromkeys(last[a] for a in axes if a in last)]
         )
@@ -132,7 +107,7 @@ class Exchanges:
         self._last_end = 0.0
         self._last: dict[str, int] = {}  # by axis, the exchange that started last
         self.leading: list[int] = []
-        if any(is_exchange(self._eqns[i]) for i in units.all):
+        if any(is_collective(self._eqns[i]) for i in units.all):
             self._trace_back()
             self.leading = list(self._led_to(program.in_order, large_nbytes))
 
@@ -146,7 +121,7 @@ class Exchanges:
 
         One that is computed again comes only if it needs nothing more.
         """
-        exchanges = [i for i in self._before if is_exchange(self._eqns[i])]
+        exchanges = [i for i in self._before if is_collective(self._eqns[i])]
         large = [i for i in exchanges if self.nbytes(i) >= large_nbytes]
         found: dict[int, None] = {}
         lead_on = {j for i in large for j in self._before[i]}  # those to another exchange come first
@@ -162,7 +137,7 @@ class Exchanges:
         return found
 
     def _heavy_before(self, i: int) -> list[int]:
-        return sorted(j for j in self._before[i] if is_heavy(self._eqns[j]))
+        return sorted(j for j in self._before[i] if is_compute(self._eqns[j]))
 
     def nbytes(self, i: int) -> int:
         """Bytes that an exchange brings."""
@@ -170,13 +145,15 @@ class Exchanges:
 
     def for_which_is_room(self, units: list[int], nbytes: int) -> list[int]:
         """The units before the first exchange that brings more."""
-        too_large = (n for n, i in enumerate(units) if is_exchange(self._eqns[i]) and self.nbytes(i) > nbytes)
+        too_large = (
+            n for n, i in enumerate(units) if is_collective(self._eqns[i]) and self.nbytes(i) > nbytes
+        )
         return units[: next(too_large, len(units))]
 
     def start(self, i: int, time: float) -> float:
         """Starts an exchange at a time; says when it is over. They follow each other."""
-        self._last |= dict.fromkeys(_axes_of(self._eqns[i]), i)
-        ms = exchange_ms(self.nbytes(i), self._device)
+        self._last |= dict.fromkeys(collective_axes(self._eqns[i]), i)
+        ms = collective_ms(self.nbytes(i), self._device)
         self._ends[i] = self._last_end = max(time, self._last_end) + ms
         return self._last_end
 
@@ -189,5 +166,5 @@ class Exchanges:
 
     def to_wait_for(self, i: int) -> list[int]:
         """The exchanges that started last over an exchange's axes, without those that it depends on."""
-        last = {self._last[axis] for axis in _axes_of(self._eqns[i]) if axis in self._last}
+        last = {self._last[axis] for axis in collective_axes(self._eqns[i]) if axis in self._last}
         return sorted(last - self._before[i])

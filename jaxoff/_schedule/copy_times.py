@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.kernels import Units, is_heavy
+from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.primitives import is_compute
 
 # So many places, and ms of kernels, earlier than planned may a copy start.
 _LEAD, _LEAD_MS = 2, 0.1
@@ -32,7 +33,7 @@ class Reloads:
 
 def fills_device(eqn: JaxprEqn, ms: float) -> bool:
     """Whether small kernels find no room beside one that takes so long."""
-    return is_heavy(eqn) and ms > _LEAD_MS
+    return is_compute(eqn) and ms > _LEAD_MS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.kernels import Units, is_heavy, new_nbytes
-from jaxoff._schedule.collectives import is_exchange
+from jaxoff._jaxpr.kernels import Units, new_nbytes
+from jaxoff._jaxpr.primitives import is_collective, is_compute
 from jaxoff._schedule.problem import Straight
 
 
@@ -71,7 +71,7 @@ def beside(order: Sequence[int], program: Straight, units: Units, large_nbytes: 
 
     def is_candidate(i: int) -> bool:
         eqn = eqns[i]
-        if is_heavy(eqn) or compat.transfer_in(eqn) or i in displacing:
+        if is_compute(eqn) or compat.transfer_in(eqn) or i in displacing:
             return False
         if not program.outs.isdisjoint(eqn.outvars):
             return False
@@ -79,7 +79,7 @@ def beside(order: Sequence[int], program: Straight, units: Units, large_nbytes: 
 
     def comes_from_elsewhere(v: Var) -> bool:
         maker = eqns[units.maker[v]] if v in units.maker else None
-        return maker is not None and (compat.transfer_in(maker) == "H2D" or is_exchange(maker))
+        return maker is not None and (compat.transfer_in(maker) == "H2D" or is_collective(maker))
 
     pairs: dict[int, int] = {}
     for later in filter(is_candidate, order):

@@ -26,8 +26,10 @@ from jax import lax
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
+from jaxoff._jaxpr.dataflow import count_reads, index_makers, mark_dependents
 from jaxoff._jaxpr.inline import Renamed, inlined, now, traced
-from jaxoff._jaxpr.kernels import back_to_the_kernel, dependents, is_heavy, reads_in
+from jaxoff._jaxpr.kernels import back_to_the_kernel
+from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._jaxpr.stack_slices import Pieces
 from jaxoff._schedule.collectives import cast_first
 from jaxoff._schedule.dependency_kernels import copied
@@ -89,12 +91,12 @@ class Loop:
     def reloads(self) -> dict[int, JaxprEqn]:
         """By number of the xs, the copy from the host that alone reads it."""
         copies, (_, _, xs) = self.copies("H2D"), self.divided(self.body.invars)
-        reads = reads_in(self.body.eqns, self.body.outvars)
+        reads = count_reads(self.body.eqns, self.body.outvars)
         return {k: copies[x] for k, x in enumerate(xs) if x in copies and reads[x] == 1}
 
     def sends(self) -> dict[int, JaxprEqn]:
         """By number of the ys, the copy to the host whose result it is and nothing else."""
-        copies, reads = self.copies("D2H"), reads_in(self.body.eqns, self.body.outvars)
+        copies, reads = self.copies("D2H"), count_reads(self.body.eqns, self.body.outvars)
         return {k: copies[y] for k, y in self._ys() if y in copies and reads[y] == 1}
 
     def _ys(self) -> Iterator[tuple[int, Var]]:
@@ -106,11 +108,11 @@ class Loop:
     def kept(self) -> set[int]:
         """The ys that a kernel makes, and that the body reads as well."""
         eqns, found = self.body.eqns, set()
-        maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-        reads = reads_in(eqns, self.body.outvars)
+        maker = index_makers(eqns)
+        reads = count_reads(eqns, self.body.outvars)
         for k, y in self._ys():
             way = [] if compat.is_host(y.aval) else list(back_to_the_kernel(y, maker, eqns))
-            if way and is_heavy(eqns[way[-1][1]]) and any(reads[v] > 1 for v, _ in way):
+            if way and is_compute(eqns[way[-1][1]]) and any(reads[v] > 1 for v, _ in way):
                 found.add(k)
         return found
 
@@ -118,7 +120,7 @@ class Loop:
         """The body, to be put in order."""
         _, carry, _ = self.divided(self.body.invars)
         results = frozenset(v for v in self.body.outvars if isinstance(v, Var))
-        in_order = dependents(self.body.eqns, set(carry))
+        in_order = mark_dependents(self.body.eqns, set(carry))
         return Straight(tuple(self.body.eqns), results, tuple(in_order), holds_copies=False)
 
 
@@ -151,7 +153,7 @@ def handed(
     loops: Mapping[int, Loop], eqns: list[JaxprEqn], outvars: Iterable[Any], device: Device, large_nbytes: int
 ) -> Iterator[Handed]:
     """The stacks that pass from loop to loop and that nothing else reads."""
-    uses = reads_in(eqns, outvars)
+    uses = count_reads(eqns, outvars)
     written = {
         loop.eqn.outvars[loop.layout.num_carry + k]: (i, k) for i, loop in loops.items() for k in loop.sends()
     }
@@ -318,7 +320,7 @@ class _Turn:
         straight = Straight(
             tuple(eqns),
             frozenset(v for v in outs if isinstance(v, Var)),
-            tuple(dependents(eqns, set(before.carry))),
+            tuple(mark_dependents(eqns, set(before.carry))),
             holds_copies=False,
             turn=before.count,
             spare={

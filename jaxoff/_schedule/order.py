@@ -15,12 +15,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 
+from jaxoff._device.kernel_time import kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.inline import Renamed, now, traced
-from jaxoff._jaxpr.kernels import Units, all_slices_converted, is_heavy, is_narrow_form, new_nbytes
-from jaxoff._schedule.collectives import Exchanges, is_exchange, waiting
+from jaxoff._jaxpr.kernels import Units, all_slices_converted, new_nbytes
+from jaxoff._jaxpr.primitives import is_collective, is_compute, is_narrowing
+from jaxoff._schedule.collectives import Exchanges, waiting
 from jaxoff._schedule.copy_times import CopyTimes, Reloads
 from jaxoff._schedule.copy_waits import CopyWaits
 from jaxoff._schedule.dependency_kernels import bit_of, known_late, write_an_element
@@ -54,7 +56,7 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
     units, reloads = Units(program.eqns, program.outs | program.copies), Reloads()
     pairs: dict[int, int] = {}
     room = 0
-    if any(is_exchange(program.eqns[i]) for i in units.all):
+    if any(is_collective(program.eqns[i]) for i in units.all):
         plain = Order(program, units, device, large_nbytes, reloads, pairs)
         plain.run()
         room = plain.held.fullest
@@ -121,7 +123,7 @@ class Order:
     def run(self) -> Ordered:
         self._start_reloads()
         self._store_arguments()
-        waiting = [i for i in self._units.all if self._program.in_order[i] and is_heavy(self._eqns[i])]
+        waiting = [i for i in self._units.all if self._program.in_order[i] and is_compute(self._eqns[i])]
         while waiting:
             ahead = self._leading(waiting) + waiting[:_LOOKAHEAD]
             ready = {i: self._units.ready_at(i, self.placed, self._arrives) for i in ahead}
@@ -182,19 +184,19 @@ class Order:
 
     def _add(self, i: int) -> None:
         eqn = self._eqns[i]
-        if is_exchange(eqn):
+        if is_collective(eqn):
             self._start_exchange(i)
             return
         if not self._is_link(eqn):
             self._emit(i, {})
             return
         # What a copy waits for lives until that is there: a result lives anyway.
-        if is_heavy(eqn) or self._last_large in self._program.outs:
+        if is_compute(eqn) or self._last_large in self._program.outs:
             self._start_due_reloads()
         self._emit(i, self._behind_the_last(i))
         began = self._time
-        self._time += self._units.ms(i, self._device)
-        if self._program.holds_copies and is_heavy(eqn):
+        self._time += kernel_ms(self._units, i, self._device)
+        if self._program.holds_copies and is_compute(eqn):
             self._waits.hide(eqn, began, self._time)
         self.times.add(i, self._time)
 
@@ -238,11 +240,11 @@ class Order:
 
     def _is_link(self, eqn: JaxprEqn) -> bool:
         """Whether an equation has a place in the chain."""
-        if compat.transfer_in(eqn) or is_exchange(eqn):
+        if compat.transfer_in(eqn) or is_collective(eqn):
             return False
         made = [compat.nbytes(v.aval) for v in eqn.outvars if not compat.is_host(v.aval)]
         largest = max(made, default=0)
-        return largest > 0 and (is_heavy(eqn) or largest >= self._large_nbytes)
+        return largest > 0 and (is_compute(eqn) or largest >= self._large_nbytes)
 
     def _can_return(self, i: int) -> bool:
         """Whether what a copy from the host reads is on the host, and the memory for it free."""
@@ -256,7 +258,7 @@ class Order:
         eqn, reads = self._eqns[i], self._reads[i]
         if compat.transfer_in(eqn) == "D2H":
             return all(self._maker.get(v, -1) in self.placed for v in reads)
-        if is_heavy(eqn) or not self._is_link(eqn) or not self._is_there(reads):
+        if is_compute(eqn) or not self._is_link(eqn) or not self._is_there(reads):
             return False
         freed = sum(compat.nbytes(v.aval) for v in reads if v in self._maker and self._unread[v] == 1)
         return new_nbytes(eqn) <= freed
@@ -267,7 +269,7 @@ class Order:
         A loop writes it into its stack in the same kernel, if nothing waits for it.
         """
         eqn, made = self._eqns[i], set(self._eqns[i].outvars)
-        if is_heavy(eqn) or compat.transfer_in(eqn) or not made <= self._program.outs:
+        if is_compute(eqn) or compat.transfer_in(eqn) or not made <= self._program.outs:
             return False
         if any(v in self._readers for v in made):
             return False
@@ -280,7 +282,7 @@ class Order:
         ones before that may be one kernel with it.
         """
         eqn, reads = self._eqns[i], self._reads[i]
-        if is_heavy(eqn) or compat.transfer_in(eqn) or self._is_link(eqn):
+        if is_compute(eqn) or compat.transfer_in(eqn) or self._is_link(eqn):
             return False
         if all(compat.is_host(v.aval) for v in eqn.outvars):  # a write into a stack there: a copy under way
             return False
@@ -306,7 +308,7 @@ class Order:
         loose = [v for v in reads if self._level.get(v, 0) < self._length]
         tied = [v for v in loose if v in self._maker and compat.nbytes(v.aval) >= self._large_nbytes]
         arrived = self._waits.due(self._time)
-        if is_heavy(self._eqns[i]):
+        if is_compute(self._eqns[i]):
             # What the unit is computed from it waits for anyway.
             before = self._units.before(i)
             self._made_small = [v for v in self._made_small if self._maker[v] not in before]
@@ -336,13 +338,13 @@ class Order:
             return True
         if (
             last is None
-            or is_heavy(self._eqns[i])
+            or is_compute(self._eqns[i])
             or last not in self._reads[i]
             or last in self._program.outs
         ):
             return False
-        if is_heavy(self._eqns[self._maker[last]]):  # a kernel that rounds what it computes
-            return is_narrow_form(self._eqns[i]) and self._unread[last] == 1
+        if is_compute(self._eqns[self._maker[last]]):  # a kernel that rounds what it computes
+            return is_narrowing(self._eqns[i]) and self._unread[last] == 1
         return self._unread[last] == 1 or last.aval == self._eqns[i].outvars[0].aval
 
     def _is_beside_the_last(self, i: int) -> bool:
@@ -412,7 +414,7 @@ class Order:
             renamed.update(zip(eqn.outvars, outs, strict=True))
         eqn = self._eqns[i]
         operands = [now(renamed, v) for v in eqn.invars]
-        if is_exchange(eqn):
+        if is_collective(eqn):
             bits = [self._bits[j] for j in self._exchanges.to_wait_for(i)]
             waits, operands, elements = waiting(eqn, operands, bits)
             self._out += waits
@@ -434,8 +436,8 @@ class Order:
             self._waits.start(eqn, self._time)
         for v in self._reads[i]:
             self._unread[v] -= 1
-            if not self._unread[v] and not is_exchange(eqn):
+            if not self._unread[v] and not is_collective(eqn):
                 self.held.free(v)
             self._waits.read(v)
-            if v in self._arrives and not is_exchange(self._eqns[self._maker[v]]):
+            if v in self._arrives and not is_collective(self._eqns[self._maker[v]]):
                 self.times.needed.setdefault(self._maker[v], self._length)

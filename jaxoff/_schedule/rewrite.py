@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import index_makers, mark_dependents, variables
 from jaxoff._jaxpr.inline import Renamed, called, filled_behind, inlined, now, scalars_apart
-from jaxoff._jaxpr.kernels import dependents, variables
+from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
 from jaxoff._jaxpr.stack_slices import pieces_in, shared_by
-from jaxoff._layers.scan import PLAIN_SCOPE, is_in_scan
 from jaxoff._schedule.collectives import one_after_another
 from jaxoff._schedule.loops import Loop, handed, row_nbytes, written_out
 from jaxoff._schedule.order import LARGE_NBYTES, ordered
@@ -76,7 +76,7 @@ class _Rewriter:
         layers = {
             i: eqn
             for i, eqn in enumerate(jaxpr.eqns)
-            if _is_of_layers(eqn) or (is_in_scan(eqn) and not pieces.isdisjoint(variables(eqn)))
+            if _is_of_layers(eqn) or (is_layer_loop(eqn) and not pieces.isdisjoint(variables(eqn)))
         }
         loops = {i: loop for i, eqn in layers.items() if (loop := Loop.of(eqn))}
         self.written += len(loops)
@@ -159,14 +159,14 @@ class _Rewriter:
         renamed: Renamed = {}
         outer = list(inlined(jaxpr.eqns, renamed, checkpoints=False))
         backward = next((i for i, eqn in enumerate(outer) if compat.is_backward(eqn)), len(outer))
-        made = {v: i for i, eqn in enumerate(outer) for v in eqn.outvars}
+        made = index_makers(outer)
         head = list(inlined(outer[:backward], renamed))
         newest: set[Var] = set()
         if backward < len(outer):
             operands = [v for v in outer[backward].invars if isinstance(v, Var)]
             newest = {now(renamed, max(operands, key=lambda v: made.get(v, -1)))}
         tail = list(inlined(outer[backward:], renamed))
-        in_order = [True] * len(head) + dependents(tail, newest)
+        in_order = [True] * len(head) + mark_dependents(tail, newest)
         return self._ordered(jaxpr, head + tail, renamed, in_order, holds_copies=True)
 
     def _ordered(self, jaxpr, eqns, renamed, in_order, *, holds_copies) -> Jaxpr:
@@ -209,10 +209,9 @@ def _with_loops_together(jaxpr: Jaxpr) -> Jaxpr:
 
 def _is_of_layers(eqn: JaxprEqn) -> bool:
     """Whether an equation is a scan that moves residuals, or that of a differentiated `jaxoff.scan`."""
-    scopes = str(eqn.source_info.name_stack)
-    if compat.scan_in(eqn) is None or PLAIN_SCOPE in scopes:
+    if compat.scan_in(eqn) is None or is_plain_loop(eqn):
         return False
-    return (is_in_scan(eqn) and "jvp(" in scopes) or bool(_transfers(eqn.params["jaxpr"].jaxpr))
+    return (is_layer_loop(eqn) and is_differentiated(eqn)) or bool(_transfers(eqn.params["jaxpr"].jaxpr))
 
 
 def _transfers(jaxpr: Jaxpr) -> set[str]:

@@ -26,6 +26,18 @@ ALLOWED = {
         "matplotlib",
     },
 }
+# The private packages of jaxoff, by floor: each imports itself and lower floors only.
+FLOORS = (
+    {"_report"},
+    {"_jaxpr"},
+    {"_policy", "_runtime"},
+    {"_device"},
+    {"_residuals"},
+    {"_schedule", "_layers", "_compiled"},
+    {"_profile", "_plan"},
+    {"_cli"},
+)
+FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 EXTRA = {"jaxoff/__main__.py": {"typer"}, "jaxoff/_plan/frontier.py": {"matplotlib"}}
 
 
@@ -94,6 +106,38 @@ def test_what_depends_on_a_jax_release_stands_in_one_module(package):
         if any(m == p or m.startswith(f"{p}.") for m in imported(path.read_text(), package) for p in private)
     }
     assert users <= {"jaxoff/_jaxpr/compat.py", "pallas_kernels/_compat.py"}
+
+
+def private_package(path: Path) -> str | None:
+    """The private package of jaxoff that holds a module, or None for `__init__` and `__main__`."""
+    parts = path.relative_to(ROOT / "jaxoff").parts
+    return parts[0] if len(parts) > 1 else None
+
+
+def test_every_private_package_has_a_floor():
+    assert {private_package(path) for path in sources("jaxoff")} - {None} == set(FLOOR_OF)
+
+
+def test_private_packages_import_only_lower_floors():
+    wrong = []
+    for path in sources("jaxoff"):
+        package = private_package(path)
+        if package is None:
+            continue
+        for module in imported(path.read_text(), package):
+            parts = module.split(".")
+            other = parts[1] if parts[0] == "jaxoff" and len(parts) > 1 else None
+            if other in FLOOR_OF and other != package and FLOOR_OF[other] >= FLOOR_OF[package]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+            if parts[0] == "jaxoff" and (other is None or not other.startswith("_")):
+                wrong.append(f"{path.relative_to(ROOT)} imports the public {module}")
+    assert sorted(set(wrong)) == []
+
+
+def test_only_plain_names_inside_private_packages():
+    for path in sources("jaxoff"):
+        if private_package(path) is not None:
+            assert not path.stem.startswith("_") or path.stem == "__init__", path
 
 
 def fresh(code):

@@ -15,24 +15,6 @@ from jaxoff._runtime.requirements import pinned_pool_bytes, release
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong, or soon will be.
-
-    Attributes:
-      code: what kind, e.g. "rule-matched-nothing".
-      message: what is the case, and what to do.
-      source: `file:line (function)` of the code concerned, or ''.
-    """
-
-    code: str
-    message: str
-    source: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.message}" + (f" [{self.source}]" if self.source else "")
-
-
-@dataclasses.dataclass(frozen=True)
 class Runtime:
     """What findings need to know of the machine and its software.
 

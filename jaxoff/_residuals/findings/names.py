@@ -10,8 +10,9 @@ from typing import Any
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.provenance import trace_origin
 from jaxoff._policy.policy import as_given, matches
+from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.near_miss import near_miss
-from jaxoff._residuals.findings.finding import Finding, called, host_rows, parts
+from jaxoff._residuals.findings.finding import called, host_rows, parts
 from jaxoff._residuals.residuals import Analysis, Row
 from jaxoff._residuals.traced_function import Site, labels_of, sites_of
 
@@ -28,7 +29,7 @@ def rules_without_names(analysis: Analysis) -> Iterator[Finding]:
         for field, pattern in _rules(policy):
             if not any(matches(pattern, label) for label in labels):
                 yield Finding(
-                    "rule-matched-nothing",
+                    FindingCode.RULE_MATCHED_NOTHING,
                     f"{field}={pattern!r} matches no name inside its "
                     f"jax.checkpoint.{near_miss(pattern, labels)} {listed}",
                 )
@@ -63,7 +64,7 @@ def marks_without_residuals(analysis: Analysis) -> Iterator[Finding]:
             what = f"mark_{tag.mark}" if tag.mark else "The name"
             what += f" {tag.label!r}" if tag.label else ""
             yield Finding(
-                "mark-without-residual",
+                FindingCode.MARK_WITHOUT_RESIDUAL,
                 f"{what} has no effect: the backward pass does not read this value. Use the result of the "
                 "mark, or mark the value that the next operation keeps.",
                 site.line,
@@ -100,7 +101,7 @@ def lost_names(analysis: Analysis) -> Iterator[Finding]:
     for site in analysis.program.sites:
         if site.primal_only and site.tag and site.tag.label and site.tag.label not in alive:
             yield Finding(
-                "name-lost-in-custom-vjp",
+                FindingCode.NAME_LOST_IN_CUSTOM_VJP,
                 f"{site.tag.label!r} is named in a custom_vjp's primal function, which differentiation "
                 "replaces by the forward rule. Name the value in the forward rule, and keep the named "
                 "value in its residuals.",
@@ -108,7 +109,7 @@ def lost_names(analysis: Analysis) -> Iterator[Finding]:
             )
     for label in sorted(analysis.program.labels_called - alive - primal):
         yield Finding(
-            "name-lost-in-vmap",
+            FindingCode.NAME_LOST_IN_VMAP,
             f"{label!r} was named while the function was traced, but its program has no such name: vmap "
             "under jax_remat3 drops names. Switch jax_remat3 off, or batch without vmap.",
         )
@@ -132,7 +133,7 @@ def unnamed_beside_named(analysis: Analysis) -> Iterator[Finding]:
             continue
         if trace_origin(site.scope, site.eqn.invars[0]).identity in raw:
             yield Finding(
-                "unnamed-beside-named",
+                FindingCode.UNNAMED_BESIDE_NAMED,
                 f"The backward pass reads both {called(site)} and the value before that tag, so both are "
                 "kept or computed. Use only the tagged value: x = jaxoff.name(x, ...).",
                 site.line,
@@ -174,7 +175,7 @@ def moved_twice(analysis: Analysis) -> Iterator[Finding]:
         if len(rows) > 1:
             names = " and ".join(r.residual.name or r.residual.made_by for r in rows)
             yield Finding(
-                "moved-twice",
+                FindingCode.MOVED_TWICE,
                 f"{names} are the same buffer, moved to the host {len(rows)} times "
                 f"({sum(r.residual.nbytes for r in rows[1:]):,} bytes too many). Keep one tag, and use its "
                 "result for all that follows.",
@@ -195,7 +196,7 @@ def lost_exemptions(analysis: Analysis) -> Iterator[Finding]:
                 break
             if before.tag.mark == "not_offload":
                 yield Finding(
-                    "exemption-lost",
+                    FindingCode.EXEMPTION_LOST,
                     f"{row.residual.name!r} moves to the host although mark_not_offload was put on it "
                     "outside the jit, scan or checkpoint that names it. Put mark_not_offload after the "
                     "name, or inside.",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from jaxoff._report.finding import Finding
 from jaxoff._residuals.findings import names, placements
-from jaxoff._residuals.findings.finding import Finding, Runtime
+from jaxoff._residuals.findings.finding import Runtime
 from jaxoff._residuals.residuals import Analysis
 
 CHECKS = (

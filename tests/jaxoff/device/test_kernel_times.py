@@ -10,8 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 
-from jaxoff._device.kernel_time import IDLE, LOAD, PRODUCTS, TRAFFIC, kernel_ms, under_load
-from jaxoff._device.profile import Device, product_flops
+from jaxoff._device.flops import product_flops
+from jaxoff._device.kernel_time import IDLE, LOAD, PRODUCTS, TRAFFIC, step_kernel_ms, under_load
+from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inlined, now
 from jaxoff._jaxpr.kernels import Units
@@ -28,7 +29,7 @@ def milliseconds(fun, *args, device=DEVICE, rows=()):
     renamed = {}
     eqns = list(inlined(jaxpr.eqns, renamed))
     units = Units(eqns, frozenset(now(renamed, v) for v in jaxpr.outvars))
-    return kernel_ms(units, units.all[-1], device, {jaxpr.invars[n] for n in rows})
+    return step_kernel_ms(units, units.all[-1], device, {jaxpr.invars[n] for n in rows})
 
 
 def array(*shape, dtype=jnp.bfloat16):
@@ -73,7 +74,7 @@ def test_convolutions_take_their_operations(stride, groups):
         jaxpr = jax.make_jaxpr(jax.grad(functools.partial(loss, precision=precision), (0, 1)))(x, w).jaxpr
         units = Units(list(inlined(jaxpr.eqns, {})), frozenset())
         convolutions = [i for i, e in enumerate(units.eqns) if e.primitive.name == "conv_general_dilated"]
-        return [kernel_ms(units, i, QUICK) for i in convolutions]
+        return [step_kernel_ms(units, i, QUICK) for i in convolutions]
 
     assert found(x, w) == pytest.approx(3 * [1e3 * flops / PRODUCTS / QUICK.flops])
     wide = array(*x.shape, dtype=jnp.float32), array(*w.shape, dtype=jnp.float32)

@@ -7,7 +7,8 @@ from jax import lax
 
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.kernels import Units, is_heavy
+from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._schedule.order import ordered
 from jaxoff._schedule.problem import Straight
 from tests.jaxoff.policy.matrix import assert_equal, inputs
@@ -196,7 +197,7 @@ def test_outside_of_loops_a_copy_to_the_host_is_waited_for_behind_what_hides_it(
     eqns = in_order(fun, *given, holds_copies=True)
     sent = next(eqn.outvars[0] for eqn in eqns if compat.transfer_in(eqn) == "D2H")
     (wait,) = [i for i, eqn in enumerate(eqns) if sent in eqn.invars]
-    heavy = [i for i, eqn in enumerate(eqns) if is_heavy(eqn)]
+    heavy = [i for i, eqn in enumerate(eqns) if is_compute(eqn)]
     assert eqns[wait].primitive.name == "optimization_barrier"
     assert heavy[2] < wait < heavy[3]  # the long one, and the one after that
     assert depends(eqns, wait, heavy[2])
@@ -217,7 +218,7 @@ def test_what_nothing_hides_is_waited_for_all_the_same():
         return [x, *(jax.device_put(host, jax.memory.Space.Device) for host in sent)]
 
     eqns = in_order(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH), holds_copies=True)
-    heavy = [i for i, eqn in enumerate(eqns) if is_heavy(eqn)]
+    heavy = [i for i, eqn in enumerate(eqns) if is_compute(eqn)]
     behind = []
     for place, eqn in enumerate(eqns):
         if compat.transfer_in(eqn) == "D2H":

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxoff
-from jaxoff._policy.marks import Tag
+from jaxoff._jaxpr.tag import Tag
 from jaxoff._policy.presets import MEGATRON_MODULES
 
 NAMES = st.lists(st.text("abc.*", min_size=1, max_size=4), max_size=4)

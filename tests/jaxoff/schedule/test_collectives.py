@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inlined, now
-from jaxoff._schedule.collectives import is_exchange
+from jaxoff._jaxpr.primitives import is_collective
 from jaxoff._schedule.order import ordered
 from jaxoff._schedule.problem import Straight
 from tests.jaxoff.jaxpr.test_kernels import EVEN, depends, place
@@ -101,7 +101,7 @@ def test_exchanges_follow_each_other_by_data():
         return exchanged(x @ w), exchanged(x @ w.T), lax.psum(jnp.sum(x), "expert")[None]
 
     eqns = by_data(in_order(local))
-    places = [i for i, eqn in enumerate(eqns) if is_exchange(eqn)]
+    places = [i for i, eqn in enumerate(eqns) if is_collective(eqn)]
     assert len(places) == 3
     for first, second in itertools.pairwise(places):
         assert depends(eqns, second, first)
@@ -117,14 +117,14 @@ def test_no_exchange_waits_for_one_over_other_axes():
 
 def test_an_axis_of_one_device_exchanges_nothing():
     eqns = in_order(lambda x, w: (lax.psum(x @ w, "one"), exchanged(x)))
-    assert not is_exchange(eqns[place(eqns, "psum")])
-    assert is_exchange(eqns[place(eqns, "all_to_all")])
+    assert not is_collective(eqns[place(eqns, "psum")])
+    assert is_collective(eqns[place(eqns, "all_to_all")])
     assert not any(eqn.primitive.name == "dynamic_update_slice" for eqn in eqns)
 
 
 def test_an_empty_exchange_is_none():
     eqns = in_order(lambda x, w: (exchanged(x), exchanged(x[:, :0])))
-    assert [is_exchange(eqn) for eqn in eqns if eqn.primitive.name == "all_to_all"].count(True) == 1
+    assert [is_collective(eqn) for eqn in eqns if eqn.primitive.name == "all_to_all"].count(True) == 1
 
 
 def test_an_exchange_goes_no_sooner_than_there_is_memory():

@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxoff._jaxpr.kernels import Units, is_heavy, variables
+from jaxoff._jaxpr.dataflow import variables
+from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._schedule.liveness import beside, held_nbytes
 from tests.jaxoff.jaxpr.test_kernels import ROWS, WIDTH, depends, in_order, place, straight_of
 from tests.jaxoff.policy.matrix import inputs
@@ -49,7 +51,7 @@ def arguments(between, after):
 def test_rows_by_the_same_indices_are_gathered_side_by_side():
     eqns = in_order(gathered_twice, *arguments(1, 8 * WIDTH))
     first, second = place(eqns, "gather"), place(eqns, "gather", 1)
-    assert not any(is_heavy(eqn) for eqn in eqns[first:second])
+    assert not any(is_compute(eqn) for eqn in eqns[first:second])
     assert not depends(eqns, second, first)
     for gather in first, second:  # both read the indices themselves, not a value held back for one of them
         made = {v: eqn for eqn in eqns[:gather] for v in eqn.outvars}

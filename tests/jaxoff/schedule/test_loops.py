@@ -10,7 +10,7 @@ from jax import lax
 import jaxoff
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.kernels import is_heavy
+from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._schedule.rewrite import rewrite
 from tests.jaxoff.policy.matrix import assert_close, assert_equal
 from tests.jaxoff.schedule.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, deep, layer
@@ -104,7 +104,7 @@ def test_what_a_turn_takes_in_and_keeps_goes_into_its_stack_first():
     forward, _ = loops(program_of(jax.grad(loss), *arguments()))
     carried = next(v for v in forward.invars if v.aval.shape == (ROWS, WIDTH) and not compat.is_host(v.aval))
     made = {v: eqn for eqn in forward.eqns for v in eqn.outvars}
-    first = next(i for i, eqn in enumerate(forward.eqns) if is_heavy(eqn))
+    first = next(i for i, eqn in enumerate(forward.eqns) if is_compute(eqn))
     writes = [eqn for eqn in forward.eqns[:first] if eqn.primitive.name == "dynamic_update_slice"]
     kept = [eqn for eqn in writes if eqn.outvars[0].aval.shape == (LAYERS, ROWS, WIDTH)]
     assert len(kept) == 1
@@ -155,10 +155,10 @@ def test_a_reload_ahead_waits_for_the_last_reader_of_what_it_replaces(device, as
         before, read_by = {id(e) for e in behind(back, eqn.invars)}, readers(back, arrived)
         assert read_by
         assert all(id(e) in before for e in read_by)
-        assert any(map(is_heavy, read_by)) == (not aside)
+        assert any(map(is_compute, read_by)) == (not aside)
         if aside:
             (copy,) = read_by
-            late = [e for e in readers(back, copy.outvars[0]) if is_heavy(e) and id(e) not in before]
+            late = [e for e in readers(back, copy.outvars[0]) if is_compute(e) and id(e) not in before]
             assert late
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from jaxoff._jaxpr import compat
-from jaxoff._schedule.collectives import is_exchange
+from jaxoff._jaxpr.primitives import is_collective
 from tests.jaxoff.jaxpr.test_kernels import depends
 from tests.jaxoff.policy.matrix import assert_close
 from tests.jaxoff.schedule.test_collectives import by_data
@@ -169,7 +169,7 @@ def test_sums_after_the_last_loop_follow_each_other_by_data():
     program, body = rewritten(after=averaged)
     eqns = by_data(body.eqns)
     (*_, last) = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "while"]
-    sums = [i for i, eqn in enumerate(eqns) if is_exchange(eqn) and i > last]
+    sums = [i for i, eqn in enumerate(eqns) if is_collective(eqn) and i > last]
     assert len(sums) == 1 + len(jax.tree.leaves(arguments()))
     assert all(depends(eqns, second, first) for first, second in itertools.pairwise(sums))
     args = arguments()

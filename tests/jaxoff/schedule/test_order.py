@@ -13,7 +13,8 @@ import jaxoff
 from jaxoff._device.profile import H200, Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inlined
-from jaxoff._jaxpr.kernels import Units, is_heavy
+from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._schedule.copy_times import Reloads
 from jaxoff._schedule.order import Order
 from jaxoff._schedule.problem import Spare, Straight
@@ -88,7 +89,7 @@ def is_chained(jaxpr):
     last = None
     for i, eqn in enumerate(jaxpr.eqns):
         before = set().union(*(behind.get(v, set()) for v in eqn.invars if isinstance(v, compat.Var)))
-        if is_heavy(eqn):
+        if is_compute(eqn):
             if last is not None and last not in before:
                 return False
             before, last = before | {i}, i
@@ -158,7 +159,7 @@ def test_other_programs_that_move_nothing_stay_as_they_are(fun):
 
 
 def heavy_names(jaxpr):
-    return [eqn.primitive.name for eqn in jaxpr.eqns if is_heavy(eqn) or compat.transfer_in(eqn)]
+    return [eqn.primitive.name for eqn in jaxpr.eqns if is_compute(eqn) or compat.transfer_in(eqn)]
 
 
 def first_product_reads_a_reload(device):
@@ -179,7 +180,7 @@ def first_product_reads_a_reload(device):
             v for v in eqn.invars if isinstance(v, compat.Var)
         ):
             reloaded.update(eqn.outvars)
-        if is_heavy(eqn):
+        if is_compute(eqn):
             return any(v in reloaded for v in eqn.outvars)
     raise AssertionError("no product")
 

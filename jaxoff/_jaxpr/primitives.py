@@ -1,0 +1,106 @@
+"""Classes of primitives: products, views, movement, collectives, opaque kernels."""
+
+from __future__ import annotations
+
+import enum
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import JaxprEqn
+from jaxoff._jaxpr.dataflow import variables
+
+DOTS = frozenset(
+    {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated", "scaled_matmul_wrapper"}
+)
+PALLAS = frozenset({"pallas_call", "core_map", "mpmd_map"})
+# Kernels whose inside no policy sees: Pallas and FFI calls, and JAX's fused attention.
+OPAQUE = PALLAS | {"ffi_call", "dot_product_attention_fwd_wrapper"}
+# A view costs nothing to recompute, and a saved view of an offloaded value would keep that value on the
+# device.
+VIEWS = frozenset(
+    {"reshape", "transpose", "squeeze", "slice", "rev", "broadcast_in_dim", "expand_dims", "copy"}
+)
+GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
+_COLLECTIVE_NAMES = """
+all_to_all pmax pmin ppermute psum psum_invariant ragged_all_to_all reduce_scatter unreduced_psum
+unreduced_reduce_scatter
+"""
+_COLLECTIVES = GATHERS | frozenset(_COLLECTIVE_NAMES.split())
+_FUSED_NAMES = """
+abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type copy cos
+cosh div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log
+log1p logistic lt max min mul name ne neg not optimization_barrier or pad pow pvary reduce_precision rem
+reshape round rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh
+transpose xor
+"""
+# XLA computes these inside each kernel that reads their result.
+_FUSED = frozenset(_FUSED_NAMES.split())
+_ARGUMENT_VIEW_NAMES = """
+convert_element_type dynamic_slice expand_dims name optimization_barrier pvary reduce_precision reshape
+slice split squeeze transpose
+"""
+# XLA reads these parts of an argument in place (of stacked weights, for example), or copies them just before.
+ARGUMENT_VIEWS = frozenset(_ARGUMENT_VIEW_NAMES.split())
+# May stand between a kernel and the narrow form of its result; the narrow form itself is the first.
+ROUNDING = ("convert_element_type", "reduce_precision")
+_MOVE_NAMES = """
+argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice
+gather random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
+reduce_prod reduce_sum rev scatter scatter-add scatter_add sort top_k unwritten
+"""
+# Kernels that move or add up their operands: short, so that the schedule holds nothing back for them.
+_MOVE = frozenset(_MOVE_NAMES.split())
+
+
+class KernelClass(enum.Enum):
+    """How XLA runs an equation.
+
+    FUSED: inside the kernels that read its result. MOVE: a short kernel that moves or reduces its operands.
+    COMPUTE: every other equation, one or more kernels that take time.
+    """
+
+    FUSED = enum.auto()
+    MOVE = enum.auto()
+    COMPUTE = enum.auto()
+
+
+def kernel_class(eqn: JaxprEqn) -> KernelClass:
+    """The class of an equation; an unknown primitive is COMPUTE."""
+    if eqn.primitive.name in _FUSED:
+        return KernelClass.FUSED
+    return KernelClass.MOVE if eqn.primitive.name in _MOVE else KernelClass.COMPUTE
+
+
+def is_compute(eqn: JaxprEqn) -> bool:
+    """Whether an equation is of `KernelClass.COMPUTE`."""
+    return kernel_class(eqn) is KernelClass.COMPUTE
+
+
+def is_narrowing(eqn: JaxprEqn) -> bool:
+    """Whether an equation rounds a value to fewer bytes."""
+    is_rounding = eqn.primitive.name == "convert_element_type"
+    return is_rounding and compat.nbytes_of(eqn.outvars) < compat.nbytes_of(variables(eqn))
+
+
+def is_pallas(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a Pallas kernel or calls one."""
+    return eqn.primitive.name in PALLAS or any(
+        is_pallas(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in jaxpr.eqns
+    )
+
+
+def is_attention(eqn: JaxprEqn) -> bool:
+    """Whether an equation is JAX's fused attention, forward or backward."""
+    return eqn.primitive.name.startswith("dot_product_attention")
+
+
+def is_collective(eqn: JaxprEqn) -> bool:
+    """Whether an equation exchanges bytes between devices: over an axis of more than one device."""
+    named = eqn.primitive.name in _COLLECTIVES and bool(collective_axes(eqn))
+    return named and compat.nbytes(eqn.outvars[0].aval) > 0
+
+
+def collective_axes(eqn: JaxprEqn) -> list[str]:
+    """The mesh axes of more than one device over which a collective communicates."""
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    sizes = eqn.ctx.cur_abstract_mesh.shape
+    return [axis for axis in (axes if isinstance(axes, (tuple, list)) else [axes]) if sizes.get(axis, 2) > 1]

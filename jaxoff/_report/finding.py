@@ -1,0 +1,60 @@
+"""A finding: one thing about a program that is wrong, or soon will be."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class FindingCode(enum.StrEnum):
+    """Every kind of finding; a code is stable, for scripts and for the reference page of findings."""
+
+    # `explain`: names and marks
+    RULE_MATCHED_NOTHING = "rule-matched-nothing"
+    MARK_WITHOUT_RESIDUAL = "mark-without-residual"
+    NAME_LOST_IN_CUSTOM_VJP = "name-lost-in-custom-vjp"
+    NAME_LOST_IN_VMAP = "name-lost-in-vmap"
+    UNNAMED_BESIDE_NAMED = "unnamed-beside-named"
+    MOVED_TWICE = "moved-twice"
+    EXEMPTION_LOST = "exemption-lost"
+    # `explain`: placements
+    OFFLOAD_IN_COND = "offload-in-cond"
+    OFFLOAD_IN_UNROLLED_SCAN = "offload-in-unrolled-scan"
+    OFFLOAD_IN_NESTED_SCAN = "offload-in-nested-scan"
+    OFFLOAD_FOLDED_AWAY = "offload-folded-away"
+    CHECKPOINT_OVERRIDDEN = "checkpoint-overridden"
+    WRONG_MEMORY_KIND = "wrong-memory-kind"
+    LARGE_UNNAMED_RESIDUAL = "large-unnamed-residual"
+    ALREADY_DIFFERENTIATED = "already-differentiated"
+    PINNED_POOL_TOO_SMALL = "pinned-pool-too-small"
+    JAXLIB_COMPUTES_WRONGLY = "jaxlib-computes-wrongly"
+    REMAT3 = "remat3"
+    # `explain`: the link
+    LINK_TOO_SLOW = "link-too-slow"
+    OFFLOAD_LATE = "offload-late"
+    # `verify`: the compiled program
+    OFFLOAD_VANISHED = "offload-vanished"
+    DEVICE_MEMORY_NOT_LOWER = "device-memory-not-lower"
+    KERNEL_TOUCHES_HOST = "kernel-touches-host"
+    COPY_NOT_OVERLAPPED = "copy-not-overlapped"
+    GRAPH_CUT = "graph-cut"
+    VALUE_COPIED_TWICE = "value-copied-twice"
+    COMPUTED_AGAIN = "computed-again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or soon will be.
+
+    Attributes:
+      code: the kind of finding, e.g. "rule-matched-nothing".
+      message: what is the case, and what to do.
+      source: `file:line (function)` of the code concerned, or ''.
+    """
+
+    code: FindingCode
+    message: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}" + (f" [{self.source}]" if self.source else "")
