@@ -112,7 +112,7 @@ def _cut(facts: CompiledFacts, copies: list[HostCopy]) -> Iterator[Finding]:
         names = ", ".join(dict.fromkeys(copy.cut_by for copy in out))
         yield Finding(
             FindingCode.GRAPH_CUT,
-            "Copies of a loop are to be in the CUDA graph of its turn; between the start and the end of "
+            "Copies of a loop are to be in the CUDA graph of its iteration; between the start and the end of "
             f"these stands what no graph holds ({names}): {_listed(out)}. XLA starts them on a few streams, "
             "on which small copies wait for large ones, and kernels for those. Leave CUB's sorts out "
             "(compiler_options={'xla_gpu_enable_cub_radix_sort': False}), and name COLLECTIVES in "

@@ -44,7 +44,7 @@ def verify(
       offload-vanished: less goes to the host than was expected.
       device-memory-not-lower: as much device memory as without offload.
       copy-not-overlapped: nothing can run beside a copy.
-      graph-cut: a copy is out of the CUDA graph of its turn, for what cannot be in it.
+      graph-cut: a copy is out of the CUDA graph of its iteration, for what cannot be in it.
       kernel-touches-host: a kernel, and not a copy engine, reads or writes host memory.
       value-copied-twice: one value goes to the host more than once.
       computed-again: near the device's limit XLA chose by itself to compute values a second time.

@@ -17,7 +17,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inlined, now
-from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_attention, is_collective, is_compute, is_pallas
 
 # Of the rate of products in a row, which the card's power limit holds down.
@@ -26,7 +26,7 @@ PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.18, 1.09, 0.8
 TRAFFIC = 0.4
 # Of the rate of products: in a layer with none beside them, and how much less in one of products alone.
 IDLE, LOAD = 1.1, 0.155
-# Of an exchange between devices, what products beside it hide.
+# Of a collective between devices, what products beside it hide.
 BESIDE = 0.5
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
 
@@ -35,12 +35,12 @@ _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
 _LINK_SHARE = 0.15
 
 
-def kernel_ms(units: Units, i: int, device: Device) -> float:
+def kernel_ms(graph: KernelGraph, i: int, device: Device) -> float:
     """The time of a kernel alone, in ms: its operations or its bytes at the device's rates.
 
     The kernel converts operands of another type itself, as copies. The scheduler and `explain` go by this.
     """
-    eqn, between = units.eqns[i], [units.eqns[j] for j in units.between[i]]
+    eqn, between = graph.eqns[i], [graph.eqns[j] for j in graph.between[i]]
     if not is_compute(eqn):
         updates = eqn.primitive.name == "dynamic_update_slice"
         made = eqn.invars[1:2] if updates else eqn.outvars
@@ -56,26 +56,26 @@ def equation_ms(eqn: JaxprEqn, device: Device) -> float:
 
 
 def collective_ms(nbytes: int, device: Device) -> float:
-    """About how long it takes an exchange to bring so many bytes."""
+    """About how long it takes a collective to bring so many bytes."""
     return nbytes / (_LINK_SHARE * device.memory_gbps) / 1e6
 
 
-def step_kernel_ms(units: Units, i: int, device: Device, rows: Container[Var] = frozenset()) -> float:
-    """About how long a unit takes, in ms, with the copies of what it reads that are made for it.
+def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[Var] = frozenset()) -> float:
+    """About how long a kernel takes, in ms, with the copies of what it reads that are made for it.
 
     Args:
-      units: of a program.
+      kernels: of a program.
       i: one of them.
       device: speeds.
       rows: values that a loop takes out of stacks: a kernel that is not elementwise reads a copy.
     """
-    eqn, between = units.eqns[i], [units.eqns[j] for j in units.between[i]]
+    eqn, between = graph.eqns[i], [graph.eqns[j] for j in graph.between[i]]
     made = compat.nbytes_of(eqn.outvars)
     if not is_compute(eqn):
         if eqn.primitive.name == "dynamic_update_slice":
             return device.pass_ms(compat.nbytes(eqn.invars[1].aval))
         sliced = not _SLICES.isdisjoint(e.primitive.name for e in (eqn, *between))
-        sizes = (compat.nbytes(v.aval) for v in units.reads[i])
+        sizes = (compat.nbytes(v.aval) for v in graph.reads[i])
         return _traffic_ms(made + sum(min(n, made) if sliced else n for n in sizes), device)
     copies = _copies_ms(eqn, between, rows, device)
     if compat.control_flow(eqn) is not None:
@@ -89,35 +89,35 @@ def step_kernel_ms(units: Units, i: int, device: Device, rows: Container[Var] = 
 
 
 def programs_ms(eqn: JaxprEqn, device: Device) -> float:
-    """How long what a loop or a condition runs takes: all turns, the longest branch; 0 for others."""
+    """How long what a loop or a condition runs takes: all iterations, the longest branch; 0 for others."""
     flow = compat.control_flow(eqn)
     return flow.total(lambda program: _program_ms(program, device)) if flow else 0.0
 
 
 def _program_ms(program: Jaxpr, device: Device) -> float:
-    """About how long all units of a program take, one after the other."""
+    """About how long all kernels of a program take, one after the other."""
     renamed: Renamed = {}
     eqns = list(inlined(program.eqns, renamed))
     outs = (now(renamed, v) for v in program.outvars)
-    units = Units(eqns, frozenset(v for v in outs if isinstance(v, Var)))
-    return sum(step_kernel_ms(units, i, device) for i in units.all)
+    graph = KernelGraph(eqns, frozenset(v for v in outs if isinstance(v, Var)))
+    return sum(step_kernel_ms(graph, i, device) for i in graph.kernels)
 
 
 def under_load(
-    units: Units, pass_: Sequence[int], device: Device, rows: Container[Var] = frozenset()
+    graph: KernelGraph, pass_: Sequence[int], device: Device, rows: Container[Var] = frozenset()
 ) -> Device:
     """A device at the clock that a layer leaves it: the more of its time products take, the lower.
 
     They draw the most power; attention, which does much beside its products, draws less (bench/LOG.md).
 
     Args:
-      units: of a program.
+      kernels: of a program.
       pass_: those of the layer's backward pass; the forward pass is about the same.
       device: speeds.
       rows: as for `step_kernel_ms`.
     """
-    kernels = sum(step_kernel_ms(units, i, device, rows) for i in pass_)
-    eqns = (units.eqns[i] for i in pass_)
+    kernels = sum(step_kernel_ms(graph, i, device, rows) for i in pass_)
+    eqns = (graph.eqns[i] for i in pass_)
     products = sum(_matrix_ms(eqn, device) for eqn in eqns if _is_product(eqn))
     part = products / kernels if kernels else 0.0
     return dataclasses.replace(device, flops=(IDLE - LOAD * part) * device.flops)
@@ -143,7 +143,7 @@ def _share(eqn: JaxprEqn) -> float:
 
 
 def _is_whole_float32(eqn: JaxprEqn) -> bool:
-    """Whether a product is computed in float32 throughout, off the matrix units."""
+    """Whether a product is computed in float32 throughout, off the matrix kernels."""
     precision = eqn.params["precision"]
     each = precision if isinstance(precision, tuple) else (precision,)
     wide = compat.struct_of(eqn.invars[0].aval).dtype.itemsize > 2

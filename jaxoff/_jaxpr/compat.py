@@ -129,20 +129,20 @@ class ControlFlow:
     """Programs that an equation runs.
 
     Attributes:
-      turns: how often it runs one of them.
+      iterations: how often it runs one of them.
       programs: the body of a loop, or the branches of which one is taken.
     """
 
-    turns: int
+    iterations: int
     programs: tuple[Jaxpr, ...]
 
     def total(self, of: Callable[[Jaxpr], float]) -> float:
-        """A sum over all that runs: every turn, the largest of branches."""
-        return self.turns * max(map(of, self.programs))
+        """A sum over all that runs: every iteration, the largest of branches."""
+        return self.iterations * max(map(of, self.programs))
 
 
 def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
-    """What a loop or a condition runs, None for another equation; of `while`, whose turns vary, one turn."""
+    """The programs of a loop or a condition, or None for another equation; a `while` counts one iteration."""
     if (layout := scan_in(eqn)) is not None:
         return ControlFlow(layout.length, (as_open(eqn.params["jaxpr"]),))
     if eqn.primitive.name == "while":
@@ -164,7 +164,7 @@ def pruned(eqn: JaxprEqn, is_used: Callable[[Var], bool]) -> JaxprEqn:
 
 
 def changed_by_loop(eqn: JaxprEqn) -> list[Var] | None:
-    """The results of a `while` loop but for those that its turns hand on as they are; None for another."""
+    """The results that a `while` loop changes, or None for another equation."""
     if eqn.primitive.name != "while":
         return None
     body = eqn.params["body_jaxpr"].jaxpr

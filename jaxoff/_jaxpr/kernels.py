@@ -17,29 +17,29 @@ from jaxoff._jaxpr.primitives import (
 )
 
 
-class Units:
-    """The units of a program: the equations whose results are stored.
+class KernelGraph:
+    """The kernels of a program: the equations whose results are stored.
 
-    The rest is cheap, and is computed in the units that read it.
+    The rest is cheap, and is computed in the kernels that read it.
 
     Attributes:
       eqns: the program.
-      all: by number of the equation, in program order.
+      kernels: by number of the equation, in program order.
       maker: by value, the equation that makes it.
-      reads: by unit, the stored values that it reads.
-      between: by unit, the cheap equations between those and itself.
-      readers: by stored value, the units that read it.
+      reads: by kernel, the stored values that it reads.
+      between: by kernel, the cheap equations between those and itself.
+      readers: by stored value, the kernels that read it.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], outs: frozenset[Var]):
         self.eqns = eqns
-        self.all = sorted(_units(eqns, outs))
+        self.kernels = sorted(_graph(eqns, outs))
         self.maker = index_makers(eqns)
         self.reads: dict[int, list[Var]] = {}
         self.between: dict[int, list[int]] = {}
         self.readers: dict[Var, list[int]] = {}
-        stored = set(self.all)
-        for i in self.all:
+        stored = set(self.kernels)
+        for i in self.kernels:
             self._trace_back(i, stored)
             for v in self.reads[i]:
                 self.readers.setdefault(v, []).append(i)
@@ -58,11 +58,11 @@ class Units:
         self.reads[i], self.between[i] = list(reads), sorted(between)
 
     def making(self, v: Var) -> Iterator[int]:
-        """The units that make a value, from the last one back to the kernel."""
+        """The kernels that make a value, from the last one back to the kernel."""
         return (i for _, i in back_to_the_kernel(v, self.maker, self.eqns) if i in self.reads)
 
     def before(self, i: int) -> set[int]:
-        """The units that a unit is computed from."""
+        """The kernels that a kernel is computed from."""
         found: set[int] = set()
         todo = [i]
         while todo:
@@ -72,7 +72,7 @@ class Units:
         return found
 
     def ready_at(self, i: int, placed: Container[int], arrives: Mapping[Var, float]) -> float:
-        """When what a unit, or one that it still needs, waits for has arrived."""
+        """When what a kernel, or one that it still needs, waits for has arrived."""
         time, todo, seen = 0.0, [i], set()
         while todo:
             for v in self.reads[todo.pop()]:
@@ -95,7 +95,7 @@ def back_to_the_kernel(
         made = operands[0] if len(operands) == 1 and not is_compute(eqns[i]) else None
 
 
-def _units(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
+def _graph(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
     """The equations whose results are stored: those that are not cheap, and what they and the caller read.
 
     Of a value that a heavy one reads widened, it is the narrow one: the kernel widens it.
@@ -153,10 +153,10 @@ def _narrowed(eqns: Sequence[JaxprEqn], found: set[int], outs: frozenset[Var]) -
 
 
 def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) -> set[int]:
-    """The cheap equations that several units need, and that would keep more memory alive than they take.
+    """The cheap equations that several kernels need, and that would keep more memory alive than they take.
 
-    Such as the sum of several gradients, which otherwise all live until the last unit has read them. Where it
-    is rounded and widened again, the narrow value is stored.
+    Such as the sum of several gradients, which otherwise all live until the last kernel has read them. Where
+    it is rounded and widened again, the narrow value is stored.
     """
     of: dict[Var, frozenset[Var]] = {}  # the stored values, or arguments, that a cheap one is computed from
     for i, eqn in enumerate(eqns):

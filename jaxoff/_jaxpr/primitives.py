@@ -94,7 +94,7 @@ def is_attention(eqn: JaxprEqn) -> bool:
 
 
 def is_collective(eqn: JaxprEqn) -> bool:
-    """Whether an equation exchanges bytes between devices: over an axis of more than one device."""
+    """Whether an equation collectives bytes between devices: over an axis of more than one device."""
     named = eqn.primitive.name in _COLLECTIVES and bool(collective_axes(eqn))
     return named and compat.nbytes(eqn.outvars[0].aval) > 0
 

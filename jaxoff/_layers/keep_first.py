@@ -31,19 +31,19 @@ def check(keep_first: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Layers that run together: a turn of a loop, or a layer that is in none.
+    """Layers that run together: an iteration of a loop, or a layer that is in none.
 
     Attributes:
       layer: a function of arrays, without its `jax.checkpoint`.
       args: what it is called with: pytrees of arrays, or of tracers.
       num_layers: how many layers a block has.
-      turns: how many such blocks there are.
+      iterations: how many such blocks there are.
     """
 
     layer: Callable[..., Any]
     args: tuple[Any, ...]
     num_layers: int = 1
-    turns: int = 1
+    iterations: int = 1
 
 
 def policy_of_last(block: Block, policy: Callable[..., Any], keep_first: Choice, device: Device) -> Any:
@@ -63,7 +63,9 @@ def policy_of_last(block: Block, policy: Callable[..., Any], keep_first: Choice,
     if keep_first is False or (keep_first == "auto" and planned):
         return policy
     try:
-        program = Program.trace(_a_turn(block.layer, policy), block.args, {}, None, False).with_closure()
+        program = Program.trace(
+            _an_iteration(block.layer, policy), block.args, {}, None, False
+        ).with_closure()
         moved = [row for row in kept_rows(program, program.kept()) if row.residual.placement == "host"]
         if not moved:
             return policy
@@ -77,8 +79,8 @@ def policy_of_last(block: Block, policy: Callable[..., Any], keep_first: Choice,
     return KeepFirst(policy, kind)
 
 
-def _a_turn(layer: Callable[..., Any], policy) -> Callable[..., Any]:
-    """A loop of one turn around a layer: what is estimated for a loop is told by the turn."""
+def _an_iteration(layer: Callable[..., Any], policy) -> Callable[..., Any]:
+    """A loop of one iteration around a layer: what is estimated for a loop is told by the iteration."""
     checkpointed = jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
     def once(_, args):
@@ -104,7 +106,11 @@ def _frees_the_link(block: Block, program: Program, moved: list[Row], kind: Kind
     def of_block(nbytes: int) -> Traffic:
         compute_ms = block.num_layers * layer.compute_ms
         return dataclasses.replace(
-            layer, turns=block.turns, nbytes=nbytes, copy_ms=device.h2d_ms(nbytes), compute_ms=compute_ms
+            layer,
+            iterations=block.iterations,
+            nbytes=nbytes,
+            copy_ms=device.h2d_ms(nbytes),
+            compute_ms=compute_ms,
         )
 
     nbytes = block.num_layers * layer.nbytes

@@ -39,8 +39,8 @@ def scan(
     Inside `jaxoff.jit` the copies of what the policy offloads run beside the compute. A loop that offloads
     nothing takes less memory there than `jax.lax.scan`, and no more time. Two policies, a
     `jaxoff.FirstLayers`, make two loops; inside `jaxoff.jit` both read the rows of xs, and write their
-    gradients, where those are. Elsewhere XLA copies them. Copies of a single layer, a loop of one turn, do
-    not overlap.
+    gradients, where those are. Elsewhere XLA copies them. Copies of a single layer, a loop of one iteration,
+    do not overlap.
 
     Args:
       body: `(carry, x) -> (carry, y)`, as for `jax.lax.scan`.
@@ -52,7 +52,7 @@ def scan(
       strategy: "captured": a loop, whose body is captured into CUDA graphs with concurrent edges; "ordered":
         no loop, the steps one after the other with copies ordered by barriers; "plain": a loop, left to XLA.
         "auto" takes "captured" for more than one step.
-      block: how many steps one turn of the loop does; a divisor of the length.
+      block: how many steps one iteration of the loop does; a divisor of the length.
       keep_first: whether the residual that the backward pass needs first, the last that moves in the last
         step of a block, stays on the device. "auto": where the step would wait for the copies back, by
         `jaxoff.explain`'s estimate, and does not without that one. It stays in every block: the device holds
@@ -104,9 +104,9 @@ def scan(
             stacked.append(ys)
         stacked = stacked[::-1] if reverse else stacked
         return init, jax.tree.map(lambda *ys: lax.concatenate(ys, 0), *stacked)
-    turns = steps // block
+    iterations = steps // block
     args = jax.eval_shape(lambda: (init, jax.tree.map(lambda leaf: leaf[0], xs)))
-    last = policy_of_last(Block(body, args, block, turns), policy, keep_first, device)
+    last = policy_of_last(Block(body, args, block, iterations), policy, keep_first, device)
     policies = [policy] * (block - 1) + [last]
     if strategy == "ordered":
         return _one_by_one(_checkpointed(body, policies), init, xs, steps, reverse)
@@ -114,11 +114,11 @@ def scan(
     if block == 1:
         return _loop(layers[0], init, xs, steps, reverse, strategy)
 
-    def turn(carry, x):
+    def iteration(carry, x):
         return _one_by_one(layers, carry, x, block, reverse)
 
-    blocks = jax.tree.map(lambda leaf: leaf.reshape(turns, block, *leaf.shape[1:]), xs)
-    carry, ys = _loop(turn, init, blocks, turns, reverse, strategy)
+    blocks = jax.tree.map(lambda leaf: leaf.reshape(iterations, block, *leaf.shape[1:]), xs)
+    carry, ys = _loop(iteration, init, blocks, iterations, reverse, strategy)
     return carry, jax.tree.map(lambda leaf: leaf.reshape(steps, *leaf.shape[2:]), ys)
 
 
@@ -168,7 +168,9 @@ def layers(
         args = *weights, x
         key = id(function), given, jax.tree.structure(args), *map(jax.typeof, jax.tree.leaves(args))
         if key not in known:
-            known[key] = policy_of_last(Block(function, args, turns=len(calls)), given, keep_first, device)
+            known[key] = policy_of_last(
+                Block(function, args, iterations=len(calls)), given, keep_first, device
+            )
         with jax.named_scope(layer_scope(i)):
             x = jax.checkpoint(function, policy=known[key])(*args)
     return x

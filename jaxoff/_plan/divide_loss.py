@@ -17,7 +17,7 @@ from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.inline import inlined, now
 from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop
 from jaxoff._plan.layer import Layer
-from jaxoff._plan.layer_profile import Turn, layer_of
+from jaxoff._plan.layer_profile import LayerPasses, layer_of
 from jaxoff._plan.timeline import Call, Point, Timeline
 from jaxoff._residuals.traced_function import Program
 
@@ -29,18 +29,18 @@ class Part:
     """A checkpointed layer outside of loops, or a loop over such layers.
 
     Attributes:
-      turn: what one turn computes.
-      turns: how many there are; 1 outside of loops.
-      carried: by input of a turn, whether only `jax.checkpoint` keeps it for the backward pass. The program's
-        own inputs, weights among them, live anyway.
-      differentiated: by input of a turn, whether its gradient is needed.
+      iteration: what one iteration computes.
+      iterations: how many there are; 1 outside of loops.
+      carried: by input of an iteration, whether only `jax.checkpoint` keeps it for the backward pass. The
+        program's own inputs, weights among them, live anyway.
+      differentiated: by input of an iteration, whether its gradient is needed.
       num_rows: how many of the inputs, the last ones, are rows of stacks.
       source: where it is written.
       in_order: whether it is a `jaxoff.scan`.
     """
 
-    turn: ClosedJaxpr
-    turns: int
+    iteration: ClosedJaxpr
+    iterations: int
     carried: tuple[bool, ...]
     differentiated: tuple[bool, ...]
     num_rows: int
@@ -198,8 +198,8 @@ class _Outside:
         for i, call in self._timeline.calls.items():
             if call.backward:
                 part = self._part(i, self._parts[call.part])
-                bare = dataclasses.replace(part, turn=None)  # pyright: ignore
-                key = str(part.turn), bare, numbers[call.part] is None
+                bare = dataclasses.replace(part, iteration=None)  # pyright: ignore
+                key = str(part.iteration), bare, numbers[call.part] is None
                 kind_of[call.part] = keys.setdefault(key, len(keys))
                 kinds.setdefault(kind_of[call.part], part)
         counts = collections.Counter(kind_of.values())
@@ -239,28 +239,28 @@ class _Outside:
             kept = [not self._timeline.is_input(v) for v in self._eqns[i].invars[: len(eqn.invars)]]
             checkpoint = compat.checkpoint_in(eqn)
             assert checkpoint is not None
-            turn = ClosedJaxpr(checkpoint.jaxpr, ())
-            return Part(turn, 1, tuple(kept), needed, 0, source)
+            iteration = ClosedJaxpr(checkpoint.jaxpr, ())
+            return Part(iteration, 1, tuple(kept), needed, 0, source)
         carried = range(layout.num_consts, layout.num_consts + layout.num_carry)
         kept = tuple(k in carried for k in range(len(needed)))
-        # What goes from turn to turn has a gradient there, whether or not the first one's is used.
+        # What goes from iteration to iteration has a gradient there, whether or not the first one's is used.
         floating = (_is_inexact(v.aval) for v in eqn.invars)
         needed = tuple(n or (k and f) for n, k, f in zip(needed, kept, floating, strict=True))
         num_rows = len(eqn.invars) - carried.stop
-        turn: ClosedJaxpr = eqn.params["jaxpr"]
-        return Part(turn, layout.length, kept, needed, num_rows, source, is_layer_loop(eqn))
+        iteration: ClosedJaxpr = eqn.params["jaxpr"]
+        return Part(iteration, layout.length, kept, needed, num_rows, source, is_layer_loop(eqn))
 
 
-def _differentiated(part: Part) -> Turn:
-    """Differentiates a turn of a part as if everything were kept."""
-    operands = [compat.struct_of(v.aval) for v in part.turn.jaxpr.invars]
-    results = [compat.struct_of(v.aval) for v in part.turn.jaxpr.outvars]
+def _differentiated(part: Part) -> LayerPasses:
+    """Differentiates an iteration of a part as if everything were kept."""
+    operands = [compat.struct_of(v.aval) for v in part.iteration.jaxpr.invars]
+    results = [compat.struct_of(v.aval) for v in part.iteration.jaxpr.outvars]
 
     def both(operands, cotangents):
         def run(*free):
             rest = iter(free)
             full = [next(rest) if d else x for x, d in zip(operands, part.differentiated, strict=True)]
-            out = evaluated(part.turn, full, _without_checkpoint)
+            out = evaluated(part.iteration, full, _without_checkpoint)
             return [x for x in out if _is_inexact(x)], out
 
         free = [x for x, d in zip(operands, part.differentiated, strict=True) if d]
@@ -274,8 +274,8 @@ def _differentiated(part: Part) -> Turn:
     eqns = tuple(inlined(jaxpr.eqns, renamed))
     outs = [now(renamed, v) for v in jaxpr.outvars]
     kept = zip(jaxpr.invars[: len(operands)], part.carried, strict=True)
-    return Turn(
-        turns=part.turns,
+    return LayerPasses(
+        iterations=part.iterations,
         eqns=eqns,
         carried=tuple(v for v, carried in kept if carried),
         cotangents=tuple(jaxpr.invars[len(operands) :]),

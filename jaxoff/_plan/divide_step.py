@@ -25,7 +25,7 @@ from jaxoff._jaxpr.per_device import of_one_device
 from jaxoff._jaxpr.primitives import VIEWS
 from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop, is_transposed
 from jaxoff._plan.divide_loss import Divided, numbers_of
-from jaxoff._plan.layer_profile import Turn, layer_of
+from jaxoff._plan.layer_profile import LayerPasses, layer_of
 from jaxoff._plan.timeline import Call, Loop, Timeline
 from jaxoff._policy.policy import Policy
 
@@ -64,12 +64,12 @@ def divide_step(closed: ClosedJaxpr, device: Device) -> Divided:
     kind_of = {part: keys.setdefault(found.key, len(keys)) for part, found in steps.found.items()}
     first = [next(p for p, k in kind_of.items() if k == kind) for kind in keys.values()]
     counts = collections.Counter(kind_of.values())
-    layers = [layer_of(steps.found[part].turn, device) for part in first]
+    layers = [layer_of(steps.found[part].iteration, device) for part in first]
     # The forward pass of a layer that is in no loop is not told apart: it is in the time of the rest.
     twice = sum(
         layer.forward_ms * counts[kind] * steps.found[part].runs
         for kind, (layer, part) in enumerate(zip(layers, first, strict=True))
-        if steps.found[part].turn.forward is None
+        if steps.found[part].iteration.forward is None
     )
     return Divided(
         layers=tuple(layers),
@@ -89,13 +89,13 @@ class _Found:
     """A part of a step.
 
     Attributes:
-      turn: what one turn computes.
+      iteration: what one iteration computes.
       runs: how often the part runs in a step.
       number: in its `jaxoff.layers`, or None.
       key: the same for parts that are alike.
     """
 
-    turn: Turn
+    iteration: LayerPasses
     runs: int
     number: int | None
     key: Any
@@ -132,17 +132,17 @@ class _Steps:
                     calls |= self._loop(program, eqn, layout, runs)
                     continue
                 arguments = {*body.invars, *body.constvars}
-                turn = self.timeline(body, arguments, range(layout.num_carry), runs * layout.length)
+                iteration = self.timeline(body, arguments, range(layout.num_carry), runs * layout.length)
                 rows = body.invars[layout.num_consts + layout.num_carry :]
                 nbytes = compat.nbytes_of(rows)
-                loops[i] = Loop(layout.length, turn, nbytes, _carry(eqn))
+                loops[i] = Loop(layout.length, iteration, nbytes, _carry(eqn))
         outs = frozenset(program.results)
         reused = {v for k in in_place if isinstance(v := program.outs[k], Var)}
         return Timeline(program.eqns, inputs, outs, calls, in_place=frozenset(reused), loops=loops)
 
-    def _add(self, turn: Turn, runs: int, number: int | None, *like: Any) -> int:
-        key = *like, turn.turns, runs, number is None
-        self.found[len(self.found)] = _Found(turn, runs, number, key)
+    def _add(self, iteration: LayerPasses, runs: int, number: int | None, *like: Any) -> int:
+        key = *like, iteration.iterations, runs, number is None
+        self.found[len(self.found)] = _Found(iteration, runs, number, key)
         return len(self.found) - 1
 
     def _layer(self, program: _Flat, eqn: JaxprEqn, inputs: set[Var], runs: int) -> Call:
@@ -153,8 +153,8 @@ class _Steps:
         cotangents = tuple(v for v in operands if _is_backward(program.maker(v)))
         kept = tuple(v for v in operands if v not in cotangents and not program.is_view(v, inputs))
         results = (now(renamed, v) for v in eqn.outvars)
-        turn = Turn(
-            turns=1,
+        iteration = LayerPasses(
+            iterations=1,
             eqns=eqns,
             carried=kept,
             cotangents=cotangents,
@@ -163,7 +163,7 @@ class _Steps:
             source=compat.source_line(eqn),
         )
         roles = tuple((v in cotangents, v in kept) for v in eqn.invars)
-        part = self._add(turn, runs, find_layer_number(eqn), str(eqn.params["jaxpr"]), roles)
+        part = self._add(iteration, runs, find_layer_number(eqn), str(eqn.params["jaxpr"]), roles)
         return Call(part, True, frozenset(kept), frozenset(cotangents))
 
     def _loop(self, program: _Flat, eqn: JaxprEqn, layout: ScanLayout, runs: int) -> dict[int, Call]:
@@ -179,8 +179,8 @@ class _Steps:
             elif maker is not None and _is_stack(maker, v) and program.reads[v] == 1:
                 stacks.add(k)
                 forward = maker
-        turn = Turn(
-            turns=layout.length,
+        iteration = LayerPasses(
+            iterations=layout.length,
             eqns=tuple(back.eqns),
             carried=tuple(back.inputs[k] for k in sorted(stacks)),
             cotangents=tuple(back.inputs[k] for k in sorted(cotangents)),
@@ -193,23 +193,23 @@ class _Steps:
         like = [str(eqn.params["jaxpr"]), tuple(stacks), tuple(cotangents)]
         kept = frozenset(eqn.invars[k] for k in stacks)
         if forward is not None:
-            turn = dataclasses.replace(turn, forward=_forward(forward, kept))
+            iteration = dataclasses.replace(iteration, forward=_forward(forward, kept))
             like.append(str(forward.params["jaxpr"]))
-        part = self._add(turn, runs, None, *like)
+        part = self._add(iteration, runs, None, *like)
         calls = {program.number[id(eqn)]: Call(part, True, kept, _carry(eqn))}
         if forward is not None:
             calls[program.number[id(forward)]] = Call(part, False, handed_on=_carry(forward))
         return calls
 
 
-def _forward(eqn: JaxprEqn, kept: frozenset[Any]) -> Turn:
-    """A turn of a loop forward, but for what it keeps."""
+def _forward(eqn: JaxprEqn, kept: frozenset[Any]) -> LayerPasses:
+    """An iteration of a loop forward, but for what it keeps."""
     program, layout = _Flat.of(compat.as_open(eqn.params["jaxpr"])), compat.scan_in(eqn)
     assert layout is not None
     pairs = zip(program.outs, eqn.outvars, strict=True)
     results = {v for v, out in pairs if isinstance(v, Var) and out not in kept}
-    return Turn(
-        turns=layout.length,
+    return LayerPasses(
+        iterations=layout.length,
         eqns=tuple(program.eqns),
         carried=(),
         cotangents=(),
@@ -268,7 +268,7 @@ class _Flat:
 
 
 def _carry(eqn: JaxprEqn) -> frozenset[Any]:
-    """The operands of a loop that go from turn to turn."""
+    """The operands of a loop that go from iteration to iteration."""
     layout = compat.scan_in(eqn)
     assert layout is not None
     operands = eqn.invars[layout.num_consts : layout.num_consts + layout.num_carry]

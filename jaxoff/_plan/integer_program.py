@@ -17,7 +17,7 @@ class IntegerProgram:
     """An integer program that grows.
 
     Attributes:
-      unit: what bytes are counted in.
+      kernel: what bytes are counted in.
     """
 
     def __init__(self, unit: float):

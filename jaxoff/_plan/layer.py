@@ -20,7 +20,7 @@ class Value:
     """What the forward pass of a layer makes, or takes from the layer before.
 
     Attributes:
-      nbytes: of one turn.
+      nbytes: of one iteration.
       is_large: whether it is more than half as large as the layer's largest.
       ms: how long making it again takes.
       reads: numbers of the values that it is made from, smaller than its own.
@@ -97,19 +97,20 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A turn of a part.
+    """An iteration of a part.
 
     Attributes:
-      turns: how many.
+      iterations: how many.
       values: of the forward pass.
       forward, backward: the steps of the two passes; the backward pass if nothing is made again.
       source: where it is written.
-      in_order: whether `jaxoff.jit` puts its turns in order even if it moves nothing.
+      in_order: whether `jaxoff.jit` puts its iterations in order even if it moves nothing.
       paced_ms: the times of the two passes; None for those at which the last steps end.
-      within: labels of what loops and branches in it make: a policy would keep it for each of their turns.
+      within: labels of what loops and branches in it make: a policy would keep it for each of their
+        iterations.
     """
 
-    turns: int
+    iterations: int
     values: tuple[Value, ...]
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -131,15 +132,15 @@ class Layer:
         """When the forward pass ends by the estimates of `jaxoff.jit`, which times copies by them."""
         return _ends_ms(self.forward)
 
-    def with_turns(self, turns: int, *, others: bool) -> Layer:
-        """The same layer in so many turns: first ones, or others."""
+    def with_iterations(self, iterations: int, *, others: bool) -> Layer:
+        """The same layer in so many iterations: first ones, or others."""
         if not others:
-            return dataclasses.replace(self, turns=turns)
+            return dataclasses.replace(self, iterations=iterations)
         values = tuple(
             value if value.label is None else dataclasses.replace(value, label=of_others(value.label))
             for value in self.values
         )
-        return dataclasses.replace(self, turns=turns, values=values)
+        return dataclasses.replace(self, iterations=iterations, values=values)
 
     def labels(self) -> dict[str, None]:
         """What decides, in the order in which it is made."""

@@ -62,7 +62,7 @@ class Use:
     Attributes:
       again: those made again in the backward pass.
       saved, moved: those that wait on the device and in host memory.
-      ordered: whether `jaxoff.jit` puts the turn in order.
+      ordered: whether `jaxoff.jit` puts the iteration in order.
       concurrent: whether the step moves anything, here or elsewhere: its graphs then have edges by data.
     """
 
@@ -74,18 +74,20 @@ class Use:
 
     @property
     def packed(self) -> bool:
-        """Whether turns in order run one kernel after the other: a value may take any place free by then.
+        """Whether iterations in order run one kernel after the other: a value may take any place free by
+        then.
 
-        In graphs with edges by data, which copies need, XLA gives every value a place for the whole turn.
+        In graphs with edges by data, which copies need, XLA gives every value a place for the whole
+        iteration.
         """
         return self.ordered and not self.concurrent
 
 
 class LayerModel:
-    """The costs of a turn of a part.
+    """The costs of an iteration of a part.
 
     Attributes:
-      layer: the turn.
+      layer: the iteration.
       count: how many parts are like it.
       device: speeds.
       runs: how often each runs in a step.
@@ -99,14 +101,14 @@ class LayerModel:
         self.numbers = numbers
 
     @property
-    def turns(self) -> int:
-        """How many turns of such parts a step has."""
-        return self.layer.turns * self.count * self.runs
+    def iterations(self) -> int:
+        """How many iterations of such parts a step has."""
+        return self.layer.iterations * self.count * self.runs
 
     @property
     def is_loop(self) -> bool:
         """Whether its parts are each a `jaxoff.scan`, which two loops can compute."""
-        return self.layer.in_order and self.layer.turns > 1
+        return self.layer.in_order and self.layer.iterations > 1
 
     def in_two(self, first: int) -> list[LayerModel]:
         """Its first layers and its others, whose labels differ, or those of the two that there are.
@@ -114,16 +116,20 @@ class LayerModel:
         Args:
           first: how many layers are first in each `jaxoff.scan` and `jaxoff.layers`. All else is others.
         """
-        turns = self.layer.turns
+        iterations = self.layer.iterations
         if self.is_loop:
-            sizes = [(min(first, turns), self.count), (max(0, turns - first), self.count)]
+            sizes = [(min(first, iterations), self.count), (max(0, iterations - first), self.count)]
         else:
             early = sum(number < first for number in self.numbers)
-            sizes = [(turns, early), (turns, self.count - early)]
+            sizes = [(iterations, early), (iterations, self.count - early)]
         numbers = [n for n in self.numbers if n < first], [n for n in self.numbers if n >= first]
         return [
             LayerModel(
-                self.layer.with_turns(n, others=others), count, self.device, self.runs, tuple(numbers[others])
+                self.layer.with_iterations(n, others=others),
+                count,
+                self.device,
+                self.runs,
+                tuple(numbers[others]),
             )
             for others, (n, count) in zip((False, True), sizes, strict=True)
             if n and count
@@ -190,7 +196,7 @@ class LayerModel:
         return max(SLOWED * copies, self.device.pass_ms(self.layer.values[n].nbytes))
 
     def times(self, use: Use) -> Times:
-        """Of a turn."""
+        """Of an iteration."""
         forward, backward = self.layer.forward_ms, self.layer.backward_ms
         again = sum(self.layer.values[n].ms for n in use.again)
         sent, back = sum(map(self.d2h_ms, use.moved)), sum(map(self.h2d_ms, use.moved))
@@ -204,17 +210,17 @@ class LayerModel:
         )
 
     def residual_nbytes(self, use: Use) -> int:
-        """On the device, of all turns."""
-        return self.layer.turns * sum(self.layer.values[n].nbytes for n in use.saved)
+        """On the device, of all iterations."""
+        return self.layer.iterations * sum(self.layer.values[n].nbytes for n in use.saved)
 
     def is_kept_large(self, n: int) -> bool:
         """Whether a saved value takes a large place: a large one, or one of a loop's stacks."""
-        return self.layer.turns > 1 or self.layer.values[n].is_large
+        return self.layer.iterations > 1 or self.layer.values[n].is_large
 
     def large_residual_nbytes(self, use: Use) -> int:
-        """On the device, of all turns, in large places."""
+        """On the device, of all iterations, in large places."""
         kept = filter(self.is_kept_large, use.saved)
-        return self.layer.turns * sum(self.layer.values[n].nbytes for n in kept)
+        return self.layer.iterations * sum(self.layer.values[n].nbytes for n in kept)
 
     def large_working_nbytes(self, use: Use) -> int:
         """The large values of the working set of a part in no loop, in the backward pass.
@@ -228,9 +234,9 @@ class LayerModel:
     def left_nbytes(self, use: Use) -> int:
         """On the device, between a loop's forward pass and its backward pass, of what it moves.
 
-        Its last turn leaves there what its first turn back could not reload in time.
+        Its last iteration leaves there what its first iteration back could not reload in time.
         """
-        if self.layer.turns == 1:
+        if self.layer.iterations == 1:
             return 0
         starts = self.starts(use)
         left = (n for n in use.moved if self.first_needed(n, starts) <= self.left_until(n))
@@ -249,19 +255,20 @@ class LayerModel:
         return min([self.reach(n)[0], *(starts[r] for r in self.readers[n] if r in starts)])
 
     def host_nbytes(self, use: Use) -> int:
-        """In host memory, of all turns; stacks of a loop have a spare row."""
-        rows = self.layer.turns + (self.layer.turns > 1)
+        """In host memory, of all iterations; stacks of a loop have a spare row."""
+        rows = self.layer.iterations + (self.layer.iterations > 1)
         return rows * sum(self.layer.values[n].nbytes for n in use.moved)
 
     def is_sent_late(self, n: int) -> bool:
-        """Whether a copy to the host does not end with the turn that makes the value."""
+        """Whether a copy to the host does not end with the iteration that makes the value."""
         return self.layer.values[n].made_ms + SEND_SLACK * self.d2h_ms(n) > self.layer.forward_ends_ms
 
     def arrives(self, n: int, first: int) -> int:
         """The step from which on a reloaded value is on the device, if one needs it first.
 
-        -1: a reload that could not be in time starts in the turn before. By programs compiled for an H200 it
-        then has its place all the time, beside that of the value of the turn until that was read last.
+        -1: a reload that could not be in time starts in the iteration before. By programs compiled for an
+        H200 it then has its place all the time, beside that of the value of the iteration until that was read
+        last.
         """
         return self._arrivals(n)[first]
 
@@ -299,8 +306,8 @@ class LayerModel:
 
     @functools.cache  # noqa: B019
     def copied_row(self, n: int) -> tuple[int, int] | None:
-        """The steps between which a turn has a copy of a saved value: a row of a stack that kernels read."""
-        if self.layer.turns == 1:
+        """The steps between which an iteration holds a copy of a saved value: a row of a stack."""
+        if self.layer.iterations == 1:
             return None
         names = [v for m, v in enumerate(self.layer.values) if m == n or n in self.names_of(m)]
         ends = [s for v in names for s in v.copied or ()]
@@ -341,7 +348,7 @@ class LayerModel:
 
     @functools.cache  # noqa: B019
     def is_read_anew(self, n: int) -> bool:
-        """Whether turns in order read a value twice, for others that are made again and for itself.
+        """Whether iterations in order read a value twice, for others that are made again and for itself.
 
         By programs compiled for an H200, large rows of stacks such as the weights of experts.
         """
@@ -369,9 +376,9 @@ class LayerModel:
     def working_nbytes(self, use: Use) -> tuple[int, str]:
         """The working set of the backward pass, and the step at which most of it is in use.
 
-        Where every value has a place for the whole turn, few small ones are put where large ones have been:
-        it is nearer to the most that the large ones take at once, and the most that the small ones do, than
-        to the most at one step.
+        Where every value has a place for the whole iteration, few small ones are put where large ones have
+        been: it is nearer to the most that the large ones take at once, and the most that the small ones do,
+        than to the most at one step.
         """
         if not self.layer.backward:
             return 0, ""

@@ -197,7 +197,7 @@ class Planner:
         kinds = zip(found.layers, found.counts, found.runs, found.numbers, strict=True)
         models = tuple(LayerModel(layer, n, device, runs, numbers) for layer, n, runs, numbers in kinds)
         model = Model(models, found.points, found.argument_nbytes, int(resident_bytes), found.outside_ms)
-        in_no_loop = any(kind.layer.turns == 1 and kind.count > 1 for kind in models)
+        in_no_loop = any(kind.layer.iterations == 1 and kind.count > 1 for kind in models)
         is_wide = found.devices > 1 or (is_step and in_no_loop)
         return cls(model, device, found.devices, WIDE_MARGIN if is_wide else MARGIN)
 
@@ -224,12 +224,12 @@ class Planner:
         return dataclasses.replace(self, model=best).planned(choice, int(device_bytes), first)
 
     def _counts(self) -> list[int]:
-        """The numbers of first layers to try: a loop of one turn does not overlap its copies.
+        """The numbers of first layers to try: a loop of one iteration does not overlap its copies.
 
         Far apart first, so that what is found refutes those between.
         """
         kinds = self.model.layers
-        loops = {kind.layer.turns for kind in kinds if kind.is_loop}
+        loops = {kind.layer.iterations for kind in kinds if kind.is_loop}
         most = max([*loops, *(n + 1 for kind in kinds for n in kind.numbers)], default=0)
         counts = [n for n in range(1, most) if n + 1 not in loops and not (loops and n == 1)]
         counts = counts[:: max(1, -(-len(counts) // _COUNTS))]
@@ -282,8 +282,8 @@ class Planner:
             if name in self.model.within and verb != "recompute":
                 raise ValueError(
                     f"fixed takes 'recompute' for {name!r}, got {verb!r}: a loop or a branch within a layer "
-                    "makes such values, too, and would keep them for each of its turns. Give what is to be "
-                    "kept outside of it a name of its own."
+                    "makes such values, too, and would keep them for each of its iterations. Give what is to "
+                    "be kept outside of it a name of its own."
                 )
         again: dict[str, Verb] = {}.fromkeys(self.model.within.intersection(self.model.labels), "recompute")
         decided = {name: verb for name, verb in {**fixed, **again}.items() if name in self.model.labels}
@@ -306,7 +306,7 @@ class Planner:
         for label, of in values.items():
             kind, n = of[0]
             place = choice.get(label, kind.placed(kind.layer.values[n], choice))
-            counts = [(kind.layer.turns * kind.count, kind.layer.values[n].nbytes) for kind, n in of]
+            counts = [(kind.layer.iterations * kind.count, kind.layer.values[n].nbytes) for kind, n in of]
             spared = 0.0
             if place == "recompute":
                 saved = self.model.cost({**choice, label: "device"})
@@ -359,4 +359,4 @@ def _too_small(model: Model, device_bytes: int, host_bytes: int, fixed: Choice) 
 
 def _copied_ms(kind: LayerModel, n: int, choice: Choice) -> float:
     moved = n in kind.use(choice).moved
-    return moved * kind.turns * (kind.d2h_ms(n) + kind.h2d_ms(n))
+    return moved * kind.iterations * (kind.d2h_ms(n) + kind.h2d_ms(n))

@@ -133,7 +133,7 @@ class _Kind:
 
     def _time(self) -> None:
         program, model, layer = self._program, self._model, self.layer
-        turns = model.turns
+        iterations = model.iterations
         exposed = program.variable(np.inf), program.variable(np.inf)
         again = [(v, layer.values[n].ms) for n, v in self.again.items()]
         sent = [(v, model.d2h_ms(n)) for n, v in self.moved.items()]
@@ -143,19 +143,19 @@ class _Kind:
         stored = [(v, layer.values[n].stored_ms) for n, v in self.saved.items()]
         slowed = [(v, model.slowed_ms(n)) for n, v in self.moved.items()]
         for variable, ms in (*again, *stored, *slowed):
-            program.cost[variable] += turns * ms
+            program.cost[variable] += iterations * ms
         for variable in exposed:
-            program.cost[variable] += turns
+            program.cost[variable] += iterations
 
     def residuals(self, parts: int, waiting: int, *, large: bool = False) -> list[tuple[int, float]]:
         """What so many parts keep on the device, so many of which do not run; all, or large values."""
         values = self.layer.values
         terms = [
-            (v, parts * self.layer.turns * values[n].nbytes)
+            (v, parts * self.layer.iterations * values[n].nbytes)
             for n, v in self.saved.items()
             if self._model.is_kept_large(n) or not large
         ]
-        left = self._left() if waiting and self.layer.turns > 1 else {}
+        left = self._left() if waiting and self.layer.iterations > 1 else {}
         terms += [(v, waiting * self.layer.values[n].nbytes) for n, v in left.items()]
         return [(v, nbytes / self._program.unit) for v, nbytes in terms]
 
@@ -169,7 +169,7 @@ class _Kind:
         return [(self.large, 1.0), *moved]
 
     def _left(self) -> dict[int, int]:
-        """By value, the variable that says whether the last turn of a loop leaves it on the device."""
+        """By value, the variable that says whether the last iteration of a loop leaves it on the device."""
         if self._left_there is None:
             self._left_there = left = {}
             for n, until in ((n, self._model.left_until(n)) for n in self.moved if self._model.is_reached(n)):
@@ -184,11 +184,13 @@ class _Kind:
         return self._left_there
 
     def on_host(self) -> list[tuple[int, float]]:
-        factor = self._model.count * (self.layer.turns + (self.layer.turns > 1)) / self._program.unit
+        factor = (
+            self._model.count * (self.layer.iterations + (self.layer.iterations > 1)) / self._program.unit
+        )
         return [(v, factor * self.layer.values[n].nbytes) for n, v in self.moved.items()]
 
     def forward(self) -> tuple[list[tuple[int, float]], float]:
-        """The working set of the forward pass, in the program's unit: terms and a constant."""
+        """The working set of the forward pass, in the program's kernel: terms and a constant."""
         late = [n for n in self.moved if self._model.is_sent_late(n)]
         terms = [(self.moved[n], self.layer.values[n].nbytes / self._program.unit) for n in late]
         steps = self.layer.forward

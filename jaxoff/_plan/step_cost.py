@@ -1,6 +1,6 @@
 """What a placement of residuals costs: time, device memory over a step, host memory. A model; see `plan`.
 
-Per turn of a part, with R the values that are made again, O those moved to the host and c their copies:
+Per iteration of a part, with R the values that are made again, O those moved to the host and c their copies:
 
     forward  = kernels + max(0, sum of c to the host over O - kernels)
     backward = kernels + R + max(0, sum of c from the host over O - kernels - R)
@@ -128,7 +128,7 @@ class Model:
         Results have memory from the beginning. Before they are made, others may take it, but in XLA one value
         at a time: small ones. In loops results are stacks, which the loop back makes.
         """
-        in_no_loop = point.kind is not None and self.layers[point.kind].layer.turns == 1
+        in_no_loop = point.kind is not None and self.layers[point.kind].layer.iterations == 1
         return in_no_loop and point.backward and bool(point.to_come)
 
     def places(self, point: Point) -> int:
@@ -138,13 +138,15 @@ class Model:
     @functools.cached_property
     def _small_nbytes(self) -> int:
         """The largest of the small values that layers in no loop may keep."""
-        values = (v for kind in self.layers if kind.layer.turns == 1 for v in kind.layer.values)
+        values = (v for kind in self.layers if kind.layer.iterations == 1 for v in kind.layer.values)
         return max((v.nbytes for v in values if v.label is not None and not v.is_large), default=0)
 
     @property
     def kernels_ms(self) -> float:
         """What a step takes in any case."""
-        per_kind = (kind.turns * (kind.layer.forward_ms + kind.layer.backward_ms) for kind in self.layers)
+        per_kind = (
+            kind.iterations * (kind.layer.forward_ms + kind.layer.backward_ms) for kind in self.layers
+        )
         return self.outside_ms + sum(per_kind)
 
     def in_two(self, first: int) -> Model:
@@ -202,7 +204,7 @@ class Model:
         uses = self.uses(choice)
         times = Times(self.outside_ms)
         for kind, use in zip(self.layers, uses, strict=True):
-            times += kind.times(use) * kind.turns
+            times += kind.times(use) * kind.iterations
         host = sum(kind.count * kind.host_nbytes(use) for kind, use in zip(self.layers, uses, strict=True))
         return Cost(times, max(self.timeline(choice), key=lambda moment: moment.nbytes), host)
 

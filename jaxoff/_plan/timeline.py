@@ -11,7 +11,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, variables
-from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import VIEWS, is_compute
 
 
@@ -89,13 +89,13 @@ class Timeline:
         """
         self._eqns, self._inputs, self._outs = eqns, inputs, outs
         self.calls, self._in_place, self._loops = calls, in_place, loops or {}
-        self._units = Units(eqns, outs | self._converted())
+        self._graph = KernelGraph(eqns, outs | self._converted())
 
     def ms(self, device: Device) -> float:
         """How long what is in no part takes, about."""
-        outside = (i for i in self._units.all if i not in self.calls and i not in self._loops)
-        loops = sum(loop.turns * loop.body.ms(device) for loop in self._loops.values())
-        return loops + sum(step_kernel_ms(self._units, i, device) for i in outside)
+        outside = (i for i in self._graph.kernels if i not in self.calls and i not in self._loops)
+        loops = sum(loop.iterations * loop.body.ms(device) for loop in self._loops.values())
+        return loops + sum(step_kernel_ms(self._graph, i, device) for i in outside)
 
     def _converted(self) -> frozenset[Var]:
         """What parts and loops read as another type, such as all weights: they take it whole."""
@@ -113,13 +113,13 @@ class Timeline:
         return not self._makers(atom)
 
     def _makers(self, atom: Any) -> set[int]:
-        """The units that make a value; none for arguments."""
+        """The kernels that make a value; none for arguments."""
         found, todo = set(), [atom]
         while todo:
             v = todo.pop()
             if isinstance(v, Var) and v not in self._inputs:
-                i = self._units.maker[v]
-                if i in self._units.reads:
+                i = self._graph.maker[v]
+                if i in self._graph.reads:
                     found.add(i)
                 else:
                     todo += self._eqns[i].invars
@@ -131,7 +131,7 @@ class Timeline:
         Args:
           kinds: by part that has a backward pass, the number of its kind.
         """
-        order = self._units.all
+        order = self._graph.kernels
         held, last = self._held(), self._last_readers()
         live, results, num_kinds = 0, 0, len(set(kinds.values()))
         to_come = tuple(compat.nbytes(v.aval) for i in order for v in self._new(i, last) if v in self._outs)
@@ -141,7 +141,7 @@ class Timeline:
             done = [v for v in new if v in self._outs]
             results += compat.nbytes_of(done)
             to_come = to_come[len(done) :]  # itself, where nothing is done
-            dying = [v for v in self._units.reads[i] if last.get(v) == t and v not in self._inputs]
+            dying = [v for v in self._graph.reads[i] if last.get(v) == t and v not in self._inputs]
             freed = compat.nbytes_of(dying)
             reused = min(compat.nbytes_of(v for v in dying if self._may_be_taken(v, i)), made)
             holds = [0] * num_kinds
@@ -174,17 +174,17 @@ class Timeline:
     def _last_readers(self) -> dict[Var, int]:
         """By value that takes memory, the time of its last reader, but for parts that keep it."""
         last: dict[Var, int] = {}
-        for t, i in enumerate(self._units.all):
+        for t, i in enumerate(self._graph.kernels):
             kept = self.calls[i].kept if i in self.calls else frozenset()
-            last |= dict.fromkeys((v for v in self._units.reads[i] if v not in kept), t)
-        return last | dict.fromkeys(self._outs, len(self._units.all))
+            last |= dict.fromkeys((v for v in self._graph.reads[i] if v not in kept), t)
+        return last | dict.fromkeys(self._outs, len(self._graph.kernels))
 
     def _held(self) -> dict[int, tuple[int, int]]:
         """By part, from when until when it holds its residuals.
 
         Where no equation stands for its forward pass, from when on there is all that it keeps.
         """
-        when = {i: t for t, i in enumerate(self._units.all)}
+        when = {i: t for t, i in enumerate(self._graph.kernels)}
         forward = {call.part: when[i] for i, call in self.calls.items() if not call.backward}
         held: dict[int, tuple[int, int]] = {}
         for i, call in self.calls.items():
@@ -200,18 +200,18 @@ class Loop:
     """A loop with parts in its body.
 
     Attributes:
-      turns: how many.
+      iterations: how many.
       body: one of them.
-      slices_nbytes: what a turn reads out of stacks.
-      handed_on: operands that go from turn to turn.
+      slices_nbytes: what an iteration reads out of stacks.
+      handed_on: operands that go from iteration to iteration.
     """
 
-    turns: int
+    iterations: int
     body: Timeline
     slices_nbytes: int
     handed_on: frozenset[Any]
 
     def points(self, kinds: Mapping[int, int]) -> Iterator[Point]:
-        """The moments of a turn."""
+        """The moments of an iteration."""
         for point in self.body.points(kinds):
             yield dataclasses.replace(point, nbytes=point.nbytes + self.slices_nbytes)

@@ -150,7 +150,7 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Either:
-    """Two policies, asked in turn: the first answer that is not "recompute" wins.
+    """Two policies, asked one after the other: the first answer that is not "recompute" wins.
 
     Either side may be any callable of JAX's policy protocol. A value under `mark_not_offload` stays on the
     device whichever answers.

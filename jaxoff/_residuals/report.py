@@ -126,7 +126,7 @@ def explain(
     report = Report(tuple(row.residual for row in analysis.rows), find(analysis, Runtime.current()))
     already_moves = any(compat.transfer_in(site.eqn) for site in program.sites)
     if already_moves or not report.host_bytes:
-        return report  # jax cannot differentiate the copies of a gradient in turn
+        return report  # jax cannot differentiate the copies of a gradient again
     traffic = traffic_of(program.step, device)
     late = (*too_slow(traffic), *left_behind(program.step, device))
     return dataclasses.replace(report, findings=(*report.findings, *late), traffic=traffic)

@@ -48,9 +48,9 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
         f"{human(report.recompute_bytes)} (named values)"
     )
     for t in report.traffic:
-        turn = f" a turn, {t.turns} turns" if t.source else ""
+        iteration = f" an iteration, {t.iterations} iterations" if t.source else ""
         yield Text(
-            f"{t.part}: {human(t.nbytes)}{turn}, {t.copy_ms:.2f} ms of the link beside about "
+            f"{t.part}: {human(t.nbytes)}{iteration}, {t.copy_ms:.2f} ms of the link beside about "
             f"{t.compute_ms:.2f} ms of compute"
         )
     yield from findings_text(report.findings, terminal)

@@ -11,7 +11,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.inline import inlined
-from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._report.finding import Finding, FindingCode
 
@@ -26,23 +26,23 @@ class Traffic:
     Attributes:
       part: "forward" or "backward", as the copies go to the host or come back.
       source: `file:line (function)` of the loop, or '' outside of loops.
-      turns: how often the part runs; 1 outside of loops.
-      nbytes: bytes copied in a turn.
+      iterations: how often the part runs; 1 outside of loops.
+      nbytes: bytes copied in an iteration.
       copy_ms: how long the link takes for them.
-      compute_ms: how long the kernels of a turn take.
+      compute_ms: how long the kernels of an iteration take.
     """
 
     part: str
     source: str
-    turns: int
+    iterations: int
     nbytes: int
     copy_ms: float
     compute_ms: float
 
     @property
     def exposed_ms(self) -> float:
-        """What the compute cannot hide, in all turns."""
-        return self.turns * max(0.0, self.copy_ms - self.compute_ms)
+        """What the compute cannot hide, in all iterations."""
+        return self.iterations * max(0.0, self.copy_ms - self.compute_ms)
 
     @property
     def waits(self) -> bool:
@@ -62,13 +62,13 @@ def too_slow(traffic: Iterable[Traffic]) -> Iterator[Finding]:
     """What the link cannot take while the device computes."""
     for t in traffic:
         if t.waits:
-            where = "a turn of the loop" if t.source else "the layers"
+            where = "an iteration of the loop" if t.source else "the layers"
             way = "to the host" if t.part == "forward" else "back"
             yield Finding(
                 FindingCode.LINK_TOO_SLOW,
                 f"In the {t.part} pass, {where} copies {t.nbytes / 1e6:.0f} MB {way}, {t.copy_ms:.2f} ms of "
                 f"the link, and computes for about {t.compute_ms:.2f} ms: the step will wait about "
-                f"{t.exposed_ms:.1f} ms. Offload fewer or smaller values, or give a turn more work.",
+                f"{t.exposed_ms:.1f} ms. Offload fewer or smaller values, or give an iteration more work.",
                 t.source,
             )
 
@@ -99,18 +99,18 @@ def left_behind(jaxpr: Jaxpr, device: Device) -> Iterator[Finding]:
 
 
 def _times(eqns: list[JaxprEqn], outs: Iterable[Any], device: Device) -> Iterator[tuple[JaxprEqn, float]]:
-    """The units of a program and about how long each takes: a loop, all turns; a copy, no time."""
-    units = Units(eqns, frozenset(v for v in outs if isinstance(v, Var)))
-    for i in units.all:
+    """The kernels of a program and about how long each takes: a loop, all iterations; a copy, no time."""
+    graph = KernelGraph(eqns, frozenset(v for v in outs if isinstance(v, Var)))
+    for i in graph.kernels:
         layout = compat.scan_in(eqns[i])
         if layout is not None:
             body = compat.as_open(eqns[i].params["jaxpr"])
-            turn = _times(list(inlined(body.eqns, {})), body.outvars, device)
-            yield eqns[i], layout.length * sum(ms for _, ms in turn)
+            iteration = _times(list(inlined(body.eqns, {})), body.outvars, device)
+            yield eqns[i], layout.length * sum(ms for _, ms in iteration)
         elif compat.transfer_in(eqns[i]):
             yield eqns[i], 0.0
         else:
-            yield eqns[i], kernel_ms(units, i, device)
+            yield eqns[i], kernel_ms(graph, i, device)
 
 
 def _holds_copies(eqn: JaxprEqn) -> bool:
@@ -118,7 +118,7 @@ def _holds_copies(eqn: JaxprEqn) -> bool:
     return any(compat.transfer_in(e) or _holds_copies(e) for j in compat.sub_jaxprs(eqn) for e in j.eqns)
 
 
-def _traffic(jaxpr: Jaxpr, device: Device, source: str, turns: int) -> Iterator[Traffic]:
+def _traffic(jaxpr: Jaxpr, device: Device, source: str, iterations: int) -> Iterator[Traffic]:
     eqns = list(inlined(jaxpr.eqns, {}))
     first_back = next((i for i, eqn in enumerate(eqns) if compat.transfer_in(eqn) == "H2D"), len(eqns))
     # Outside of loops the passes follow each other; the body of a loop is of one.
@@ -132,11 +132,11 @@ def _traffic(jaxpr: Jaxpr, device: Device, source: str, turns: int) -> Iterator[
             nbytes = sum(compat.nbytes(eqn.outvars[0].aval) for eqn in moved)
             times = _times(beside, jaxpr.outvars, device)
             compute_ms = sum(ms for eqn, ms in times if not _holds_copies(eqn))
-            yield Traffic(part, source, turns, nbytes, copy_ms(nbytes), compute_ms)
+            yield Traffic(part, source, iterations, nbytes, copy_ms(nbytes), compute_ms)
     for eqn in eqns:
         if layout := compat.scan_in(eqn):
             body = compat.as_open(eqn.params["jaxpr"])
-            yield from _traffic(body, device, compat.source_line(eqn) or "a loop", turns * layout.length)
+            yield from _traffic(body, device, compat.source_line(eqn) or "a loop", iterations * layout.length)
         elif is_compute(eqn):
             for inner in compat.sub_jaxprs(eqn):
-                yield from _traffic(inner, device, source, turns)
+                yield from _traffic(inner, device, source, iterations)

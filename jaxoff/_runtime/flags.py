@@ -22,9 +22,9 @@ _CONCURRENT = (
     (SCHEDULING_MODE, "CONCURRENT"),
     (COMMAND_BUFFER, ",".join(sorted(CAPTURED_BY_DEFAULT | {"COLLECTIVES"}))),
 )
-# Where collectives have kernels of their own, and at CUB's sorts, XLA cuts the graph of a turn. Copies, those
-# on the device, too, and collectives then share a few streams and wait for each other: 8% of a step on two
-# H200s, a copy of each turn on one (bench/LOG.md).
+# Where collectives have kernels of their own, and at CUB's sorts, XLA cuts the graph of an iteration. Copies,
+# those on the device, too, and collectives then share a few streams and wait for each other: 8% of a step on
+# two H200s, a copy of each iteration on one (bench/LOG.md).
 _ONE_GRAPH = (("xla_gpu_experimental_use_collective_kernels", ""), ("xla_gpu_enable_cub_radix_sort", False))
 # Passes that undo an order. Near the device's limit XLA computes values again by itself, which took up to
 # 2.9 GB more (bench/LOG.md). When memory is assigned, a tuple is what is left of a barrier, and the order

@@ -1,4 +1,4 @@
-"""Exchanges between devices: what is computed for them goes first, so that the rest stands beside them."""
+"""Collectives between devices: what is computed for them goes first, so that the rest stands beside them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.inline import Renamed, now, traced
-from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import GATHERS, collective_axes, is_collective, is_compute
 from jaxoff._schedule.dependency_kernels import bit_of, once_known
 from jaxoff._schedule.problem import Straight
@@ -19,9 +19,9 @@ from jaxoff._schedule.problem import Straight
 def waiting(
     eqn: JaxprEqn, operands: list[Any], bits: Sequence[Var]
 ) -> tuple[list[JaxprEqn], list[Any], Renamed]:
-    """Operands of an exchange that are there once some bits, of the exchanges before it, are known.
+    """Operands of a collective that are there once some bits, of the collectives before it, are known.
 
-    All devices have to exchange in one order, and the edges of a CUDA graph know nothing of barriers.
+    All devices have to collective in one order, and the edges of a CUDA graph know nothing of barriers.
 
     Returns:
       Equations, the operands, and by operand the element of it that was written back.
@@ -75,7 +75,7 @@ def cast_first(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Rename
 
 
 def one_after_another(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-    """The same equations, of which each exchange waits for the last one over the same axis."""
+    """The same equations, of which each collective waits for the last one over the same axis."""
     found: list[JaxprEqn] = []
     last: dict[str, Any] = {}  # by axis, a bit of what it brought
     for eqn in eqns:
@@ -92,46 +92,46 @@ def one_after_another(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
     return found
 
 
-class Exchanges:
-    """The exchanges of a program, and the state of those in an order.
+class Collectives:
+    """The collectives of a program, and the state of those in an order.
 
     Attributes:
-      leading: the heavy units that lead to a large exchange, and small exchanges, in the order in which they
-        go before all other units.
+      leading: the heavy kernels that lead to a large collective, and small collectives, in the order in which
+        they go before all other kernels.
     """
 
-    def __init__(self, program: Straight, units: Units, large_nbytes: int, device: Device):
-        self._eqns, self._units, self._device = program.eqns, units, device
-        self._before: dict[int, set[int]] = {}  # by unit, those that it depends on
-        self._ends: dict[int, float] = {}  # by exchange under way, when it is over
+    def __init__(self, program: Straight, graph: KernelGraph, large_nbytes: int, device: Device):
+        self._eqns, self._graph, self._device = program.eqns, graph, device
+        self._before: dict[int, set[int]] = {}  # by kernel, those that it depends on
+        self._ends: dict[int, float] = {}  # by collective under way, when it is over
         self._last_end = 0.0
-        self._last: dict[str, int] = {}  # by axis, the exchange that started last
+        self._last: dict[str, int] = {}  # by axis, the collective that started last
         self.leading: list[int] = []
-        if any(is_collective(self._eqns[i]) for i in units.all):
+        if any(is_collective(self._eqns[i]) for i in graph.kernels):
             self._trace_back()
             self.leading = list(self._led_to(program.in_order, large_nbytes))
 
     def _trace_back(self) -> None:
-        for i in self._units.all:
-            makers = [self._units.maker[v] for v in self._units.reads[i] if v in self._units.maker]
+        for i in self._graph.kernels:
+            makers = [self._graph.maker[v] for v in self._graph.reads[i] if v in self._graph.maker]
             self._before[i] = set(makers).union(*(self._before[j] for j in makers))
 
     def _led_to(self, in_order: tuple[bool, ...], large_nbytes: int) -> dict[int, None]:
-        """Exchange by exchange: what it needs, the small ones that need no more than that, and itself.
+        """Collective by collective: what it needs, the small ones that need no more than that, and itself.
 
         One that is computed again comes only if it needs nothing more.
         """
-        exchanges = [i for i in self._before if is_collective(self._eqns[i])]
-        large = [i for i in exchanges if self.nbytes(i) >= large_nbytes]
+        collectives = [i for i in self._before if is_collective(self._eqns[i])]
+        large = [i for i in collectives if self.nbytes(i) >= large_nbytes]
         found: dict[int, None] = {}
-        lead_on = {j for i in large for j in self._before[i]}  # those to another exchange come first
+        lead_on = {j for i in large for j in self._before[i]}  # those to another collective come first
         for i in sorted(large, key=lambda i: (i not in lead_on, len(self._before[i].intersection(large)))):
             needs = self._heavy_before(i)
             if in_order[i]:
                 found |= dict.fromkeys(needs)
             elif not found.keys() >= set(needs):
                 continue
-            small = (j for j in exchanges if j not in large)
+            small = (j for j in collectives if j not in large)
             found |= dict.fromkeys(j for j in small if found.keys() >= set(self._heavy_before(j)))
             found[i] = None
         return found
@@ -140,31 +140,31 @@ class Exchanges:
         return sorted(j for j in self._before[i] if is_compute(self._eqns[j]))
 
     def nbytes(self, i: int) -> int:
-        """Bytes that an exchange brings."""
+        """Bytes that a collective brings."""
         return compat.nbytes_of(self._eqns[i].outvars)
 
-    def for_which_is_room(self, units: list[int], nbytes: int) -> list[int]:
-        """The units before the first exchange that brings more."""
+    def for_which_is_room(self, graph: list[int], nbytes: int) -> list[int]:
+        """The kernels before the first collective that brings more."""
         too_large = (
-            n for n, i in enumerate(units) if is_collective(self._eqns[i]) and self.nbytes(i) > nbytes
+            n for n, i in enumerate(graph) if is_collective(self._eqns[i]) and self.nbytes(i) > nbytes
         )
-        return units[: next(too_large, len(units))]
+        return graph[: next(too_large, len(graph))]
 
     def start(self, i: int, time: float) -> float:
-        """Starts an exchange at a time; says when it is over. They follow each other."""
+        """Starts a collective at a time; says when it is over. They follow each other."""
         self._last |= dict.fromkeys(collective_axes(self._eqns[i]), i)
         ms = collective_ms(self.nbytes(i), self._device)
         self._ends[i] = self._last_end = max(time, self._last_end) + ms
         return self._last_end
 
     def over(self, time: float) -> list[int]:
-        """The exchanges that are over by a time, each once."""
+        """The collectives that are over by a time, each once."""
         over = [i for i, end in self._ends.items() if end <= time]
         for i in over:
             del self._ends[i]
         return over
 
     def to_wait_for(self, i: int) -> list[int]:
-        """The exchanges that started last over an exchange's axes, without those that it depends on."""
+        """The collectives that started last over a collective's axes, without those that it depends on."""
         last = {self._last[axis] for axis in collective_axes(self._eqns[i]) if axis in self._last}
         return sorted(last - self._before[i])

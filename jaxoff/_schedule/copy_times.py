@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 
 # So many places, and ms of kernels, earlier than planned may a copy start.
@@ -72,8 +72,8 @@ class CopyTimes:
       needed: by copy from the host, the place in the chain that first reads it.
     """
 
-    def __init__(self, eqns: Sequence[JaxprEqn], units: Units, device: Device):
-        self._eqns, self._units, self._device = eqns, units, device
+    def __init__(self, eqns: Sequence[JaxprEqn], graph: KernelGraph, device: Device):
+        self._eqns, self._graph, self._device = eqns, graph, device
         self.sent: dict[int, float] = {}
         self.needed: dict[int, int] = {}
         self._ends: list[float] = []  # of each place in the chain
@@ -86,17 +86,17 @@ class CopyTimes:
         return self._ends[-1] if self._ends else 0.0
 
     def add(self, i: int, end: float, *, is_link: bool = True) -> None:
-        """Adds a unit that is done at a time; a link has the next place in the chain."""
+        """Adds a kernel that is done at a time; a link has the next place in the chain."""
         if is_link:
             if fills_device(self._eqns[i], end - self._end):
                 self._long.append(Long(len(self._ends), self._end, end))
             self._ends.append(end)
         self._made |= dict.fromkeys(self._eqns[i].outvars, end)
-        self._read_by |= dict.fromkeys(self._units.reads[i], end)
+        self._read_by |= dict.fromkeys(self._graph.reads[i], end)
 
     def send(self, i: int) -> None:
         """Adds a copy to the host."""
-        self.sent[i] = max((self._made.get(v, 0.0) for v in self._units.reads[i]), default=0.0)
+        self.sent[i] = max((self._made.get(v, 0.0) for v in self._graph.reads[i]), default=0.0)
 
     def reloads(self, follows: Mapping[Var, Var]) -> Reloads:
         """A plan from when copies were needed: each as late as it can start and be in time.
@@ -105,11 +105,11 @@ class CopyTimes:
         once that is the one that has to wait longest for the readers of what it follows.
         """
 
-        def turn(item: tuple[int, float]) -> tuple[float, float]:
+        def iteration(item: tuple[int, float]) -> tuple[float, float]:
             i, time = item
             return time, self._free_at(self._eqns[i].outvars[0], follows)
 
-        needed = sorted(self._by_need(), key=turn)
+        needed = sorted(self._by_need(), key=iteration)
         starts, busy_from, latest = {}, float("inf"), float("inf")
         for i, time in reversed(needed):
             busy_from = min(time, busy_from) - SLACK * self.reload_ms(i)
@@ -138,7 +138,7 @@ class CopyTimes:
         in_time: list[tuple[float, float]] = []
         found = []
         for copy in largest_first:
-            began, ms = self._free_at(copy, follows), self.reload_ms(self._units.maker[copy])
+            began, ms = self._free_at(copy, follows), self.reload_ms(self._graph.maker[copy])
             if self._done_by([*in_time, (began, ms)]) <= self._end:
                 in_time.append((began, ms))
             else:
@@ -172,8 +172,10 @@ class CopyTimes:
     def unfinished(self) -> dict[Var, bool]:
         """The copies to the host that are still under way when the program ends, by their results.
 
-        And whether each of them, if the next turn began with all of them, would be done before that makes the
-        value that it copies, however the link takes turns: of copies that wait at one time, it takes any.
+        And whether each of them, if the next iteration began with all of them, would be done before that
+        makes the
+        value that it copies, however the link takes iterations: of copies that wait at one time, it takes
+          any.
         """
         sent = sorted(self.sent.items(), key=lambda item: item[1])
         copies = [(time, self._send_ms(i)) for i, time in sent]
@@ -192,12 +194,12 @@ class CopyTimes:
         return SEND_SLACK * self._device.d2h_ms(compat.nbytes(self._eqns[i].outvars[0].aval))
 
     def _is_there_from_the_beginning(self, i: int) -> bool:
-        return not any(v in self._units.maker for v in self._units.reads[i])
+        return not any(v in self._graph.maker for v in self._graph.reads[i])
 
     def _by_need(self) -> list[tuple[int, float]]:
         """The copies from the host and when each is needed, the first one first; results at the end."""
         times = {i: self._ends[place - 2] if place > 1 else 0.0 for i, place in self.needed.items()}
-        for i in self._units.all:
+        for i in self._graph.kernels:
             if compat.transfer_in(self._eqns[i]) == "H2D":
                 times.setdefault(i, self._end)
         return sorted(times.items(), key=lambda item: item[1])

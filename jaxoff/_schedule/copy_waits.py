@@ -10,7 +10,7 @@ from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.kernels import new_nbytes
 from jaxoff._schedule.copy_times import CopyTimes
 
-# A unit hides a copy of at most so many times its length; what finds none to hide behind is waited for so
+# A kernel hides a copy of at most so many times its length; what finds none to hide behind is waited for so
 # many times the copy's length after it should have ended.
 _HIDDEN, _PATIENCE = 1.25, 2.0
 
@@ -48,10 +48,10 @@ class CopyWaits:
         self._coming.pop(v, None)
 
     def hide(self, eqn: JaxprEqn, began: float, time: float) -> None:
-        """Waits for a copy of each direction at the end of a unit that is long enough to hide it.
+        """Waits for a copy of each direction at the end of a kernel that is long enough to hide it.
 
-        XLA's scheduler starts a copy just before the unit that comes before the wait, or just after that if
-        the copy takes more new memory than the unit.
+        XLA's scheduler starts a copy just before the kernel that comes before the wait, or just after that if
+        the copy takes more new memory than the kernel.
         """
         hidden_ms = (time - began) * _HIDDEN
         waiting = (v for v, until in self._leaving.items() if until > time)

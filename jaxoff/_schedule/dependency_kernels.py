@@ -13,18 +13,18 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def copied(value, turn):
+def copied(value, iteration):
     """A value in other memory: a kernel, since XLA leaves out a copy and waits for the memory instead."""
     value = lax.optimization_barrier(value)
-    return lax.select(turn >= 0, value, lax.full_like(value, 0))
+    return lax.select(iteration >= 0, value, lax.full_like(value, 0))
 
 
-def known_late(turn, value):
-    """The turn of a loop, which is never negative, so that it depends on a value as well.
+def known_late(iteration, value):
+    """The iteration of a loop, which is never negative, so that it depends on a value as well.
 
     No barrier: XLA evaluates the places of slices itself, and cannot evaluate a barrier.
     """
-    return jnp.maximum(turn, -bit_of(value).astype(turn.dtype))
+    return jnp.maximum(iteration, -bit_of(value).astype(iteration.dtype))
 
 
 def once_known(values, bits):
@@ -54,9 +54,9 @@ def _first_element(value):
     return lax.slice(value, [0] * value.ndim, [1] * value.ndim).reshape(())
 
 
-def write_an_element(first: int, step: int, stack, value, turn):
+def write_an_element(first: int, step: int, stack, value, iteration):
     """Writes the first element of a value into a row of a stack on the host."""
     element = _first_element(value).reshape([1] * stack.ndim).astype(stack.dtype)
     on_host = jax.device_put(element, jax.memory.Space.Host)
-    start = [first + step * turn] + [0] * (stack.ndim - 1)
+    start = [first + step * iteration] + [0] * (stack.ndim - 1)
     return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)

@@ -37,7 +37,7 @@ def _within(eqn: JaxprEqn) -> int:
     """What an equation holds only while it runs, beyond what it reads."""
     beyond = []
     for body in compat.sub_jaxprs(eqn):
-        # A turn's results are parts of the loop's; those of a call are its own until then.
+        # An iteration's results are parts of the loop's; those of a call are its own until then.
         outside = _on_host(body.constvars, body.invars, body.outvars if _is_loop(eqn) else ())
         beyond.append(_peak(body) - compat.nbytes_of(outside))
     return max(beyond, default=0) * compat.num_shards(eqn)

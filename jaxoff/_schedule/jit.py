@@ -117,7 +117,7 @@ class Jitted:
             jitted.clear_cache()
 
     def _try(self, use: Callable[[Any], Any], given: Any) -> Any:
-        """Uses the program under the options of last time, and under others if it turns out to want them."""
+        """Uses the program under the options of last time, or others if it turns out to want them."""
         devices = max(map(_devices_of, jax.tree.leaves((given, self._kwargs))), default=1)
         try:
             return use(self._under(self._latest, devices))

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.kernels import Units, new_nbytes
+from jaxoff._jaxpr.kernels import KernelGraph, new_nbytes
 from jaxoff._jaxpr.primitives import is_collective, is_compute
 from jaxoff._schedule.problem import Straight
 
 
 def held_nbytes(
-    order: Sequence[int], eqns: Sequence[JaxprEqn], units: Units, outs: frozenset[Var]
+    order: Sequence[int], eqns: Sequence[JaxprEqn], graph: KernelGraph, outs: frozenset[Var]
 ) -> list[int]:
-    """Device bytes of the values of a program that are alive while each unit of an order is computed."""
+    """Device bytes of the values of a program that are alive while each kernel of an order is computed."""
     place = {i: n for n, i in enumerate(order)}
     change = [0] * (len(order) + 1)
     for i, first in place.items():
         for v in eqns[i].outvars:
             if compat.is_host(v.aval) or not new_nbytes(eqns[i]):
                 continue
-            last = max((place[j] for j in units.readers.get(v, ())), default=first)
+            last = max((place[j] for j in graph.readers.get(v, ())), default=first)
             change[first] += compat.nbytes(v.aval)
             change[len(order) if v in outs else last + 1] -= compat.nbytes(v.aval)
     held, total = [], 0
@@ -45,7 +45,7 @@ class Held:
         self.nbytes = self.fullest = 0
 
     def make(self, i: int) -> None:
-        """Adds the results of a unit."""
+        """Adds the results of a kernel."""
         for v in self._eqns[i].outvars:
             if not compat.is_host(v.aval) and new_nbytes(self._eqns[i]) and v not in self._outs:
                 self._alive[v] = compat.nbytes(v.aval)
@@ -57,17 +57,17 @@ class Held:
         self.nbytes -= self._alive.pop(v, 0)
 
 
-def beside(order: Sequence[int], program: Straight, units: Units, large_nbytes: int) -> dict[int, int]:
-    """By light unit, a later one that XLA can make one kernel with it, for which there is memory by then.
+def beside(order: Sequence[int], program: Straight, graph: KernelGraph, large_nbytes: int) -> dict[int, int]:
+    """By light kernel, a later one that XLA can make one kernel with it, for which there is memory by then.
 
     Both read the same array and make results of one shape, such as rows and gradients that are gathered by
     the same indices. What is made earlier takes its memory longer: at no place more than the order holds at
     its fullest.
     """
     eqns = program.eqns
-    held, place = held_nbytes(order, eqns, units, program.outs), {i: n for n, i in enumerate(order)}
+    held, place = held_nbytes(order, eqns, graph, program.outs), {i: n for n, i in enumerate(order)}
     fullest = max(held, default=0)
-    displacing = {i for made in program.displaces for i in units.making(made)}
+    displacing = {i for made in program.displaces for i in graph.making(made)}
 
     def is_candidate(i: int) -> bool:
         eqn = eqns[i]
@@ -78,16 +78,16 @@ def beside(order: Sequence[int], program: Straight, units: Units, large_nbytes: 
         return len(eqn.outvars) == 1 and new_nbytes(eqn) >= large_nbytes
 
     def comes_from_elsewhere(v: Var) -> bool:
-        maker = eqns[units.maker[v]] if v in units.maker else None
+        maker = eqns[graph.maker[v]] if v in graph.maker else None
         return maker is not None and (compat.transfer_in(maker) == "H2D" or is_collective(maker))
 
     pairs: dict[int, int] = {}
     for later in filter(is_candidate, order):
-        reads = units.reads[later]
+        reads = graph.reads[later]
         if any(map(comes_from_elsewhere, reads)):
             continue
-        made = max((place[units.maker[v]] for v in reads if v in units.maker), default=-1)
-        shared = (j for v in reads if compat.shape_of(v.aval) for j in units.readers[v])
+        made = max((place[graph.maker[v]] for v in reads if v in graph.maker), default=-1)
+        shared = (j for v in reads if compat.shape_of(v.aval) for j in graph.readers[v])
         earlier = [j for j in shared if made < place[j] < place[later] and is_candidate(j) and j not in pairs]
         (out,) = eqns[later].outvars
         earlier = [j for j in earlier if eqns[j].outvars[0].aval.shape == out.aval.shape]  # pyright: ignore

@@ -1,15 +1,15 @@
 """Scans written out as while loops, so that what enters and leaves their bodies has a place in the order.
 
-`jax.lax.scan` slices its operands before a turn and writes its results into their stacks after it. Written
-out:
+`jax.lax.scan` slices its operands before an iteration and writes its results into their stacks after it.
+Written out:
 
 - gradients go into their stacks as soon as they are made, and leave their memory;
 - a stack of residuals on the host gets a spare row, through which a reload can wait for its time (see
   `jaxoff._schedule.order`);
-- a reload that could not be in time starts in the turn before, into the memory of the one before. The device
-  copies that one elsewhere if the turn would read it too long. For the first turn of the backward loop, the
-  last turn of the forward loop leaves that residual on the device;
-- what is made so late in a turn that its copy would not end with the turn is sent in the next one.
+- a reload that could not be in time starts in the iteration before, into the memory of the one before. The
+  device copies that one elsewhere if the iteration would read it too long. For the first iteration of the
+  backward loop, the last iteration of the forward loop leaves that residual on the device;
+- what is made so late in an iteration that its copy would not end with the iteration is sent in the next one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from jaxoff._schedule.dependency_kernels import copied
 from jaxoff._schedule.order import estimated, ordered
 from jaxoff._schedule.problem import Spare, Straight
 
-# No row that a turn reads or writes has the next turn's count for its index. XLA would compute both as one
-# value, in the memory of the count, behind all that still reads that.
+# No row that an iteration reads or writes has the next iteration's count for its index. XLA would compute
+# both as one value, in the memory of the count, behind all that still reads that.
 _FIRST_COUNT = 3
 
 
@@ -75,7 +75,7 @@ class Loop:
 
     @property
     def first(self) -> int:
-        """The index of the first turn."""
+        """The index of the first iteration."""
         return self.layout.length - 1 if self.step < 0 else 0
 
     def divided(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -131,11 +131,11 @@ class Handed:
     Attributes:
       writer, reader: numbers of the two equations.
       ys, xs: which of the stacks of each it is.
-      ahead: whether the reader copies back the value of the turn after.
-      later: whether the writer sends the value of the turn before. Then it is `ahead`, too: the last turn's
-        value is never sent.
-      in_place: with `later`, whether a turn's value takes the memory of the one before. Otherwise the device
-        copies it there once that was sent.
+      ahead: whether the reader copies back the value of the iteration after.
+      later: whether the writer sends the value of the iteration before. Then it is `ahead`, too: the last
+        iteration's value is never sent.
+      in_place: with `later`, whether an iteration's value takes the memory of the one before. Otherwise the
+        device copies it there once that was sent.
       offset: the rows in front of the first layer's; there is a spare one in front or at the end.
     """
 
@@ -174,7 +174,8 @@ def handed(
             sent = loops[writer].sends()[ys].outvars[0]
             later, in_place = sent in late_sends[writer], late_sends[writer].get(sent, False)
             ahead = later or reloads[k].outvars[0] in late
-            # Ahead, the row after the last turn's is read; else the one before the first turn's is written.
+            # Ahead, the row after the last iteration's is read; else the one before the first iteration's is
+            # written.
             in_front = (loop.step < 0) == ahead
             yield Handed(writer, ys, i, k, ahead, later, in_place, int(in_front))
 
@@ -208,45 +209,47 @@ def written_out(
       given: by number of the ys, stacks that another loop has written rows of.
       sends: by number of the ys, stacks that another loop takes.
       takes: by number of the xs, stacks that it takes from another loop.
-      firsts: by number of the xs, the values of the first turn for what is copied back ahead.
+      firsts: by number of the xs, the values of the first iteration for what is copied back ahead.
       device: speeds, to estimate when copies arrive.
       large_nbytes: as for `jaxoff._schedule.order.ordered`.
       is_whole: whether the compiler leaves its values on one device.
 
     Returns:
-      Equations, the results of the scan, and by number of the ys the last turn's value on the device, for
-      stacks that are copied back ahead.
+      Equations, the results of the scan, and by number of the ys the last iteration's value on the device,
+      for stacks that are copied back ahead.
     """
-    turn = _Turn(loop, pieces, sends, takes)
+    iteration = _Iteration(loop, pieces, sends, takes)
 
     def run(consts, carry, xs, begun, arrived):
         stacks = [
             begun[k] if k in begun else compat.empty(v.aval, rows, is_whole=is_whole)
-            for k, (v, rows) in enumerate(turn.ys())
+            for k, (v, rows) in enumerate(iteration.ys())
         ]
-        lasts = [compat.empty(v.aval, None, is_whole=is_whole) for v in turn.lasts]
-        state = _State(jnp.int32(turn.first_count), carry, stacks, lasts, [xs[k] for k in takes], arrived)
-        body = turn.ordered(consts, xs, state, device, large_nbytes)
+        lasts = [compat.empty(v.aval, None, is_whole=is_whole) for v in iteration.lasts]
+        state = _State(
+            jnp.int32(iteration.first_count), carry, stacks, lasts, [xs[k] for k in takes], arrived
+        )
+        body = iteration.ordered(consts, xs, state, device, large_nbytes)
 
         def step(state):
             leaves, structure = jax.tree.flatten(state)
             return jax.tree.unflatten(structure, compat.jaxpr_as_fun(body)(*consts, *xs, *leaves))
 
-        end = turn.first_count + loop.layout.length
+        end = iteration.first_count + loop.layout.length
         return lax.while_loop(lambda state: state.count < end, step, state)
 
     consts, carry, xs = loop.divided(operands)
-    args = consts, carry, xs, dict(given), [firsts[k] for k in turn.ahead]
+    args = consts, carry, xs, dict(given), [firsts[k] for k in iteration.ahead]
     eqns, results = traced(run, args, like=loop.eqn)
-    end = len(carry) + len(turn.ys())
-    return eqns, results[1 : 1 + end], dict(zip(turn.leaves, results[1 + end :], strict=False))
+    end = len(carry) + len(iteration.ys())
+    return eqns, results[1 : 1 + end], dict(zip(iteration.leaves, results[1 + end :], strict=False))
 
 
 class _State(NamedTuple):
-    """What a turn hands to the next one.
+    """What an iteration hands to the next one.
 
     Attributes:
-      count: the number of turns that are over, and `_Turn.first_count`.
+      count: the number of iterations that are over, and `_Turn.first_count`.
       carry: of the scan.
       stacks: of the ys.
       lasts: the latest values of what the loop leaves on the device at its end.
@@ -262,14 +265,14 @@ class _State(NamedTuple):
     arrived: list[Any]
 
 
-class _Turn:
-    """One turn of a loop that is written out.
+class _Iteration:
+    """One iteration of a loop that is written out.
 
     Attributes:
-      ahead: the xs that are copied back a turn ahead, in the order of `_State.arrived`.
+      ahead: the xs that are copied back an iteration ahead, in the order of `_State.arrived`.
       leaves: the ys whose last value stays on the device, in the order of `_State.lasts`.
       lasts: their values in the body of the scan.
-      first_count: the count of the first turn.
+      first_count: the count of the first iteration.
     """
 
     def __init__(self, loop: Loop, pieces: Pieces, sends: Mapping[int, Handed], takes: Mapping[int, Handed]):
@@ -290,7 +293,7 @@ class _Turn:
     def ordered(
         self, consts: list[Any], xs: list[Any], state: _State, device: Device, large_nbytes: int
     ) -> ClosedJaxpr:
-        """The program of a turn, in order: constants, xs and a state, to the next state."""
+        """The program of an iteration, in order: constants, xs and a state, to the next state."""
         order = functools.partial(self._ordered, consts, xs, state, device, large_nbytes)
         body, late = order([])
         return order(late)[0] if late else body
@@ -304,9 +307,9 @@ class _Turn:
         large_nbytes: int,
         aside: list[int],
     ) -> tuple[ClosedJaxpr, list[int]]:
-        """The program of a turn that copies the xs `aside`, and which of the others come back late.
+        """The program of an iteration that copies the xs `aside`, and which of the others come back late.
 
-        A copy is late if the turn reads too long the value whose memory it takes.
+        A copy is late if the iteration reads too long the value whose memory it takes.
         """
         loop, (given, structure) = self._loop, jax.tree.flatten(state)
         avals = jax.tree.map(jax.typeof, (consts, xs, state))
@@ -322,7 +325,7 @@ class _Turn:
             frozenset(v for v in outs if isinstance(v, Var)),
             tuple(mark_dependents(eqns, set(before.carry))),
             holds_copies=False,
-            turn=before.count,
+            iteration=before.count,
             spare={
                 v: Spare(self._row_at(stack.offset - (0 if stack.ahead else loop.step)), loop.step)
                 for v, stack in zip(before.taken, self._takes.values(), strict=True)
@@ -341,7 +344,7 @@ class _Turn:
         return closed.replace(jaxpr=jaxpr.replace(eqns=order.eqns, outvars=outs)), late
 
     def _row_at(self, offset: int) -> int:
-        """A row, so many behind that of the turn, but for what depends on the count of turns."""
+        """A row, so many behind that of the iteration, but for what depends on the count of iterations."""
         return self._loop.first - self._loop.step * self.first_count + offset
 
     def _run(
@@ -373,7 +376,7 @@ class _Turn:
             at += written[k].offset if k in written else 0
             if k in self._kept:  # or XLA computes it twice, the second time in its place in the stack
                 y = copied(y, state.count)
-            if k in later:  # the first turn writes something, anything, into the spare row
+            if k in later:  # the first iteration writes something, anything, into the spare row
                 value = state.lasts[self.leaves.index(k)]
                 y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
             stacks[k] = _with_row(stacks[k], y, at)

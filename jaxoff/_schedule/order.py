@@ -20,9 +20,9 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.inline import Renamed, now, traced
-from jaxoff._jaxpr.kernels import Units, all_slices_converted, new_nbytes
+from jaxoff._jaxpr.kernels import KernelGraph, all_slices_converted, new_nbytes
 from jaxoff._jaxpr.primitives import is_collective, is_compute, is_narrowing
-from jaxoff._schedule.collectives import Exchanges, waiting
+from jaxoff._schedule.collectives import Collectives, waiting
 from jaxoff._schedule.copy_times import CopyTimes, Reloads
 from jaxoff._schedule.copy_waits import CopyWaits
 from jaxoff._schedule.dependency_kernels import bit_of, known_late, write_an_element
@@ -41,8 +41,8 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
     An equation that has to wait for a copy from the host lets a later one go first. What frees as much memory
     as it takes comes at once. A copy from the host starts as late as it can and still be in time.
 
-    What leads to an exchange between devices goes first, as far as it takes no more memory than the program
-    in its own order does at its fullest. An exchange is no part of the chain: only what reads it waits.
+    What leads to a collective between devices goes first, as far as it takes no more memory than the program
+    in its own order does at its fullest. A collective is no part of the chain: only what reads it waits.
 
     Args:
       program: the program.
@@ -53,24 +53,24 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
       Equations that compute the same results, with barriers between them.
     """
     # First as if every copy were there, to see when each is needed; then with the copies in that order.
-    units, reloads = Units(program.eqns, program.outs | program.copies), Reloads()
+    graph, reloads = KernelGraph(program.eqns, program.outs | program.copies), Reloads()
     pairs: dict[int, int] = {}
     room = 0
-    if any(is_collective(program.eqns[i]) for i in units.all):
-        plain = Order(program, units, device, large_nbytes, reloads, pairs)
+    if any(is_collective(program.eqns[i]) for i in graph.kernels):
+        plain = Order(program, graph, device, large_nbytes, reloads, pairs)
         plain.run()
         room = plain.held.fullest
     for _ in range(3):
-        draft = Order(program, units, device, large_nbytes, reloads, pairs, room)
+        draft = Order(program, graph, device, large_nbytes, reloads, pairs, room)
         draft.run()
         reloads = draft.times.reloads(program.follows)
-        pairs = pairs or beside(list(draft.placed), program, units, large_nbytes)
-    return Order(program, units, device, large_nbytes, reloads, pairs, room).run()
+        pairs = pairs or beside(list(draft.placed), program, graph, large_nbytes)
+    return Order(program, graph, device, large_nbytes, reloads, pairs, room).run()
 
 
 def estimated(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> CopyTimes:
     """The times of the copies of a loop's body in order, as if they took none."""
-    order = Order(program, Units(program.eqns, program.outs), device, large_nbytes, Reloads(), {})
+    order = Order(program, KernelGraph(program.eqns, program.outs), device, large_nbytes, Reloads(), {})
     order.run()
     return order.times
 
@@ -81,27 +81,27 @@ class Order:
     Attributes:
       times: of the copies.
       held: the memory.
-      placed: the units, in order.
+      placed: the kernels, in order.
     """
 
     def __init__(
         self,
         program: Straight,
-        units: Units,
+        graph: KernelGraph,
         device: Device,
         large_nbytes: int,
         reloads: Reloads,
         pairs: Mapping[int, int],
         room: int = 0,
     ):
-        self.times = CopyTimes(program.eqns, units, device)
+        self.times = CopyTimes(program.eqns, graph, device)
         self._eqns, self._program, self._device, self._plan = program.eqns, program, device, reloads
         self._large_nbytes, self._pairs = large_nbytes, pairs
-        self._units, self._maker = units, units.maker
-        self._exchanges, self._room = Exchanges(program, units, large_nbytes, device), room
+        self._graph, self._maker = graph, graph.maker
+        self._collectives, self._room = Collectives(program, graph, large_nbytes, device), room
         self.held = Held(program.eqns, program.outs)
-        self._reads, self._between, self._readers = units.reads, units.between, units.readers
-        self._displaced = {i: v for made, v in program.displaces.items() for i in units.making(made)}
+        self._reads, self._between, self._readers = graph.reads, graph.between, graph.readers
+        self._displaced = {i: v for made, v in program.displaces.items() for i in graph.making(made)}
         self._unread = {v: len(readers) for v, readers in self._readers.items()}
         self.placed: dict[int, None] = {}
         self._out: list[JaxprEqn] = []
@@ -111,36 +111,36 @@ class Order:
         self._before_last: Var | None = None  # and before the light links that can be one kernel with it
         self._length = 0
         self._level: dict[Var, int] = {}  # the last place in the chain that a value is known to follow
-        self._arrives: dict[Var, float] = {}  # when copies from the host, and exchanges, are there
+        self._arrives: dict[Var, float] = {}  # when copies from the host, and collectives, are there
         self._time = 0.0
         self._waits = CopyWaits(program.eqns, self.times, device)
-        self._made_small: list[Var] = []  # little of something large, for the next heavy unit to wait for
-        self._bits: dict[int, Var] = {}  # by exchange, a bit of what it brings
-        self._shown: Renamed = {}  # by link that an exchange sends, an element of it for others to wait for
+        self._made_small: list[Var] = []  # little of something large, for the next heavy kernel to wait for
+        self._bits: dict[int, Var] = {}  # by collective, a bit of what it brings
+        self._shown: Renamed = {}  # by link that a collective sends, an element of it for others to wait for
         self._left: Renamed = {}  # by copy, what stands for it once it is waited for
         self._renamed: Renamed = {}  # by result, or by stack that was written to, what it has become
 
     def run(self) -> Ordered:
         self._start_reloads()
         self._store_arguments()
-        waiting = [i for i in self._units.all if self._program.in_order[i] and is_compute(self._eqns[i])]
+        waiting = [i for i in self._graph.kernels if self._program.in_order[i] and is_compute(self._eqns[i])]
         while waiting:
             ahead = self._leading(waiting) + waiting[:_LOOKAHEAD]
-            ready = {i: self._units.ready_at(i, self.placed, self._arrives) for i in ahead}
+            ready = {i: self._graph.ready_at(i, self.placed, self._arrives) for i in ahead}
             first = next((i for i in ahead if ready[i] <= self._time), min(ahead, key=lambda i: ready[i]))
             self._time = max(self._time, ready[first])
             self._place(first)
             waiting = [i for i in waiting if i not in self.placed]
-        for i in self._units.all:
+        for i in self._graph.kernels:
             self._place(i)
         return Ordered(self._out, self._renamed, frozenset(self.times.late(self._program.follows)))
 
     def _leading(self, waiting: list[int]) -> list[int]:
-        """What goes first: it leads to exchanges for which, and for others beside them, there is room."""
-        leading = [i for i in self._exchanges.leading if i not in self.placed] if self._room else []
+        """What goes first: it leads to collectives for which, and for others beside them, there is room."""
+        leading = [i for i in self._collectives.leading if i not in self.placed] if self._room else []
         others = (new_nbytes(self._eqns[i]) for i in waiting[:_LOOKAHEAD] if i not in leading)
         room = self._room - self.held.nbytes - max(others, default=0)
-        return self._exchanges.for_which_is_room(leading[:_LOOKAHEAD], room)
+        return self._collectives.for_which_is_room(leading[:_LOOKAHEAD], room)
 
     def _start_reloads(self) -> None:
         """Says when copies from the host arrive; puts first what is not to start later."""
@@ -148,7 +148,7 @@ class Order:
         for i in self._plan.order:
             time += self.times.reload_ms(i)
             arrives[i] = time
-        order = dict.fromkeys((*self._plan.order, *self._units.all))
+        order = dict.fromkeys((*self._plan.order, *self._graph.kernels))
         for i in order:
             if compat.transfer_in(self._eqns[i]) == "H2D":
                 self._arrives[self._eqns[i].outvars[0]] = arrives.get(i, 0.0)
@@ -157,7 +157,7 @@ class Order:
 
     def _store_arguments(self) -> None:
         """Writes arguments into the stacks that keep them: later, their memory would be taken."""
-        for i in self._units.all:
+        for i in self._graph.kernels:
             eqn = self._eqns[i]
             is_write = eqn.primitive.name == "dynamic_update_slice" and not compat.is_host(
                 eqn.outvars[0].aval
@@ -166,7 +166,7 @@ class Order:
                 self._emit(i, {}, is_link=False)
 
     def _place(self, i: int) -> None:
-        """Places a unit and what it needs, then all that frees at least as much memory as it takes."""
+        """Places a kernel and what it needs, then all that frees at least as much memory as it takes."""
         todo = [i]
         while todo:
             j = todo[-1]
@@ -179,13 +179,13 @@ class Order:
             if j not in self.placed:
                 self._add(j)
                 todo += reversed(self._free_after(j))
-                todo += self._free_after_exchanges()
+                todo += self._free_after_collectives()
                 todo += [self._pairs[j]] if j in self._pairs else []
 
     def _add(self, i: int) -> None:
         eqn = self._eqns[i]
         if is_collective(eqn):
-            self._start_exchange(i)
+            self._start_collective(i)
             return
         if not self._is_link(eqn):
             self._emit(i, {})
@@ -195,26 +195,26 @@ class Order:
             self._start_due_reloads()
         self._emit(i, self._behind_the_last(i))
         began = self._time
-        self._time += kernel_ms(self._units, i, self._device)
+        self._time += kernel_ms(self._graph, i, self._device)
         if self._program.holds_copies and is_compute(eqn):
             self._waits.hide(eqn, began, self._time)
         self.times.add(i, self._time)
 
-    def _start_exchange(self, i: int) -> None:
-        """Starts an exchange with other devices behind the one before; only what reads it waits for it."""
+    def _start_collective(self, i: int) -> None:
+        """Starts a collective with other devices behind the one before; only what reads it waits for it."""
         eqn = self._eqns[i]
         self._emit(i, {})
         eqns, (bit,) = traced(bit_of, [eqn.outvars[0]], like=eqn)
         self._out += eqns
         self._left[eqn.outvars[0]], self._bits[i] = self._barrier(eqn.outvars[0], bit, i)
-        end = self._exchanges.start(i, self._time)
+        end = self._collectives.start(i, self._time)
         self._time = self._time if self._room else end
         self._arrives |= dict.fromkeys(eqn.outvars, end)
         self.times.add(i, end, is_link=False)
 
-    def _free_after_exchanges(self) -> list[int]:
-        """The units that exchanges which are over by now make free."""
-        over = self._exchanges.over(self._time)
+    def _free_after_collectives(self) -> list[int]:
+        """The kernels that collectives which are over by now make free."""
+        over = self._collectives.over(self._time)
         for v in (v for i in over for v in self._reads[i] if not self._unread[v]):
             self.held.free(v)
         return [j for i in over for j in reversed(self._free_after(i))]
@@ -225,7 +225,7 @@ class Order:
                 self._emit(j, {} if self._stack_of(j) else self._tied(self._reads[j], j, (self._last,)))
 
     def _free_after(self, i: int) -> list[int]:
-        """The units that an added one makes free; what only leaves the program is added at once."""
+        """The kernels that an added one makes free; what only leaves the program is added at once."""
         readers = {j: None for v in self._eqns[i].outvars for j in self._readers.get(v, ())}
         free = []
         for j in readers:
@@ -254,7 +254,7 @@ class Order:
         return is_there and self.placed.keys() >= set(waits)
 
     def _is_free(self, i: int) -> bool:
-        """Whether a light unit could be computed now, in the memory of what only it still reads."""
+        """Whether a light kernel could be computed now, in the memory of what only it still reads."""
         eqn, reads = self._eqns[i], self._reads[i]
         if compat.transfer_in(eqn) == "D2H":
             return all(self._maker.get(v, -1) in self.placed for v in reads)
@@ -264,7 +264,7 @@ class Order:
         return new_nbytes(eqn) <= freed
 
     def _only_leaves(self, i: int) -> bool:
-        """Whether a light unit makes a result of the program, larger than what it reads, and nothing else.
+        """Whether a light kernel makes a result of the program, larger than what it reads, and nothing else.
 
         A loop writes it into its stack in the same kernel, if nothing waits for it.
         """
@@ -276,10 +276,10 @@ class Order:
         return all(self._maker.get(v, -1) in self.placed or v not in self._maker for v in self._reads[i])
 
     def _is_small(self, i: int) -> bool:
-        """Whether a light unit that could be computed now makes little of something large.
+        """Whether a light kernel that could be computed now makes little of something large.
 
-        The next heavy unit waits for it, since then it holds nothing back: a copy may need that memory. Light
-        ones before that may be one kernel with it.
+        The next heavy kernel waits for it, since then it holds nothing back: a copy may need that memory.
+        Light ones before that may be one kernel with it.
         """
         eqn, reads = self._eqns[i], self._reads[i]
         if is_compute(eqn) or compat.transfer_in(eqn) or self._is_link(eqn):
@@ -294,7 +294,7 @@ class Order:
         return made and all(self._arrives.get(v, 0.0) <= self._time for v in values)
 
     def _behind_the_last(self, i: int) -> Renamed:
-        """Ties what a unit reads to the last link of the chain; says what stands for it."""
+        """Ties what a kernel reads to the last link of the chain; says what stands for it."""
         # A barrier over a stack on the host would be a copy of it.
         reads = [v for v in self._reads[i] if not compat.is_host(v.aval)]
         displaced = self._displaced.get(i)
@@ -309,28 +309,28 @@ class Order:
         tied = [v for v in loose if v in self._maker and compat.nbytes(v.aval) >= self._large_nbytes]
         arrived = self._waits.due(self._time)
         if is_compute(self._eqns[i]):
-            # What the unit is computed from it waits for anyway.
-            before = self._units.before(i)
+            # What the kernel is computed from it waits for anyway.
+            before = self._graph.before(i)
             self._made_small = [v for v in self._made_small if self._maker[v] not in before]
             arrived += [v for v in self._made_small if v not in self._left]
-        others = [v for v in reads if v is not self._program.turn]
+        others = [v for v in reads if v is not self._program.iteration]
         if not tied and (len(loose) == len(reads) or displaced is not None):
             tied = sorted(others, key=lambda v: compat.nbytes(v.aval))[:1]
         last = self._before_last if self._continues_the_last(i) else self._last
         behind = self._tied(tied, i, (displaced, last))
         if arrived and others:
-            # What the unit reads of the last link; XLA forgets to wait for that through any other value.
+            # What the kernel reads of the last link; XLA forgets to wait for that through any other value.
             latest = max(others, key=lambda v: (self._level.get(now(behind, v), 0), v not in behind))
             for v in arrived:
                 held = now(behind, now(self._left, latest))
                 behind[latest], self._left[v] = self._barrier(held, now(self._left, v), i)
                 self._waits.end(v)
-        return self._turn_behind_the_last(i) | behind
+        return self._iteration_behind_the_last(i) | behind
 
     def _continues_the_last(self, i: int) -> bool:
-        """Whether a unit and the last link, both light, can be one kernel: no barrier stands between them.
+        """Whether a kernel and the last link, both light, can be one kernel: no barrier stands between them.
 
-        What else the unit reads follows the link before. Behind the last one, that would have to be stored.
+        What else the kernel reads follows the link before. Behind the last one, that would have to be stored.
         What others read as well is a second result of that kernel, if both have one shape.
         """
         last = self._last
@@ -348,28 +348,28 @@ class Order:
         return self._unread[last] == 1 or last.aval == self._eqns[i].outvars[0].aval
 
     def _is_beside_the_last(self, i: int) -> bool:
-        """Whether a unit was put behind the last link to be one kernel with it; see
+        """Whether a kernel was put behind the last link to be one kernel with it; see
         `jaxoff._schedule.liveness.beside`.
         """
         return self._last is not None and self._pairs.get(self._maker[self._last]) == i
 
-    def _turn_behind_the_last(self, i: int) -> Renamed:
-        """For a unit that reads large slices of arguments, all in another dtype: the turn, known late.
+    def _iteration_behind_the_last(self, i: int) -> Renamed:
+        """For a kernel that reads large slices of arguments, all in another dtype: the iteration, known late.
 
         Such slices are copies, which would be made at any time. Others are read in place, if XLA sees how
-        their place depends on the turn.
+        their place depends on the iteration.
         """
-        if self._program.turn not in self._reads[i] or self._last_large is None:
+        if self._program.iteration not in self._reads[i] or self._last_large is None:
             return {}
         if not all_slices_converted((self._eqns[j] for j in self._between[i]), self._large_nbytes):
             return {}
-        given = [self._program.turn, now(self._shown, self._last_large)]
+        given = [self._program.iteration, now(self._shown, self._last_large)]
         eqns, (late,) = traced(known_late, given, like=self._eqns[i])
         self._out += eqns
-        return {self._program.turn: late}
+        return {self._program.iteration: late}
 
     def _tied(self, values: list[Var], i: int, waits: Iterable[Var | None]) -> Renamed:
-        """What stands for values, for a unit, once others are done."""
+        """What stands for values, for a kernel, once others are done."""
         tied: Renamed = {}
         for v in values:
             tied[v] = now(self._left, v)
@@ -395,7 +395,7 @@ class Order:
         if stack is None or self._last_large is None:
             return
         spare = self._program.spare[stack]
-        operands = now(self._renamed, stack), now(self._shown, self._last_large), self._program.turn
+        operands = now(self._renamed, stack), now(self._shown, self._last_large), self._program.iteration
         write = functools.partial(write_an_element, spare.first, spare.step)
         eqns, (self._renamed[stack],) = traced(write, operands, like=self._eqns[i])
         self._out += eqns
@@ -415,7 +415,7 @@ class Order:
         eqn = self._eqns[i]
         operands = [now(renamed, v) for v in eqn.invars]
         if is_collective(eqn):
-            bits = [self._bits[j] for j in self._exchanges.to_wait_for(i)]
+            bits = [self._bits[j] for j in self._collectives.to_wait_for(i)]
             waits, operands, elements = waiting(eqn, operands, bits)
             self._out += waits
             self._shown |= elements

@@ -20,8 +20,8 @@ class Straight:
         come just before their first reader.
       holds_copies: whether the program waits for its copies to the host: without that XLA puts them off to
         where they are read back. In the body of a loop they end with the body.
-      turn: in the body of a loop, its number. XLA has to see how an index depends on it, so no barrier may
-        stand in between.
+      iteration: in the body of a loop, its number. XLA has to see how an index depends on it, so no barrier
+        may stand in between.
       spare: by stack on the host, an argument, where it may be written to.
       follows: by copy from the host, an argument whose readers all come before it. The copy then takes that
         argument's memory.
@@ -33,7 +33,7 @@ class Straight:
     outs: frozenset[Var]
     in_order: tuple[bool, ...]
     holds_copies: bool
-    turn: Var | None = None
+    iteration: Var | None = None
     spare: Mapping[Var, Spare] = dataclasses.field(default_factory=dict)
     follows: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
     copies: frozenset[Var] = frozenset()
@@ -42,7 +42,7 @@ class Straight:
 
 @dataclasses.dataclass(frozen=True)
 class Spare:
-    """The row of a stack that nothing reads any more, in the body of a loop: `first + step * turn`."""
+    """The row of a stack that nothing reads any more, in the body of a loop: `first + step * iteration`."""
 
     first: int
     step: int

@@ -130,12 +130,13 @@ class _Rewriter:
         return self._up_to_loops(jaxpr.replace(eqns=eqns, outvars=outs), end)
 
     def _up_to_loops(self, jaxpr: Jaxpr, end: int) -> Jaxpr:
-        """Orders what stands before and between the loops of a program, a loop one unit.
+        """Orders what stands before and between the loops of a program, a loop one kernel.
 
         Otherwise sums start from zeros that XLA makes at the very beginning, the gradient of a model's head
         keeps the logits through the backward loop, which needs none of it, and collectives keep memory of
         their own. After the last loop gradients are added up over devices, in place: each as soon as its
-        exchange has its turn. What is filled there, such as the gradient of an embedding, is filled after it.
+        collective has its iteration. What is filled there, such as the gradient of an embedding, is filled
+        after it.
 
         Args:
           jaxpr: the program.

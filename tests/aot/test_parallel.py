@@ -75,7 +75,7 @@ def test_copies_of_every_tick_run_beside_kernels():
 
 
 def test_copies_to_the_host_end_with_the_tick():
-    """Not where they start: beside each run the exchanges with the experts' devices, which come after it."""
+    """Not where they start: beside each run the collectives over the experts' devices come after it."""
     sent = [copy for copy in facts().copies if copy.direction == "D2H"]
     assert {copy.count for copy in sent} == {TICKS}
     for copy in sent:
@@ -85,7 +85,7 @@ def test_copies_to_the_host_end_with_the_tick():
 
 
 def test_collectives_are_captured():
-    """With the kernels of a tick in one graph: the all-to-all exchanges do not cut it in pieces."""
+    """With the kernels of a tick in one graph: the all-to-all collectives do not cut it in pieces."""
     assert facts().scheduling_mode == "CONCURRENT"
     assert "COLLECTIVES" in facts().captured_commands
     assert all(copy.captured for copy in facts().copies)

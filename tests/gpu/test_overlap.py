@@ -1,4 +1,4 @@
-"""On a GPU: copies run beside kernels, also of what a turn reads from its first kernel to its last."""
+"""On a GPU: copies run beside kernels, also of what an iteration reads from its first kernel to its last."""
 
 import jax
 import jax.numpy as jnp

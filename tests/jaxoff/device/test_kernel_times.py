@@ -15,7 +15,7 @@ from jaxoff._device.kernel_time import IDLE, LOAD, PRODUCTS, TRAFFIC, step_kerne
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inlined, now
-from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.kernels import KernelGraph
 
 ROWS, WIDTH, HIDDEN = 256, 64, 128
 DEVICE = Device(flops=1e12, memory_gbps=1.0, d2h_gbps=1.0, h2d_gbps=1.0)
@@ -24,12 +24,12 @@ FLOPS = 2 * ROWS * WIDTH * HIDDEN
 
 
 def milliseconds(fun, *args, device=DEVICE, rows=()):
-    """Of the last unit of a function, whose arguments of these numbers are rows of a loop's stacks."""
+    """Of the last kernel of a function, whose arguments of these numbers are rows of a loop's stacks."""
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
     renamed = {}
     eqns = list(inlined(jaxpr.eqns, renamed))
-    units = Units(eqns, frozenset(now(renamed, v) for v in jaxpr.outvars))
-    return step_kernel_ms(units, units.all[-1], device, {jaxpr.invars[n] for n in rows})
+    graph = KernelGraph(eqns, frozenset(now(renamed, v) for v in jaxpr.outvars))
+    return step_kernel_ms(graph, graph.kernels[-1], device, {jaxpr.invars[n] for n in rows})
 
 
 def array(*shape, dtype=jnp.bfloat16):
@@ -72,9 +72,9 @@ def test_convolutions_take_their_operations(stride, groups):
 
     def found(x, w, precision=None):
         jaxpr = jax.make_jaxpr(jax.grad(functools.partial(loss, precision=precision), (0, 1)))(x, w).jaxpr
-        units = Units(list(inlined(jaxpr.eqns, {})), frozenset())
-        convolutions = [i for i, e in enumerate(units.eqns) if e.primitive.name == "conv_general_dilated"]
-        return [step_kernel_ms(units, i, QUICK) for i in convolutions]
+        graph = KernelGraph(list(inlined(jaxpr.eqns, {})), frozenset())
+        convolutions = [i for i, e in enumerate(graph.eqns) if e.primitive.name == "conv_general_dilated"]
+        return [step_kernel_ms(graph, i, QUICK) for i in convolutions]
 
     assert found(x, w) == pytest.approx(3 * [1e3 * flops / PRODUCTS / QUICK.flops])
     wide = array(*x.shape, dtype=jnp.float32), array(*w.shape, dtype=jnp.float32)
@@ -101,10 +101,10 @@ def chunks(form):
 
 @pytest.mark.parametrize("form", ["scan", "map", "cond"])
 def test_loops_and_branches_take_what_runs_in_them(form):
-    """The longest of branches, and all turns: with their products, and with what they read and write."""
+    """The longest of branches, and all iterations: with their products, and with what they read and write."""
     assert milliseconds(chunks(form), X, W, device=QUICK) == pytest.approx(1e3 * FLOPS / PRODUCTS / 1e12)
     slow = dataclasses.replace(DEVICE, flops=1e30)
-    weights = [W] if form == "cond" else 4 * [W]  # each turn reads them
+    weights = [W] if form == "cond" else 4 * [W]  # each iteration reads them
     product, elementwise = TRAFFIC * traffic_ms(X, OUT, *weights), traffic_ms(X, X, OUT, OUT)
     assert milliseconds(chunks(form), X, W, device=slow) == pytest.approx(product + elementwise, rel=1e-3)
     (eqn,) = (e for e in jax.make_jaxpr(chunks(form))(X, W).jaxpr.eqns if compat.control_flow(e))
@@ -192,8 +192,8 @@ def test_what_is_no_product_goes_by_its_bytes():
 def loaded(fun, *args, device):
     """What part of its rate of products a device has in a layer."""
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
-    units = Units(jaxpr.eqns, frozenset(jaxpr.outvars))
-    found = under_load(units, units.all, device)
+    graph = KernelGraph(jaxpr.eqns, frozenset(jaxpr.outvars))
+    found = under_load(graph, graph.kernels, device)
     assert found == dataclasses.replace(device, flops=found.flops)
     return found.flops / device.flops
 

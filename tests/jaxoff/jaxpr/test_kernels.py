@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._schedule.order import ordered
 from jaxoff._schedule.problem import Straight
@@ -56,17 +56,17 @@ def test_a_sum_that_several_units_read_is_stored_if_that_frees_memory(terms):
         return (total * 2) @ w, total * 3
 
     jaxpr, straight = straight_of(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
-    units = Units(straight.eqns, straight.outs)
+    graph = KernelGraph(straight.eqns, straight.outs)
     (total,) = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "neg"]
-    assert (total in units.all) == (terms > 1)
-    readers = [i for i in units.all if total in units.between[i]]
+    assert (total in graph.kernels) == (terms > 1)
+    readers = [i for i in graph.kernels if total in graph.between[i]]
     assert len(readers) == (0 if terms > 1 else 2)
 
 
 def stored(fun, *args):
     """The equations whose results are stored."""
     _, straight = straight_of(fun, *args)
-    return [straight.eqns[i] for i in Units(straight.eqns, straight.outs).all]
+    return [straight.eqns[i] for i in KernelGraph(straight.eqns, straight.outs).kernels]
 
 
 def test_a_sum_that_is_rounded_for_its_readers_is_stored_narrow():
@@ -75,10 +75,10 @@ def test_a_sum_that_is_rounded_for_its_readers_is_stored_narrow():
         rounded = total.astype(jnp.bfloat16).astype(jnp.float32)
         return (rounded * 2) @ w, rounded * 3
 
-    units = stored(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
-    converted = [eqn for eqn in units if eqn.primitive.name == "convert_element_type"]
+    graph = stored(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    converted = [eqn for eqn in graph if eqn.primitive.name == "convert_element_type"]
     assert [eqn.outvars[0].aval.dtype for eqn in converted] == ["bfloat16"]
-    assert "neg" not in [eqn.primitive.name for eqn in units]
+    assert "neg" not in [eqn.primitive.name for eqn in graph]
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -90,8 +90,8 @@ def test_a_sum_of_two_that_several_units_read_is_stored_if_it_takes_no_more(besi
         total = jnp.cos(product + y if beside else product + 1)
         return lax.cumsum(total * 2), lax.cumsum(total * 3)
 
-    units = stored(fun, inputs(ROWS, WIDTH), inputs(ROWS, WIDTH) / 3, inputs(WIDTH, WIDTH))
-    assert ("cos" in [eqn.primitive.name for eqn in units]) == beside
+    graph = stored(fun, inputs(ROWS, WIDTH), inputs(ROWS, WIDTH) / 3, inputs(WIDTH, WIDTH))
+    assert ("cos" in [eqn.primitive.name for eqn in graph]) == beside
 
 
 def test_what_a_product_reads_widened_is_stored_narrow():
@@ -100,9 +100,9 @@ def test_what_a_product_reads_widened_is_stored_narrow():
         wide = narrow.astype(jnp.float32).reshape(2 * ROWS, WIDTH // 2)
         return wide @ w[: WIDTH // 2], wide @ w[WIDTH // 2 :]
 
-    units = stored(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
-    assert {"convert_element_type", "reshape"}.isdisjoint(eqn.primitive.name for eqn in units)
-    assert sum(eqn.primitive.name == "dot_general" for eqn in units) == 3
+    graph = stored(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    assert {"convert_element_type", "reshape"}.isdisjoint(eqn.primitive.name for eqn in graph)
+    assert sum(eqn.primitive.name == "dot_general" for eqn in graph) == 3
 
 
 @pytest.mark.parametrize("again", [False, True])

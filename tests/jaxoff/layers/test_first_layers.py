@@ -151,10 +151,10 @@ def test_what_one_loop_stacks_twice_is_put_together_behind_it():
 
 def test_it_works_in_a_loop_over_microbatches():
     def grads(fun, w, xs):
-        def turn(sums, x):
+        def iteration(sums, x):
             return jax.tree.map(jnp.add, sums, jax.grad(lambda w: fun(w, x)[0])(w)), None
 
-        return lax.scan(turn, jnp.zeros_like(w), xs)[0]
+        return lax.scan(iteration, jnp.zeros_like(w), xs)[0]
 
     w, x = arguments()
     xs = jnp.stack([x, 2 * x, x + 1])

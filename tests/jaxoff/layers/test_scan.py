@@ -50,11 +50,11 @@ def test_it_does_what_lax_scan_does(strategy, reverse, block):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_without_xs_a_length_tells(strategy):
-    def turn(x, _):
+    def iteration(x, _):
         return jnp.sin(jaxoff.name(x, "x_in")), None
 
     x = inputs(4)
-    got = jaxoff.scan(turn, x, length=3, policy=BOTH, strategy=strategy)
+    got = jaxoff.scan(iteration, x, length=3, policy=BOTH, strategy=strategy)
     assert got[1] is None
     assert_close(got[0], jnp.sin(jnp.sin(jnp.sin(x))))
 

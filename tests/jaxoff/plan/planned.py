@@ -64,13 +64,13 @@ def divided(fun, *args, device=DEVICE):
     return divide(Program.trace(fun, args, {}, None, False), device)
 
 
-def turn(fun, *args, device=DEVICE):
+def iteration(fun, *args, device=DEVICE):
     """The one kind of layer of a function."""
     (found,) = divided(fun, *args, device=device).layers
     return found
 
 
-def chain(num_names: int, turns: int, nbytes: Sequence[int], ms: Sequence[float]) -> Layer:
+def chain(num_names: int, iterations: int, nbytes: Sequence[int], ms: Sequence[float]) -> Layer:
     """A layer of values, each made from the one before and read by its own step of the backward pass."""
     values = [Value(nbytes[0], False, 0.0, (), None, None, carried=True)]
     for n in range(num_names):
@@ -81,7 +81,7 @@ def chain(num_names: int, turns: int, nbytes: Sequence[int], ms: Sequence[float]
         )
     forward = [Step("f", min(nbytes), max(nbytes), 0, n + 1.0) for n in range(num_names)]
     backward = [Step("b", min(nbytes), max(nbytes), 0, 2.0 * (n + 1)) for n in range(num_names)]
-    return Layer(turns, tuple(values), tuple(forward), tuple(backward), "layer")
+    return Layer(iterations, tuple(values), tuple(forward), tuple(backward), "layer")
 
 
 def model_of(layers: Sequence[Layer], device: Device = DEVICE, resident=0, margin=0.0) -> Model:

@@ -134,7 +134,7 @@ def within(form, policy=None):
 
 @pytest.mark.parametrize("form", ["scan", "cond"])
 def test_what_a_loop_within_a_layer_makes_is_made_again(form):
-    """A policy would keep it for each turn: what a plan keeps is all that there is."""
+    """A policy would keep it for each iteration: what a plan keeps is all that there is."""
     fun = within(form)
     for budget in (PLENTY, 1.3 * smallest(fun=fun)):
         found = planned(fun, device_bytes=budget)

@@ -201,7 +201,7 @@ def test_two_loops_alike_cost_what_one_does_and_the_second_loop():
     planner = Planner.of(scanned(), arguments(LAYERS), {}, 0, None, DEVICE, None, False)
     model = planner.model
     two = model.in_two(3)
-    assert [kind.layer.turns for kind in two.layers] == [3, LAYERS - 3]
+    assert [kind.layer.iterations for kind in two.layers] == [3, LAYERS - 3]
     assert {name_of(label) for label in two.labels if is_of_others(label)} == set(model.labels)
     for places in itertools.product(("device", "host", "recompute"), repeat=2):
         choice = dict(zip(("x_in", "act"), places, strict=True))
@@ -217,13 +217,15 @@ def test_two_loops_alike_cost_what_one_does_and_the_second_loop():
 
 
 def test_what_a_loop_leaves_for_its_first_turn_back_waits_on_the_device():
-    """A value whose reload takes longer than a turn is there from its forward pass on."""
+    """A value whose reload takes longer than an iteration is there from its forward pass on."""
     layer = chain(2, 4, [GB // 10], [1.0])
     slow, fast = (model_of([layer, layer], Device(1, 1, gbps, gbps)) for gbps in (1e-3, 1e6))
     moved = {"v0": "host", "v1": "host"}
     peaks = [{m.what: m.residuals for m in model.timeline(moved)} for model in (slow, fast)]
     assert max(peaks[0].values()) == 2 * GB // 10
-    assert max(peaks[1].values()) == GB // 10, "the one that is made last, which the next turn would send"
+    assert max(peaks[1].values()) == GB // 10, (
+        "the one that is made last, which the next iteration would send"
+    )
     (kind, _) = slow.layers
     assert kind.left_nbytes(kind.use(moved)) == 2 * GB // 10
     assert kind.left_nbytes(kind.use({"v0": "host", "v1": "device"})) == GB // 10

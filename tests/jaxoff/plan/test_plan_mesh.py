@@ -58,7 +58,7 @@ def test_a_device_of_a_mesh_does_what_one_alone_would(choice, devices):
     )
     assert b.peak.nbytes == pytest.approx(a.peak.nbytes, rel=0.02)
     assert b.times.recomputed == a.times.recomputed
-    assert b.times.total >= a.times.total  # exchanges take their time
+    assert b.times.total >= a.times.total  # collectives take their time
 
 
 def with_moments(w, moments, x):

@@ -28,9 +28,9 @@ from tests.jaxoff.plan.planned import (
     arguments,
     divided,
     flat_scan,
+    iteration,
     layer,
     scanned,
-    turn,
     unrolled,
 )
 
@@ -65,7 +65,7 @@ def test_residual_bytes_are_those_of_the_differentiated_program(x_in, act):
 def test_layers_one_after_the_other_are_of_one_kind():
     found = divided(unrolled, *arguments())
     assert sorted(found.counts) == [1, LAYERS - 1]  # the first one's input is the program's
-    assert [kind.turns for kind in found.layers] == [1, 1]
+    assert [kind.iterations for kind in found.layers] == [1, 1]
     assert {point.holds for point in found.points if point.kind is None} >= {(LAYERS - 1, 1), (0, 0)}
 
 
@@ -96,7 +96,7 @@ def test_making_again_takes_what_is_not_kept_before_it(monkeypatch):
 
 @pytest.mark.parametrize("form", ["scan", "at once"])
 def test_of_a_loop_only_what_is_needed_is_made_again(form, monkeypatch):
-    """The second product of each turn makes what the layer returns, which no gradient reads."""
+    """The second product of each iteration makes what the layer returns, which no gradient reads."""
     monkeypatch.setattr(kernel_time, "IDLE", 1.0)
     monkeypatch.setattr(kernel_time, "LOAD", 0.0)
 
@@ -111,7 +111,7 @@ def test_of_a_loop_only_what_is_needed_is_made_again(form, monkeypatch):
         return x + lax.scan(lambda c, x: (c, chunk(x)), 0, x.reshape(4, -1, WIDTH))[1].reshape(x.shape), None
 
     quick = dataclasses.replace(DEVICE, memory_gbps=1e12)
-    kind = LayerModel(turn(scanned(body), *arguments(), device=quick), 1, quick)
+    kind = LayerModel(iteration(scanned(body), *arguments(), device=quick), 1, quick)
     times = kind.times(kind.use({}))
     product = 1e3 * 2 * 2 * ROWS * WIDTH * HIDDEN / quick.flops / PRODUCTS
     assert times.recomputed == pytest.approx(product, rel=0.01)
@@ -152,8 +152,8 @@ def test_a_step_takes_all_turns_and_what_is_outside():
     whole = model()
     choice = {"act": MOVE}
     kind = whole.layers[0]
-    turns = kind.times(kind.use(choice)) * LAYERS
-    assert whole.cost(choice).times.total == pytest.approx(turns.total + whole.outside_ms)
+    iterations = kind.times(kind.use(choice)) * LAYERS
+    assert whole.cost(choice).times.total == pytest.approx(iterations.total + whole.outside_ms)
     assert whole.outside_ms > 0
 
 
@@ -197,7 +197,8 @@ def test_what_is_moved_is_on_the_device_only_around_its_use():
     there = [kind.copies(moved[0], first, s) for s in range(len(steps))]
     assert (there[0], there[last], max(there)) == (0, 1, 1)
     slow = model(device=dataclasses.replace(DEVICE, h2d_gbps=1e-9)).layers[0]
-    # What comes a turn ahead has its place all the time, and one more while the value of the turn is read.
+    # What comes an iteration ahead has its place all the time, and one more while the value of the iteration
+    # is read.
     ahead = [slow.copies(moved[0], first, s) for s in range(len(steps))]
     assert ahead == [2] * (last + 1) + [1] * (len(steps) - last - 1)
 
@@ -316,7 +317,7 @@ def test_marks_decide():
         act = jaxoff.mark_offload(jnp.tanh(x @ w["up"]))
         return x + act @ w["down"], None
 
-    found = turn(scanned(body), *arguments())
+    found = iteration(scanned(body), *arguments())
     assert list(found.labels()) == [UNNAMED_DOTS]
     assert {value.label: value.fixed for value in found.values if value.fixed} == {
         "x_in": SAVE,
@@ -425,7 +426,7 @@ def test_gradients_that_are_only_written_come_at_once_and_take_no_memory():
         return x + act @ w["down"].astype(x.dtype), None
 
     w, x = arguments()
-    steps = turn(scanned(body), w, jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)).backward
+    steps = iteration(scanned(body), w, jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)).backward
     written = [s for s, step in enumerate(steps) if step.what.startswith("convert_element_type")]
     assert len(written) == 2
     assert written[1] > written[0] + 1, "the second product comes after the first one's gradient is written"

@@ -110,10 +110,10 @@ def test_microbatches_take_their_time_and_a_sum_of_gradients():
     choice = dict(x_in="host")
     three, loss = planner(*in_microbatches(3)).model, planner(scanned(), arguments(), argnums=0).model
     (kind,) = three.layers
-    assert (kind.runs, kind.turns) == (3, 3 * LAYERS)
+    assert (kind.runs, kind.iterations) == (3, 3 * LAYERS)
     found, expected = three.cost(choice), loss.cost(choice)
     assert found.times.recomputed == pytest.approx(3 * expected.times.recomputed)
-    # Each turn of a loop hands a gradient on, though that of the rows is not asked for.
+    # Each iteration of a loop hands a gradient on, though that of the rows is not asked for.
     assert kind.layer.backward_ms == loss.layers[0].layer.backward_ms
     assert found.times.slowed == pytest.approx(3 * expected.times.slowed)
     assert found.host_nbytes == expected.host_nbytes

@@ -74,8 +74,8 @@ def layers(draw, labels):
             of = tuple(filter(None, [shared()]))
             yield Step("", small, draw(sizes), small // 2, 3.0 * (i + 1), small // 4, of, draw(st.booleans()))
 
-    turns, in_order = draw(st.sampled_from([1, 3])), draw(st.booleans())
-    return Layer(turns, made, tuple(passed(len(made))), tuple(passed(steps)), "", in_order)
+    iterations, in_order = draw(st.sampled_from([1, 3])), draw(st.booleans())
+    return Layer(iterations, made, tuple(passed(len(made))), tuple(passed(steps)), "", in_order)
 
 
 MODELS = st.lists(

@@ -1,4 +1,4 @@
-"""Exchanges between devices in a program in order: what goes first, what stands beside them, and when."""
+"""Collectives between devices in a program in order: what goes first, what stands beside them, and when."""
 
 import functools
 import itertools
@@ -67,7 +67,7 @@ def exchanged(x, axis="expert"):
 
 
 def with_shared_products(x, w):
-    """An expert's product, and, before it in the program, others that need no exchange."""
+    """An expert's product, and, before it in the program, others that need no collective."""
     shared = jnp.tanh(x @ w) @ w.T
     rows = exchanged(jnp.sort(x, axis=1))
     return (exchanged(rows @ w) + shared,)

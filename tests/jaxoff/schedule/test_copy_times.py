@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxoff._device.profile import Device
-from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._schedule.copy_times import CopyTimes
 
 DEVICE = Device(flops=1, memory_gbps=1, d2h_gbps=1e-3, h2d_gbps=1e-3)  # a kilobyte takes a millisecond
@@ -15,24 +15,24 @@ DEVICE = Device(flops=1, memory_gbps=1, d2h_gbps=1e-3, h2d_gbps=1e-3)  # a kilob
 REST = 8  # products after those that read
 
 
-def turn(large, small, q, k, x):
-    """Reads q and k of this turn, fetches them for the next one, and goes on."""
+def iteration(large, small, q, k, x):
+    """Reads q and k of this iteration, fetches them for the next one, and goes on."""
     on_device = jax.memory.Space.Device
     rest = functools.reduce(lambda y, _: y @ x, range(REST), x)
     return jax.device_put(large, on_device), jax.device_put(small, on_device), q @ x, k @ x, rest
 
 
 def timed(read_at, end, rest_at=None):
-    """The times of a turn, two copies of 4 ms and of 1, and what each replaces: read until some time."""
+    """An iteration's times, two copies of 4 ms and of 1, and what each replaces: read until some time."""
     host = jax.memory.Space.Host
     on_host = [jax.typeof(jax.device_put(jnp.ones(n, jnp.uint8), host)) for n in (4000, 1000)]
     sizes = ((4, 8), (2, 8), (8, 8))
-    jaxpr = jax.make_jaxpr(turn)(*on_host, *(jnp.ones(size) for size in sizes)).jaxpr
+    jaxpr = jax.make_jaxpr(iteration)(*on_host, *(jnp.ones(size) for size in sizes)).jaxpr
     names = [eqn.primitive.name for eqn in jaxpr.eqns]
     large, small = (i for i, name in enumerate(names) if name == "device_put")
     reads = [i for v in jaxpr.invars[2:4] for i, eqn in enumerate(jaxpr.eqns) if v in eqn.invars]
     rest = [i for i, name in enumerate(names) if name == "dot_general" and i not in reads]
-    times = CopyTimes(jaxpr.eqns, Units(jaxpr.eqns, frozenset(jaxpr.outvars)), DEVICE)
+    times = CopyTimes(jaxpr.eqns, KernelGraph(jaxpr.eqns, frozenset(jaxpr.outvars)), DEVICE)
     last = max(read_at)
     even = [last + (end - last) * (n + 1) / REST for n in range(REST)]
     ends = [*read_at, *(rest_at or even)]
@@ -85,13 +85,13 @@ def leave(x, *values):
     ],
 )
 def test_what_is_sent_a_turn_later_gives_up_its_memory_if_that_is_in_time_even_as_the_last(made_at, found):
-    """Copies of 3.3 ms to the host, by when their values are made, in a turn of 10 ms.
+    """Copies of 3.3 ms to the host, by when their values are made, in an iteration of 10 ms.
 
-    Those found end after it. True: the copy of the turn before is done before the value is made, though of
-    copies that wait at one time it goes last.
+    Those found end after it. True: the copy of the iteration before is done before the value is made, though
+    of copies that wait at one time it goes last.
     """
     jaxpr = jax.make_jaxpr(leave)(jnp.ones((8, 8)), *(jnp.ones(3000, jnp.uint8) for _ in made_at)).jaxpr
-    times = CopyTimes(jaxpr.eqns, Units(jaxpr.eqns, frozenset(jaxpr.outvars)), DEVICE)
+    times = CopyTimes(jaxpr.eqns, KernelGraph(jaxpr.eqns, frozenset(jaxpr.outvars)), DEVICE)
     sends = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "device_put"]
     products = [i for i in range(len(jaxpr.eqns)) if i not in sends]
     times.add(products[-1], 10.0)

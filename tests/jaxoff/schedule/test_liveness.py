@@ -5,7 +5,7 @@ import pytest
 from jax import lax
 
 from jaxoff._jaxpr.dataflow import variables
-from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._schedule.liveness import beside, held_nbytes
 from tests.jaxoff.jaxpr.test_kernels import ROWS, WIDTH, depends, in_order, place, straight_of
@@ -16,8 +16,8 @@ ROW_NBYTES = 4 * WIDTH
 
 def units_of(fun, *args):
     _, straight = straight_of(fun, *args)
-    units = Units(straight.eqns, straight.outs)
-    return straight, units, units.all
+    graph = KernelGraph(straight.eqns, straight.outs)
+    return straight, graph, graph.kernels
 
 
 def test_a_value_is_held_from_the_unit_that_makes_it_to_the_last_that_reads_it():
@@ -27,8 +27,8 @@ def test_a_value_is_held_from_the_unit_that_makes_it_to_the_last_that_reads_it()
         c = b @ w
         return a, c @ w
 
-    straight, units, order = units_of(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
-    held = held_nbytes(order, straight.eqns, units, straight.outs)
+    straight, graph, order = units_of(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    held = held_nbytes(order, straight.eqns, graph, straight.outs)
     assert [n // (ROWS * ROW_NBYTES) for n in held] == [1, 2, 3, 3]
 
 
@@ -66,9 +66,9 @@ def test_rows_by_the_same_indices_are_gathered_side_by_side():
 
 @pytest.mark.parametrize(("between", "after", "pairs"), [(1, 8 * WIDTH, 1), (8 * WIDTH, 1, 0)])
 def test_only_where_the_order_holds_as_much_elsewhere(between, after, pairs):
-    straight, units, order = units_of(gathered_twice, *arguments(between, after))
+    straight, graph, order = units_of(gathered_twice, *arguments(between, after))
     names = {i: straight.eqns[i].primitive.name for i in order}
-    found = beside(order, straight, units, large_nbytes=4 * ROWS * WIDTH)
+    found = beside(order, straight, graph, large_nbytes=4 * ROWS * WIDTH)
     assert [(names[a], names[b]) for a, b in found.items()] == [("gather", "gather")] * pairs
 
 
@@ -79,8 +79,8 @@ def test_neither_reads_what_the_other_makes():
         return rows @ spread @ spread.T, again @ w
 
     x, _, w, order, _, spread = arguments(1, 8 * WIDTH)
-    straight, units, all_units = units_of(fun, x, w, order % ROWS, spread)
-    assert beside(all_units, straight, units, large_nbytes=4) == {}
+    straight, graph, all_units = units_of(fun, x, w, order % ROWS, spread)
+    assert beside(all_units, straight, graph, large_nbytes=4) == {}
 
 
 def test_a_light_kernel_and_one_of_its_readers_can_be_one():

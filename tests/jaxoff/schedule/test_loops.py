@@ -95,7 +95,7 @@ def test_stacks_that_the_compiler_divides_are_not_left_to_an_allocation():
 
 
 def test_what_a_turn_takes_in_and_keeps_goes_into_its_stack_first():
-    """At the end of the turn the next one's takes its memory, and it would be copied before."""
+    """At the end of the iteration the next one's takes its memory, and it would be copied before."""
 
     def loss(w, x):
         policy = jaxoff.policy(offload=["act"], save=["x_in"])
@@ -116,7 +116,7 @@ def test_what_a_turn_takes_in_and_keeps_goes_into_its_stack_first():
 
 
 def test_what_would_be_late_is_fetched_a_turn_ahead():
-    """The forward loop hands over what the backward loop's first turn needs: nothing is fetched twice."""
+    """The forward loop hands over what the backward loop needs first: nothing is fetched twice."""
     program = program_of(jax.grad(loss), *arguments())
     forward, back = loops(program)
     assert [v.aval.shape for v in forward.outvars[-2:]] == [(ROWS, WIDTH), (ROWS, HIDDEN)]
@@ -146,7 +146,7 @@ def readers(jaxpr, variable):
 
 @pytest.mark.parametrize(("device", "aside"), [(EVEN, False), (SLOW, True)], ids=["even", "slow"])
 def test_a_reload_ahead_waits_for_the_last_reader_of_what_it_replaces(device, aside):
-    """That is a copy on the device, from where the turn reads it, if the turn would read it too long."""
+    """That is a copy on the device, which the iteration reads, if the iteration would read it too long."""
     _, back = loops(program_of(jax.grad(loss), *arguments(), device=device))
     ahead = [eqn for eqn in reloads(back) if eqn.outvars[0] in back.outvars]
     assert ahead
@@ -192,7 +192,7 @@ def test_what_is_made_late_is_sent_a_turn_later(gbps, in_place):
 
 
 def rows_at(body, count):
-    """The rows that a turn reads and writes, by the count of turns, and the next count."""
+    """The rows that an iteration reads and writes, by the count of iterations, and the next count."""
     at = {body.invars[-len(body.outvars)]: count}
     operations = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b}
     rows = []
@@ -270,7 +270,7 @@ def test_a_reload_that_would_come_early_waits_for_its_time():
     assert any(eqn.invars[1].aval.size == 1 for eqn in writes)
 
 
-@pytest.mark.parametrize("device", [SLOW, INSTANT], ids=["ahead", "in its turn"])
+@pytest.mark.parametrize("device", [SLOW, INSTANT], ids=["ahead", "in its iteration"])
 def test_each_stack_has_one_spare_row(device):
     program = program_of(jax.grad(loss), *arguments(), device=device)
     assert rows_of_host_stacks(program) == [(LAYERS + 1, ROWS, WIDTH), (LAYERS + 1, ROWS, HIDDEN)]

@@ -39,7 +39,7 @@ def step(policy=BOTH, body=stage, after=lambda gradients: gradients):
 
     def local(w, x):
         def share(w, x):
-            # A constant of the loop: its gradient is a sum over the turns.
+            # A constant of the loop: its gradient is a sum over the iterations.
             bias = jnp.sum(jax.tree.leaves(w)[0][0, :, :1])
             return jnp.sum(jaxoff.scan(lambda x, w: body(x + bias, w), x, w, policy=policy)[0])
 
@@ -127,7 +127,7 @@ def test_sums_of_the_backward_loop_start_from_zeros_made_after_the_forward_loop(
 
 
 def test_stacks_of_gradients_are_not_allocated_while_an_exchange_is_under_way():
-    """They lead to an exchange and wait for nothing, but are no work."""
+    """They lead to a collective and wait for nothing, but are no work."""
 
     def local(w, x):
         def share(w, x):

@@ -13,7 +13,7 @@ import jaxoff
 from jaxoff._device.profile import H200, Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inlined
-from jaxoff._jaxpr.kernels import Units
+from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._schedule.copy_times import Reloads
 from jaxoff._schedule.order import Order
@@ -250,14 +250,14 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
     """Behind them a large kernel could begin first, and keep the small ones waiting that start it."""
     size = (64, 64)
 
-    def turn(stack, rows, x, number):
+    def iteration(stack, rows, x, number):
         total = lax.dynamic_update_slice(rows, (x @ x)[None], (number, 0, 0))
         last = jnp.tanh(total[0]) @ x  # light, then heavy
         row = lax.dynamic_slice(stack, (number, 0, 0), (1, *size))
         return (total if is_result else total.sum()), jax.device_put(row, jax.memory.Space.Device)[0] + last
 
     stack = jax.typeof(jax.device_put(jnp.ones((4, *size)), jax.memory.Space.Host))
-    jaxpr = jax.make_jaxpr(turn)(stack, jnp.ones((4, *size)), jnp.ones(size), 1).jaxpr
+    jaxpr = jax.make_jaxpr(iteration)(stack, jnp.ones((4, *size)), jnp.ones(size), 1).jaxpr
     (reload,) = (i for i, eqn in enumerate(jaxpr.eqns) if compat.transfer_in(eqn) == "H2D")
     outs = frozenset(v for v in jaxpr.outvars if isinstance(v, compat.Var))
     program = Straight(
@@ -265,11 +265,11 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
         outs,
         (True,) * len(jaxpr.eqns),
         holds_copies=False,
-        turn=jaxpr.invars[3],
+        iteration=jaxpr.invars[3],
         spare={jaxpr.invars[0]: Spare(0, 1)},
     )
     reloads = Reloads((reload,), {reload: 2})
-    order = Order(program, Units(program.eqns, outs), H200, 1 << 10, reloads, {}).run()
+    order = Order(program, KernelGraph(program.eqns, outs), H200, 1 << 10, reloads, {}).run()
     names = [eqn.primitive.name for eqn in order.eqns]
     began = next(i for i, eqn in enumerate(order.eqns) if compat.transfer_in(eqn) == "D2H")
     assert names.index("dot_general") < names.index("dynamic_update_slice")
