@@ -1,10 +1,10 @@
-"""The bubble of a pipeline, measured: what a step takes beyond its microbatches.
+"""The bubble of a pipeline: the part of a step beyond its microbatches.
 
-Steps of one mesh with several numbers of microbatches m, and of stages V on each of its P ranks, take turns
-in one process. The slope of a line through the times is what a microbatch takes; the bubble is what a step
-takes beyond m of those, as a part of them. A rank that has nothing to do in P - 1 of its ticks makes that
-(P - 1) / (V m). What a step does once, such as adding up gradients between ranks, counts as bubble here; what
-it does for each microbatch outside of stages, its head, makes the bubble less than that.
+Steps of a mesh with several numbers m of microbatches, and V of stages on each of the mesh's P ranks,
+alternate in a process. A line is fitted to the times; its slope is the time of a microbatch, and the bubble
+is the rest of the step's time over m microbatches. A rank idle in P - 1 of its ticks gives a bubble
+of (P - 1) / (V m). Work done once a step, such as adding up gradients between ranks, counts as bubble here;
+work done for each microbatch outside of stages, such as the head, makes the bubble smaller than the formula.
 
     python -m bench.bubble --out bubble.json --pipe 2 --virtual 1 2 --microbatches 4 8 16
 
@@ -36,7 +36,7 @@ from bench.parallel_programs import (
     shrink,
 )
 from bench.provenance import provenance
-from bench.rounds import times_in_rounds
+from bench.rounds import time_in_rounds
 from bench.step_variants import Program
 from models.divided import Layout
 from models.mesh import MeshShape
@@ -46,7 +46,7 @@ type Row = dict[str, Any]
 
 
 def derive(rows: Sequence[Row]) -> None:
-    """Adds what a microbatch takes, and the bubble, to rows of one pipeline that differ in microbatches."""
+    """Adds the time of a microbatch, and the bubble, to rows of a pipeline with different microbatches."""
     m = np.array([row["microbatches"] for row in rows], float)
     slope = np.polyfit(m, [row["ms"] for row in rows], 1)[0]
     for row in rows:
@@ -55,7 +55,7 @@ def derive(rows: Sequence[Row]) -> None:
 
 
 def workloads(o: argparse.Namespace) -> list[Workload]:
-    """One for each number of stages and of microbatches."""
+    """A workload for each number of stages and of microbatches."""
     policy = jaxoff.policy(offload=OFFLOAD.split(","), save=SAVE.split(","))
     mesh = MeshShape(pipe=o.pipe)
     return [
@@ -69,18 +69,18 @@ def measure(o: argparse.Namespace) -> list[Row]:
     """A row for each workload.
 
     Raises:
-      RuntimeError: if one does not compile.
+      RuntimeError: if a workload does not compile.
     """
 
-    def lowering(workload: Workload) -> Callable[[], jax.stages.Lowered]:
-        return lambda: workload.jitted(VARIANTS[o.variant]).lower(*workload.shapes())
+    def lower(workload: Workload) -> Callable[[], jax.stages.Lowered]:
+        return lambda: workload.jit_step(VARIANTS[o.variant]).lower(*workload.shapes())
 
-    def compiled(name: str, found: Program | Row) -> None:
+    def report(name: str, found: Program | Row) -> None:
         if not isinstance(found, Program):
             raise RuntimeError(f"{name}: {found['error']}")
         say(f"  {name}: lowered in {found.lower_s:.0f} s, compiled in {found.compile_s:.0f} s")
 
-    programs = compile_lowered({w.name: lowering(w) for w in o.workloads}, o.jobs, compiled)
+    programs = compile_lowered({w.name: lower(w) for w in o.workloads}, o.jobs, report)
     by_stages = {workload.layout.virtual: workload for workload in o.workloads}
     weights = {virtual: workload.weights() for virtual, workload in by_stages.items()}
     calls = {}
@@ -90,7 +90,7 @@ def measure(o: argparse.Namespace) -> list[Row]:
     for call in calls.values():
         jax.block_until_ready(call())
     rows = []
-    for (virtual, m), times in times_in_rounds(calls, o.repeats).items():
+    for (virtual, m), times in time_in_rounds(calls, o.repeats).items():
         schedule = Schedule(o.pipe, virtual, m)
         row = {"virtual": virtual, "microbatches": m, "ticks": schedule.ticks, "formula": schedule.bubble}
         rows.append(row | summary(times) | {"repeats": len(times)})
@@ -100,7 +100,7 @@ def measure(o: argparse.Namespace) -> list[Row]:
 
 
 def line_of(row: Row) -> str:
-    """One measured row, for the terminal."""
+    """Formats a measured row for the terminal."""
     return (
         f"  {row['virtual']} stages a rank, {row['microbatches']:3} microbatches  {row['ms']:9.2f} ms  "
         f"bubble {row['bubble']:6.1%}, by formula {row['formula']:6.1%}"

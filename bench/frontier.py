@@ -1,28 +1,28 @@
 """Plans of `jaxoff.plan` for six budgets against stock policies, MaxText's and single names: memory and time.
 
-Memory: each point is a process of its own, which a planned point runs for many steps with
-XLA_PYTHON_CLIENT_MEM_FRACTION at its budget. Times: of all points that fit beside each other, in turns in one
-process. The result file is rewritten after every point; `--resume` takes up an earlier one, whose memory is
-not measured again. Times first, since the other processes then find their programs in jax's compilation
+Memory: each point runs in a process of its own; a plan runs for many steps with
+XLA_PYTHON_CLIENT_MEM_FRACTION at its budget. Times: all points that fit the device together alternate in a
+process. The result file is rewritten after every point; `--resume` reads an earlier file, whose memory is not
+measured again. Times come first, since the other processes then find their programs in jax's compilation
 cache, if there is one.
 
     python -m bench.frontier --out a.json --workloads dense-b4-l12 --no-peaks
     python -m bench.frontier --out b.json --resume a.json --workloads dense-b4-l12 --no-times --limit-s 200
     python -m bench.frontier_table b.json --markdown frontier.md --chart frontier.png
 
-The role `every` is all placements of a layer with few names, to hold plans against what is the fastest:
+The role `every` is all placements of a layer with few names, to compare plans with the fastest placement:
 
     python -m bench.frontier --out c.json --workloads mlp-b4-l6 --roles plan,stock,every --no-peaks
 
-On a GPU each plan is checked by compiling its step there (`compile_step` of `jaxoff.plan`). `--ahead` does so
-on a machine without one, for an H200, and leaves some memory for kernels that differ on the card; `--resume`
-then measures what it found.
+On a GPU each plan is checked by compiling its step there (`compile_step` of `jaxoff.plan`). `--ahead`
+compiles for an H200 on a machine without a GPU, and leaves memory for kernels that differ on the card;
+`--resume` then measures the plans.
 
-`--predict` says what the planner now predicts for the points of a file, without a GPU:
+`--predict` replaces the predictions in a file by the planner's current predictions, without a GPU:
 
     python -m bench.frontier --predict --resume a.json --workloads dense-b4-l12 --out d.json
 
-`--tiny` runs it on a CPU; figures that only a GPU has are null there.
+`--tiny` runs on a CPU; GPU-only figures are null there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from bench.frontier_points import (
 from bench.grouped_mlp import describe, say
 from bench.options import one_of
 from bench.provenance import provenance
-from bench.step import compiled_facts, time_in_turns
+from bench.step import compiled_facts, time_variants
 from bench.step_limits import fill_pinned_pool, set_defaults, too_large_beside
 from bench.step_models import Workload
 from bench.step_peaks import run_child, wait_for_turn
@@ -71,7 +71,7 @@ type Row = dict[str, Any]
 
 
 def measure(workload: Workload, point: Point, steps: int) -> Row:
-    """Takes steps in this process, which did nothing else, when its turn comes."""
+    """Runs steps in this otherwise idle process, after the permission to run."""
     found: Row = {}
     programs = compile_all(
         workload, {point.name: point.step(workload)}, 1, lambda _, result: found.update(_failure(result))
@@ -82,7 +82,7 @@ def measure(workload: Workload, point: Point, steps: int) -> Row:
     try:
         call = programs[point.name].call
         found |= compiled_facts(call)
-        # By way of the host: what makes the weights leaves holes between them.
+        # By way of the host: temporaries of drawing the weights leave holes in the device's memory.
         arguments = jax.device_put(jax.device_get(workload.arguments("scanned")))
         for step in range(steps):
             jax.block_until_ready(call(*arguments))
@@ -117,10 +117,10 @@ def measure_memory(
     over: Callable[[], bool],
     save: Callable[[], None],
 ) -> None:
-    """Measures each point that has no memory yet in a process of its own, within its budget if it has one."""
+    """Measures points without memory figures, each in a process of its own, within its budget if any."""
     whole, running = device_bytes(), threading.Lock()
 
-    def measured(row: Row) -> None:
+    def measure_memory(row: Row) -> None:
         if over():
             return
         point, environment, steps = row["point"], {_PREALLOCATE: "false"}, 2
@@ -144,11 +144,11 @@ def measure_memory(
 
     for group in _groups([row for row in rows if "memory" not in row], whole):
         with ThreadPoolExecutor(o.jobs) as pool:
-            list(pool.map(measured, group))
+            list(pool.map(measure_memory, group))
 
 
 def _groups(rows: list[Row], whole: int | None) -> list[list[Row]]:
-    """Rows without a budget, and then those whose budgets the device holds beside each other."""
+    """Rows without a budget, and then rows whose budgets fit the device together."""
     groups: list[list[Row]] = [[row for row in rows if row["point"]["budget"] is None], []]
     taken = 0
     for row in rows:
@@ -170,7 +170,7 @@ def measure_times(
     save: Callable[[], None],
     card: jaxoff.Device | None,
 ) -> None:
-    """Times the points in turns, beside what their times should be by this card's own rates."""
+    """Times the points in balanced rounds, and predicts the times by the rates of this card."""
     points = {row["point"]["name"]: Point(**row["point"]) for row in rows}
     planner = None if card is None else planner_of(workload, card)
     times: dict[str, Row] = {
@@ -184,11 +184,11 @@ def measure_times(
             row["time"] = times[row["point"]["name"]]
         save()
 
-    def compiled(name: str, result: Any) -> None:
+    def report(name: str, result: Any) -> None:
         times[name] |= _failure(result)
         keep()
 
-    programs = compile_all(workload, steps, o.jobs, compiled)
+    programs = compile_all(workload, steps, o.jobs, report)
     for name, reason in too_large_beside(workload, programs).items():
         times[name]["error"] = reason
     programs = {name: program for name, program in programs.items() if "error" not in times[name]}
@@ -198,7 +198,7 @@ def measure_times(
     for name, known in facts.items():
         times[name]["device_peak_bytes"] = known["device_peak_bytes"]
     fill_pinned_pool(max((known["host_bytes"] for known in facts.values()), default=0))
-    time_in_turns(programs, arguments, times, o.repeats, o.sample_ms, over, keep)
+    time_variants(programs, arguments, times, o.repeats, o.sample_ms, over, keep)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -216,7 +216,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9, help="samples of each point")
     parser.add_argument("--sample-ms", type=float, default=600.0, help="shorter steps are queued")
     parser.add_argument("--jobs", type=int, default=6, help="how many programs compile at a time")
-    parser.add_argument("--limit-s", type=float, help="start nothing after so many seconds")
+    parser.add_argument("--limit-s", type=float, help="start nothing after this many seconds")
     parser.add_argument("--no-peaks", action="store_true", help="no memory")
     parser.add_argument("--no-times", action="store_true", help="no times")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
@@ -248,7 +248,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def rows_of(workload: Workload, o: argparse.Namespace, earlier: list[Row]) -> list[Row]:
-    """The points of a workload: an earlier file's, and those of roles that it lacks."""
+    """The points of a workload: the points of an earlier file, and the points of roles missing there."""
     known = [row for row in earlier if row["workload"] == workload.name and row["point"]["role"] in o.roles]
     roles = [role for role in o.roles if role not in {row["point"]["role"] for row in known}]
     if o.predict or not roles:
@@ -256,7 +256,7 @@ def rows_of(workload: Workload, o: argparse.Namespace, earlier: list[Row]) -> li
     target = jaxoff.target("h200") if o.ahead else None
     with target.tracing() if target else contextlib.nullcontext():
         planner = planner_of(workload)
-        is_known = o.ahead or jax.default_backend() == "gpu"  # what XLA assigns there
+        is_known = o.ahead or jax.default_backend() == "gpu"  # whether XLA assigns memory as on a GPU
         compile_step = compiled_for(workload, target) if is_known else None
         budgets = budgets_of(planner, o.budgets)
         points = points_of(workload, planner, roles, budgets, compile_step, ahead=o.ahead)
@@ -264,7 +264,7 @@ def rows_of(workload: Workload, o: argparse.Namespace, earlier: list[Row]) -> li
 
 
 def predict_anew(workload: Workload, rows: list[Row], tiny: bool) -> None:
-    """Puts what the planner predicts in the place of what it did, for the shipped profile."""
+    """Replaces the predictions of the points by the planner's current ones, for the shipped profile."""
     with contextlib.nullcontext() if tiny else jaxoff.target("h200").tracing():
         planner = planner_of(workload)
     for row in rows:
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
         o.out.write_text(json.dumps(result, indent=1) + "\n")
 
     if not o.no_peaks:
-        # Tracing chooses kernels by the device: children measure, and this process holds little of it.
+        # Tracing chooses kernels by the device: children measure, and this process allocates little.
         os.environ[_PREALLOCATE] = "false"
     by_workload = {workload: rows_of(workload, o, earlier["rows"]) for workload in o.workloads}
     taken = [row for rows in by_workload.values() for row in rows]
@@ -297,7 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
     this = provenance(vars(o) | {"workloads": ",".join(workload.name for workload in o.workloads)})
     result["sources"] = [*result.pop("earlier"), this]
     save()
-    card: jaxoff.Device | None = None  # which differs from the one whose profile the points were planned by
+    card: jaxoff.Device | None = None  # unlike the profile by which the points were planned
     for workload, rows in by_workload.items():
         say(f"\n{workload.name}")
         if o.predict:

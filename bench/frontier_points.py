@@ -1,4 +1,4 @@
-"""The points that `bench.frontier` measures: plans for budgets, stock policies, MaxText's, single names."""
+"""The points of `bench.frontier`: plans for budgets, stock policies, MaxText's, single names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxoff._policy.policy import Placement
 type Role = Literal["plan", "layers", "stock", "maxtext", "single", "bound", "every"]
 
 ROLES: tuple[Role, ...] = ("plan", "layers", "stock", "maxtext", "single", "bound")
-# All placements of a layer that has few names.
+# All placements of a layer with few names.
 EVERY: Role = "every"
 FEW_NAMES = ("mlp",)
 STOCK = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "offload_dots")
@@ -36,7 +36,7 @@ _STOCK_CHOICES: dict[str, dict[str, Placement]] = {
     "dots_saveable": {UNNAMED_DOTS: "device"},
     "offload_dots": {UNNAMED_DOTS: "host"},
 }
-# MaxText's remat_policy (decoders.py, get_remat_policy): what is saved or offloaded, by its names.
+# MaxText's remat_policy (decoders.py, get_remat_policy): the saved or offloaded values, by MaxText's names.
 _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
 _MINIMAL = (*_QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwi", "mlpwo")
 MAXTEXT: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -50,16 +50,16 @@ MAXTEXT: dict[str, tuple[str, tuple[str, ...]]] = {
     "qkv_proj_offloaded": ("offload", _QKV),
     "minimal_offloaded": ("offload", _MINIMAL),
 }
-# Those names by the ones of the workloads' layers.
+# MaxText's names by the names of the workloads' layers.
 _SAME: dict[str, dict[str, str]] = {
     "mlp": {"mlpwi": "pre", "mlpwo": "down"},
     "dense": {"qkv_proj": "qkv", "context": "attn", "out_proj": "out_proj", "mlpwi": "pre", "mlpwo": "down"},
     "nano": {"qkv_proj": "attn.qkv", "context": "attn.core", "mlpwi": "moe.act", "mlpwo": "moe.combined"},
 }
-# What a step compiled ahead of time leaves of a budget, and of a small one: on the card it has other kernels,
+# Part of a budget, and of a small budget, left free by plans made ahead of time: the card has other kernels,
 # whose memory of their own has been up to five times 32 MiB (bench/LOG.md).
 AHEAD_NBYTES, AHEAD_PART = 192 << 20, 0.012
-# XLA's pool of pinned memory, with room for what is not a residual.
+# XLA's pool of pinned memory, with room for buffers besides residuals.
 HOST_BYTES = 90e9
 
 
@@ -68,13 +68,13 @@ class Point:
     """A way to place residuals, JSON-ready.
 
     Attributes:
-      name: of the point.
-      role: what it is compared as.
+      name: the point's name.
+      role: the kind of point, a `Role`.
       policy: fields of a `jaxoff.Policy` or a `jaxoff.FirstLayers`; None with a stock policy or without any.
-      stock: one of `STOCK`, or None.
-      budget: bytes of device memory that it was planned for, or None.
-      predicted: by the planner: "ms", "peak_bytes", "host_bytes", and "compiled_bytes" of what was compiled;
-        empty where it does not know.
+      stock: a key of `STOCK`, or None.
+      budget: bytes of device memory for which the point was planned, or None.
+      predicted: by the planner: "ms", "peak_bytes", "host_bytes", and "compiled_bytes" of the compiled step;
+        empty where the planner has no prediction.
       also: names of points with the same program, which is measured once.
     """
 
@@ -87,7 +87,7 @@ class Point:
     also: tuple[str, ...] = ()
 
     def step(self, workload: Workload) -> Step:
-        """Its training step, by `jaxoff.jit`: with the copies that it has beside the compute."""
+        """The point's training step, compiled by `jaxoff.jit`, with copies beside compute."""
         step = jax.value_and_grad(loss(workload, "planned", self._stack()), (0, 1))
         return Step("scanned", jaxoff.jit(step), self.name)
 
@@ -125,18 +125,18 @@ def planner_of(workload: Workload, device: jaxoff.Device | None = None) -> Plann
 
 
 def budgets_of(planner: Planner, number: int) -> list[int]:
-    """Even budgets from the peak of making everything again to what the fastest placement needs to fit.
+    """Even budgets from the peak of recomputing everything to the peak of the fastest placement.
 
-    The first one is more where no plan fits that peak with its margin.
+    The first budget is larger where no plan fits the peak of recomputing everything with its margin.
     """
     model = dataclasses.replace(planner.model, margin=MARGIN)
 
-    def fitting(choice: Any) -> float:
+    def needed_bytes(choice: Any) -> float:
         assert choice is not None
         return 1.001 * model.needed(choice)
 
-    low = max(1.001 * model.cost({}).peak.nbytes, fitting(smallest(model, int(HOST_BYTES), {})))
-    high = max(low, fitting(fastest(model, 10**15, int(HOST_BYTES), {})))
+    low = max(1.001 * model.cost({}).peak.nbytes, needed_bytes(smallest(model, int(HOST_BYTES), {})))
+    high = max(low, needed_bytes(fastest(model, 10**15, int(HOST_BYTES), {})))
     return [math.ceil(low + (high - low) * i / max(1, number - 1)) for i in range(number)]
 
 
@@ -151,8 +151,8 @@ def points_of(
 ) -> list[Point]:
     """The points of a workload.
 
-    With `compile_step` plans are checked by compilation, with no margin; if that is `ahead` of time, they
-    leave what kernels of the card may take more.
+    With `compile_step` plans are checked by compilation, with no margin; plans compiled `ahead` of time leave
+    memory for larger kernels on the card.
     """
     spared = AHEAD_PART if ahead else 0.0
     found = {
@@ -168,7 +168,7 @@ def points_of(
 
 
 def _each_once(points: list[Point], planner: Planner) -> list[Point]:
-    """Points that keep the same residuals in the same places become one; each plan stays, for its budget."""
+    """Merges points with the same residuals in the same places; each plan stays, for its budget."""
     found: dict[Any, Point] = {}
     for point in points:
         key, choice = point.name, _choice(point)
@@ -182,13 +182,13 @@ def _each_once(points: list[Point], planner: Planner) -> list[Point]:
 
 
 def _choice(point: Point) -> dict[str, Placement] | None:
-    """Where a point puts what has a label, as a planner says it; None where that cannot say it."""
+    """The placement of a label under a point, in a planner's terms; None where a planner has no term."""
     if point.policy is None:
         return _STOCK_CHOICES.get(point.stock or "")
-    return _placed(point.policy)
+    return _place_by_label(point.policy)
 
 
-def _placed(policy: dict[str, Any]) -> dict[str, Placement]:
+def _place_by_label(policy: dict[str, Any]) -> dict[str, Placement]:
     if "count" not in policy:
         placed: dict[str, Placement] = {
             label: place for verb, place in _PLACES.items() for label in policy.get(verb, ())
@@ -196,21 +196,21 @@ def _placed(policy: dict[str, Any]) -> dict[str, Placement]:
         if (place := _DOTS.get(policy.get("unmarked", ""))) is not None:
             placed[UNNAMED_DOTS] = place
         return placed
-    first, rest = _placed(policy["policy"]), _placed(policy["rest"])
+    first, rest = _place_by_label(policy["policy"]), _place_by_label(policy["rest"])
     return {**first, **{of_others(label): place for label, place in rest.items()}}
 
 
 def predicted_ms(planner: Planner, point: Point) -> float | None:
-    """A planner's time of a point; None where it does not know."""
-    return _predicted(planner, point).get("ms")
+    """A planner's time of a point; None where the planner has no prediction."""
+    return _predict(planner, point).get("ms")
 
 
 def predicted_anew(planner: Planner, point: Point) -> Point:
-    """A point as a planner predicts it; what its program took when it was compiled stays."""
-    return dataclasses.replace(point, predicted={**point.predicted, **_predicted(planner, point)})
+    """A point with the planner's prediction; the compiled bytes stay."""
+    return dataclasses.replace(point, predicted={**point.predicted, **_predict(planner, point)})
 
 
-def _predicted(planner: Planner, point: Point) -> dict[str, float]:
+def _predict(planner: Planner, point: Point) -> dict[str, float]:
     choice, first = _choice(point), (point.policy or {}).get("count")
     if choice is None:
         return {}
@@ -223,13 +223,13 @@ def compiled_for(workload: Workload, target: jaxoff.Target | None = None) -> Com
     """Compiles a workload's step, each policy once, ahead of time or for the device at hand."""
 
     @functools.cache
-    def compiled(policy: Policy) -> jax.stages.Compiled:
+    def compile_under(policy: Policy) -> jax.stages.Compiled:
         step = Point("", "plan", dataclasses.asdict(policy)).step(workload)
         if target is None:
             return step.jitted.lower(*workload.shapes("scanned")).compile()
         return target.compile(step.jitted, *workload.shapes("scanned"))
 
-    return compiled
+    return compile_under
 
 
 def _plans(
@@ -252,7 +252,7 @@ def _plans(
 def _plans_by_layer(
     planner: Planner, budgets: Sequence[int], compile_step: CompileStep | None, spared: float
 ) -> Iterator[Point]:
-    """Plans whose first layers are placed otherwise than the others, for the budgets for which those win."""
+    """Plans whose first layers are placed otherwise, for the budgets where these plans are faster."""
     for point in _plans(dataclasses.replace(planner, in_two=True), budgets, compile_step, spared):
         if point.policy is not None and "count" in point.policy:
             name = point.name.replace("plan", f"first {point.policy['count']},")
@@ -272,7 +272,7 @@ def _maxtext(planner: Planner, workload: Workload) -> Iterator[Point]:
 
 
 def _singles(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
-    """For each budget the fastest choice, as predicted, that keeps one name only."""
+    """For each budget the choice with a single kept name and the least predicted time."""
     every = [
         predicted_anew(planner, Point(f"{verb} {label}", "single", {verb: (label,)}))
         for label in _names(planner)
@@ -288,7 +288,7 @@ def _singles(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
 
 
 def _every(planner: Planner) -> Iterator[Point]:
-    """All placements of the names that a layer has: three times as many for each name more."""
+    """All placements of the names of a layer: three times as many for each further name."""
     labels = sorted(_names(planner))
     for placed in itertools.product((None, *_PLACES), repeat=len(labels)):
         verbs = {verb: tuple(k for k, v in zip(labels, placed, strict=True) if v == verb) for verb in _PLACES}
@@ -297,5 +297,5 @@ def _every(planner: Planner) -> Iterator[Point]:
 
 
 def _names(planner: Planner) -> list[str]:
-    """The labels that are names."""
+    """The labels of named values."""
     return [label for label in planner.model.labels if not label.startswith("(")]

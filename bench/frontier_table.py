@@ -63,13 +63,13 @@ def step_ms(row: Row) -> float | None:
 
 
 def peak_bytes(row: Row) -> int | None:
-    """Measured in a process of its own; by the compiler where that failed or was not done."""
+    """Measured in a process of its own; by the compiler where the process failed or was not run."""
     memory, time = row.get("memory", {}), row.get("time", {})
     return memory.get("peak_bytes") or memory.get("device_peak_bytes") or time.get("device_peak_bytes")
 
 
 def markdown(results: dict[str, list[Row]]) -> str:
-    """For each workload its points, plans against what fits their budgets, and what failed."""
+    """For each workload: its points, plans against points within their budgets, and failures."""
     parts = []
     for workload, rows in results.items():
         lines = [_cells(row) for row in rows]
@@ -95,14 +95,14 @@ def _is_plan(row: Row) -> bool:
     return row["point"]["role"] in _PLANS
 
 
-def _moves(row: Row) -> bool:
+def _offloads(row: Row) -> bool:
     policy = row["point"]["policy"] or {}
     dots = row["point"]["stock"], policy.get("unmarked")
     return "offload_dots" in dots or bool(policy.get("offload"))
 
 
 def _gains(plan: Row, rows: list[Row]) -> list[str]:
-    """By how much of the plan's time the fastest placements that fit its budget take longer."""
+    """By which part of the plan's time the fastest placements within its budget take longer."""
     budget = plan["point"]["budget"]
     fitting = [
         (ms, row)
@@ -112,7 +112,7 @@ def _gains(plan: Row, rows: list[Row]) -> list[str]:
         and (peak_bytes(row) or row["point"]["predicted"].get("peak_bytes", math.inf)) <= budget
     ]
     cells = [plan["point"]["name"]]
-    for known in (fitting, [(ms, row) for ms, row in fitting if not _moves(row)]):
+    for known in (fitting, [(ms, row) for ms, row in fitting if not _offloads(row)]):
         if known:
             ms, best = min(known, key=lambda entry: entry[0])
             cells += [best["point"]["name"], f"{ms / plan['time']['ms'] - 1:+.1%}"]
@@ -122,7 +122,7 @@ def _gains(plan: Row, rows: list[Row]) -> list[str]:
 
 
 def _accuracy(what: str, key: str, measured: Measured, rows: list[Row]) -> str:
-    """How far predictions are from what was measured, in a line; empty without any."""
+    """The range of the errors of predictions, in a line; empty without any."""
     pairs = [(row["point"]["predicted"].get(key), measured(row)) for row in rows]
     errors = sorted(predicted / value - 1 for predicted, value in pairs if predicted and value)
     if not errors:
@@ -185,7 +185,7 @@ def draw(results: dict[str, list[Row]], path: Path) -> None:
 
 
 def _label(axes: Any, rows: list[Row]) -> None:
-    """Names points; those that lie upon each other share a label."""
+    """Names points; points at the same place share a label."""
     axes.margins(x=0.2, y=0.08)
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     labels: list[tuple[float, float, list[str]]] = []

@@ -1,17 +1,17 @@
-"""The speed of the grouped MLP, fused, against its peers, and the memory that a training step needs.
+"""The speed of the fused grouped MLP against its peers, and the memory of a training step.
 
 Six products and the whole forward, backward and both, in one process on one GPU, variants interleaved. A
-sample is as many queued calls as last about 30 ms and one wait, by the host's clock, the same for every
-variant. Before a shape is timed, results and gradients of every variant are compared with torch's (without
-torch, with this project's reference). What fails is recorded under its name and the run goes on; the result
-file is rewritten after every product.
+sample is a queue of calls of about 30 ms and one wait, by the host's clock, the same for every variant.
+Before a shape is timed, results and gradients of every variant are compared with torch's (without torch, with
+this project's reference). A failure is recorded under the variant's name and the run goes on; the result file
+is rewritten after every product.
 
     python -m bench.grouped_mlp --out speed.json
     python -m bench.grouped_mlp --out memory.json --memory --shapes nano-16k,ultra-4k
     python -m bench.grouped_mlp_table speed.json memory.json --markdown table.md --chart chart.png
 
 Compiling takes most of the time. On a machine with many cores, one process a shape compiles beside the
-others, and each then measures alone:
+others, and each process then measures alone:
 
     python -m bench.grouped_mlp --shapes dsv3 --turns /tmp/turns --of 2 --out dsv3.json &
     python -m bench.grouped_mlp --shapes mixtral --turns /tmp/turns --of 2 --out mixtral.json
@@ -40,25 +40,25 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from bench import grouped_mlp_peers as peers
+from bench.card_lock import hold_card
 from bench.grouped_mlp_ours import ours
 from bench.grouped_mlp_peers import Data, Program, Programs
 from bench.grouped_mlp_shapes import GROUPS, MEASURED, PRODUCTS, SHAPES, WHOLE, group_sizes
 from bench.options import one_of
 from bench.provenance import provenance
 from bench.rounds import order_of
-from bench.turns import turn
 
 SAMPLE_MS = 30.0
 MAX_CALLS = 400
-# For states that serve one call only, such as autograd graphs.
+# For single-use states, such as autograd graphs.
 MAX_STATE_NBYTES = 20 * 10**9
-# In norm, between two roundings of one function to bfloat16.
+# Error in norm between two roundings of one function to bfloat16.
 TOLERANCE = 2e-2
 RESULTS = ("y", "dx", "dw1", "dw2", "dp")
 
 
 def make_variants() -> dict[str, Callable[[Data], Programs]]:
-    """The variants by name, those that choose tiles with nothing chosen yet."""
+    """The variants by name; tile-choosing variants start without a choice."""
     return {
         "ours": ours,
         "torch": peers.torch_eager,
@@ -76,7 +76,7 @@ def make_variants() -> dict[str, Callable[[Data], Programs]]:
 VARIANTS = tuple(make_variants())
 # All but the ceiling by XLA, which takes long to compile.
 DEFAULT_VARIANTS = tuple(name for name in VARIANTS if name != "xla_dense")
-# Those that do the whole op with its gradient; tiles do not change what a step holds.
+# Variants of the whole op with its gradient; tiles do not change the memory of a step.
 MEMORY_VARIANTS = ("ours", "torch", "torch_compiled", "torch_function", "tokamax")
 
 
@@ -85,7 +85,7 @@ def say(*words: Any) -> None:
 
 
 def describe(error: Exception) -> str:
-    """An error in one line."""
+    """Formats an error as a line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 
@@ -130,7 +130,7 @@ def summary(times_ms: list[float]) -> dict[str, float]:
 
 
 def warm_up(programs: Programs, sizes: jax.Array) -> dict[str, dict[str, Any]]:
-    """Calls each program once, for its compilation: by variant how long that took, or what went wrong."""
+    """Calls each program once, to compile: by variant the seconds of the call, or the error."""
     rows: dict[str, dict[str, Any]] = {}
     for variant, program in programs.items():
         try:
@@ -145,17 +145,17 @@ def warm_up(programs: Programs, sizes: jax.Array) -> dict[str, dict[str, Any]]:
 def measure(
     programs: Programs, sizes: jax.Array, flops: int, repeats: int, target_ms: float = SAMPLE_MS
 ) -> dict[str, dict[str, Any]]:
-    """Times variants of one product against each other.
+    """Times variants of a product against each other.
 
     Args:
       programs: by variant, warmed up.
       sizes: (E,) int32 on the device.
-      flops: operations of one call.
+      flops: operations of a call.
       repeats: samples of each variant; for their order see `bench.rounds`.
-      target_ms: how long a sample should last.
+      target_ms: length of a sample.
 
     Returns:
-      By variant, times and TFLOP/s, or what went wrong.
+      By variant, times and TFLOP/s, or the error.
     """
     rows: dict[str, dict[str, Any]] = {}
     times: dict[str, list[float]] = {}
@@ -194,7 +194,7 @@ def _results(program: Program, sizes: jax.Array) -> dict[str, jax.Array]:
 
 
 def check(built: dict[str, Programs], data: Data, sizes: jax.Array) -> list[dict[str, Any]]:
-    """Compares output and gradients of every variant with those of the yardstick, in norm."""
+    """Compares output and gradients of every variant with the yardstick's, in norm."""
 
     def reference(x, w1, w2, p, sizes):
         return pallas_kernels.grouped_mlp(x, w1, w2, sizes, probs=p, implementation="reference")
@@ -213,7 +213,7 @@ def check(built: dict[str, Programs], data: Data, sizes: jax.Array) -> list[dict
             got = _results(variant_programs[part], sizes)
             found["first_call_s"] = time.perf_counter() - start
             errors = {name: float(_relative_error(got[name], want[name])) for name in RESULTS}
-            # "not below" and not "above", so that NaN fails.
+            # "not below" instead of "above": NaN fails.
             wrong = [name for name, error in errors.items() if not error <= TOLERANCE]
             found |= {"errors": errors, "ok": not wrong}
         except Exception as error:
@@ -223,7 +223,7 @@ def check(built: dict[str, Programs], data: Data, sizes: jax.Array) -> list[dict
 
 
 def release() -> None:
-    """Gives back what the last shape held, to torch's allocator and from it."""
+    """Frees the memory of the last shape, also in torch's cache of blocks."""
     gc.collect()
     if "torch" in sys.modules and peers.import_torch().cuda.is_available():
         peers.import_torch().cuda.empty_cache()
@@ -236,7 +236,7 @@ def run_shape(
     result: dict[str, Any],
     save: Callable[[], None],
 ) -> None:
-    """Checks and times one shape, adding to the result."""
+    """Checks and times a shape, adding to the result."""
     shape = SHAPES[name]
     say(f"\n{name}: E {shape.experts}, H {shape.width}, I {shape.hidden}, R {shape.rows}")
     data = peers.make_data(shape, o.seed)
@@ -261,7 +261,7 @@ def run_shape(
     programs = {product: {v: p[product] for v, p in built.items() if product in p} for product in o.products}
     warm = {product: warm_up(p, drawn[o.groups[0]]) for product, p in programs.items()}
     release()
-    with turn(o.turns, o.of, name):
+    with hold_card(o.turns, o.of, name):
         for kind, sizes in drawn.items():
             for product in o.products:
                 able = {v: p for v, p in programs[product].items() if "error" not in warm[product][v]}
@@ -283,7 +283,7 @@ def say_check(found: dict[str, Any]) -> None:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """One measured row, for the terminal."""
+    """Formats a measured row for the terminal."""
     at = f"  {row['shape']:10} {row['groups']:9} {row['product']:16} {row['variant']:21}"
     if "error" in row:
         return f"{at} {row['error'][:160]}"
@@ -292,7 +292,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def memory_of(variant: str, name: str, seed: int = 0) -> dict[str, Any]:
-    """Runs one forward and backward, and reads what it added to the device's memory.
+    """Runs forward and backward once, and reads the growth of device memory.
 
     Bytes beyond the inputs (x, weights, routing weights, dy): activations, results, gradients, scratch.
     """
@@ -305,7 +305,7 @@ def memory_of(variant: str, name: str, seed: int = 0) -> dict[str, Any]:
         found["saved_bytes_per_row"] = program.saved_per_row(sizes)
     if program.wait is peers.wait_for_torch:
         cuda = peers.import_torch().cuda
-        call_once(program, sizes)  # compiles; what that takes is not the step's
+        call_once(program, sizes)  # compiles; memory of the compilation is not the step's
         release()
         cuda.reset_peak_memory_stats()
         before = cuda.memory_allocated()
@@ -369,9 +369,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--memory", action="store_true", help="the memory of a step instead of its speed")
     parser.add_argument(
-        "--turns", type=Path, metavar="DIR", help="take turns with the processes that name it"
+        "--turns",
+        type=Path,
+        metavar="DIR",
+        help="a folder shared by processes on one card: these compile side by side and measure one at a time",
     )
-    parser.add_argument("--of", type=int, default=1, help="how many processes, of one shape each, take turns")
+    parser.add_argument("--of", type=int, default=1, help="number of processes sharing DIR, a shape each")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time with --memory")
     parser.add_argument(
         "--memory-of", choices=MEMORY_VARIANTS, metavar="VARIANT", help="one variant's memory, as JSON"
@@ -393,7 +396,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    # Before jax starts its device: torch needs room on the same one.
+    # Before jax starts its device: torch needs room on the same device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     o = parse(arguments)
     if o.memory_of:
@@ -415,7 +418,7 @@ def main(arguments: list[str] | None = None) -> None:
         o.out.write_text(json.dumps(result, indent=1) + "\n")
 
     if o.memory:
-        # Provenance starts jax's device in this process too, but allocates nothing on it.
+        # Provenance starts jax's device in this process too, but allocates nothing there.
         measure_memory(o, result, save)
         result |= provenance(vars(o))
     else:

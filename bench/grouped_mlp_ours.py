@@ -8,8 +8,8 @@ from bench.grouped_mlp_peers import Data, Programs
 
 
 def ours(data: Data) -> Programs:
-    """The fused kernels, one by one and as the whole op."""
-    # Here, so that a jax without Mosaic GPU costs this variant and not the program.
+    """The fused kernels, each alone and as the whole op."""
+    # Imported here: a jax without Mosaic GPU loses this variant only.
     from pallas_kernels.mosaic import tuning
     from pallas_kernels.mosaic.row_products import fc1, fc2, grad_act, grad_x
     from pallas_kernels.mosaic.schedule import schedule
@@ -19,7 +19,7 @@ def ours(data: Data) -> Programs:
         data.x, data.dy, data.a, data.pa, data.dz, data.p, data.w1, data.w2
     )  # fmt: skip
     c = tuning.configs(w1.shape, data.shape.rows)
-    # Where dy takes the probs, that is a pass of its own; the whole op is charged with it.
+    # Where dy takes the probs, the scaling is a pass of its own, charged to the whole op.
     scale_a = not tuning.scales_dy(w1.shape)
 
     def program(kernel, *operands):

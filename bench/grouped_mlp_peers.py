@@ -1,8 +1,8 @@
-"""What the grouped MLP is measured against, each as programs to time, on the same arrays.
+"""The peers of the grouped MLP, each as programs to time, on the same arrays.
 
 A variant is a function from `Data` to its programs, by product ("F1" ... "B4") or part of the whole op
-("forward", "backward", "forward+backward"). Peers get what a careful user would give them: routing weights in
-the narrow type, activations fused where the peer can, offsets computed once a layer.
+("forward", "backward", "forward+backward"). Peers are called as a careful user would call them: routing
+weights in the narrow type, activations fused where the peer can, offsets computed once a layer.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Data:
 
 @dataclass(frozen=True)
 class Program:
-    """Something to time.
+    """A program to time.
 
     Attributes:
-      prepare: from group sizes to a call's state, outside of the clock.
-      call: from a state to results, queued on the device.
-      wait: until given results are there.
+      prepare: group sizes -> state of a call, outside of the clock.
+      call: state -> results, queued on the device.
+      wait: waits until given results are computed.
       once: whether a state serves one call only, as an autograd graph does.
-      state_nbytes: what such a state holds on the device.
-      saved_per_row: counts the bytes that wait for the backward pass, a row: x and what is made from it,
+      state_nbytes: bytes of a single-use state on the device.
+      saved_per_row: counts the bytes a row waiting for the backward pass: x and values made from x,
         without weights and routing weights.
     """
 
@@ -68,7 +68,7 @@ type Programs = dict[str, Program]
 
 
 def is_of_rows(dims: tuple[int, ...], shape: Shape) -> bool:
-    """Whether an array is one of wide rows, upright or transposed: not weights, not one number a row."""
+    """Whether an array holds wide rows, upright or transposed, and not weights or one number a row."""
     return len(dims) == 2 and shape.rows in dims and 1 not in dims
 
 
@@ -84,7 +84,7 @@ def make_data(shape: Shape, seed: int = 0) -> Data:
     x, dy = normal(next(keys), (R, H), 1.0), normal(next(keys), (R, H), 1.0)
     w1, w2 = normal(next(keys), (E, H, W), H**-0.5), normal(next(keys), (E, W, H), W**-0.5)
     a = jax.jit(lambda z: jnp.square(jax.nn.relu(z)))(normal(next(keys), (R, W), 1.0))
-    # Representable in bfloat16, so that peers which want it narrow compute the same function.
+    # Representable in bfloat16: peers with narrow routing weights compute the same function.
     p = jax.random.uniform(next(keys), (R,), jnp.bfloat16, 0.05, 1.0)
     pa = jax.jit(lambda a, p: a * p[:, None])(a, p)
     dz = jax.jit(lambda g, a, p: 2 * p[:, None] * g * jnp.sqrt(a))(normal(next(keys), (R, W), 1.0), a, p)
@@ -162,12 +162,12 @@ def dense_torch(data: Data) -> Programs:
     return {name: program(*operands) for name, operands in _dense_operands(data).items()}
 
 
-# XLA makes of a ragged product a dense one over every expert, with a copy of the rows for each.
+# XLA turns a ragged product into a dense product over every expert, with a copy of the rows for each.
 RAGGED_DOT_LIMIT = 32 * 2**30
 
 
 def ragged_dot(data: Data) -> Programs:
-    """`jax.lax.ragged_dot`, forward, where it fits."""
+    """`jax.lax.ragged_dot`, forward, where the copies fit."""
     shape = data.shape
     needed = 2 * shape.experts * shape.rows * max(shape.width, shape.hidden)
     if needed > RAGGED_DOT_LIMIT:
@@ -186,9 +186,9 @@ def ragged_dot(data: Data) -> Programs:
 
 
 def tokamax(data: Data) -> Programs:
-    """tokamax's Mosaic kernels as shipped, the activation fused where it fuses it."""
+    """tokamax's Mosaic kernels as shipped, with the activation fused where tokamax can."""
     library = importlib.import_module("tokamax")
-    # It would say at length of each product that it has no tuned tiles for this GPU.
+    # tokamax logs at length for each product without tuned tiles for this GPU.
     logging.getLogger("absl").setLevel(logging.ERROR)
 
     def dot(x, w, sizes, activation=None):
@@ -204,7 +204,7 @@ def _tokamax_parts(dot: Callable[..., jax.Array], data: Data) -> Programs:
     return jax_parts(op, data, data.p.astype(data.x.dtype))
 
 
-# tokamax ships tuned tiles for an H100 but none for an H200, where it falls back to 64 x 64. These are the
+# tokamax ships tuned tiles for an H100 but none for an H200, and falls back to 64 x 64 there. These are the
 # H100's for large shapes, and two of its own kind with more operations a byte.
 _TOKAMAX_ROWS = (
     dict(block_m=128, block_n=64, block_k=128, num_stages=4, split_k=1, grid_minor_dim=1, grid_tile_width=8),
@@ -268,7 +268,7 @@ class TokamaxTuned:
 
 
 def _fastest(program_of: Callable[[Any], Callable[..., jax.Array]], candidates, *operands) -> dict[str, Any]:
-    """Times each candidate; one that does not compile is out, and if none does the first error is raised."""
+    """Times the candidates; failed candidates are left out, and the first error is raised if all fail."""
     times, errors = {}, []
     for index, candidate in enumerate(candidates):
         try:
@@ -302,7 +302,7 @@ def wait_for_torch(_: Any) -> None:
 
 
 def torch_products(data: Data, *, with_activation: bool) -> Programs:
-    """`torch._grouped_mm` for the six products, alone or with the element-wise work around it, eager."""
+    """`torch._grouped_mm` for the six products, alone or with the element-wise work around them, eager."""
     torch = import_torch()
     x, dy, a, pa, dz, w1, w2 = map(as_torch, (data.x, data.dy, data.a, data.pa, data.dz, data.w1, data.w2))
     p = as_torch(data.p.astype(data.x.dtype))[:, None]
@@ -333,7 +333,7 @@ def torch_eager(data: Data) -> Programs:
 
 
 def torch_with_activation(data: Data) -> Programs:
-    """The three products of torch that have element-wise work around them, with it."""
+    """torch's three products with their element-wise work."""
     return torch_products(data, with_activation=True)
 
 
@@ -343,7 +343,7 @@ def torch_compiled(data: Data) -> Programs:
 
 
 def torch_function(data: Data) -> Programs:
-    """torch as an expert would write it: a hand-written gradient that keeps x and a, compiled around it."""
+    """torch as an expert would write the op: a hand-written gradient keeping x and a, compiled."""
     return _torch_parts(_torch_function(), data)
 
 
@@ -408,7 +408,7 @@ def _torch_parts(op: Callable[..., Any], data: Data) -> Programs:
     dy = as_torch(data.dy)
 
     def forward(sizes):
-        # Without autograd: what a forward pass alone costs torch at its best.
+        # Without autograd: the cost of a forward pass alone in torch at its best.
         with torch.no_grad():
             return op(*leaves, sizes)
 

@@ -1,4 +1,4 @@
-"""The shapes that the grouped MLP is measured on, how its rows fall to experts, and what work that is.
+"""The shapes of the grouped MLP's benchmark, the distribution of rows over experts, and operation counts.
 
 R rows (one a routed token), H model width, I expert width, E experts. The six products, 2 R H I operations
 each:
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 PRODUCTS = ("F1", "F2", "B1", "B2", "B3", "B4")
-# The parts of the whole op, and the products that each is made of.
+# The parts of the whole op, and the products of each part.
 WHOLE = {"forward": PRODUCTS[:2], "backward": PRODUCTS[2:], "forward+backward": PRODUCTS}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's expert part on one device."""
+    """A layer's expert part on a device."""
 
     name: str
     experts: int
@@ -40,10 +40,10 @@ class Shape:
         return 2 * 2 * self.experts * self.width * self.hidden
 
     def peak_nbytes(self) -> int:
-        """A bound on what measuring this shape holds at once.
+        """An upper bound on the bytes of a measurement of this shape.
 
         The inputs and the operands of the products (x, dy; a, p a, dz), two sets of results (correctness is
-        two variants side by side: y, dx, weight gradients), and what eager autograd keeps and makes.
+        two variants side by side: y, dx, weight gradients), and the values of eager autograd.
         """
         wide, narrow = 2 * self.rows * self.width, 2 * self.rows * self.hidden
         return (2 + 4 + 4) * wide + (3 + 6) * narrow + 4 * self.weight_nbytes()
@@ -99,7 +99,7 @@ def group_sizes(kind: str, experts: int, rows: int, seed: int = 0) -> np.ndarray
 
 
 def _round_to_sum(wanted: np.ndarray, total: int) -> np.ndarray:
-    """Rounds down, then gives the rest to the largest remainders, one each."""
+    """Rounds down, then adds 1 to each of the largest remainders until the sum is right."""
     sizes = np.floor(wanted).astype(np.int64)
     rest = total - int(sizes.sum())
     sizes[np.argsort(sizes - wanted, kind="stable")[:rest]] += 1

@@ -2,8 +2,8 @@
 
     python -m bench.grouped_mlp_table speed.json memory.json --markdown table.md --chart chart.png
 
-Losing cases are bold: a product below its floor against cuBLAS or torch, a part of the op that a peer does
-faster.
+Losing cases are bold: a product below its floor against cuBLAS or torch, a part of the op with a faster
+peer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from bench.grouped_mlp_shapes import PRODUCTS, WHOLE
 from bench.tables import show
 
-# What a product must reach: of one dense product by cuBLAS, and of torch's grouped one.
+# Floors of a product: of one dense product by cuBLAS, and of torch's grouped product.
 DENSE_FLOOR, TORCH_FLOOR = 0.85, 1.05
 # The dense floor holds where each expert has this many rows; with fewer, weights are most of the traffic.
 DENSE_FLOOR_ROWS = 512
@@ -41,14 +41,14 @@ type Case = tuple[str, str]  # shape, group sizes
 
 @dataclass(frozen=True)
 class Results:
-    """One or more result files as one.
+    """The content of one or more result files.
 
     Attributes:
-      sources: what each file says of its making.
-      shapes: by name, a shape's dimensions.
-      times: by case, then product or part, then variant: the measured row.
+      sources: the provenance of each file.
+      shapes: name -> a shape's dimensions.
+      times: case, then product or part, then variant -> the measured row.
       failures: each failure once, as a sentence.
-      memory: by shape, then variant: the measured row.
+      memory: shape, then variant -> the measured row.
     """
 
     sources: list[dict[str, Any]] = field(default_factory=list)
@@ -113,7 +113,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """The geometric mean of those that were measured."""
+    """The geometric mean of the measured values."""
     known = [value for value in values if value]
     return statistics.geometric_mean(known) if known else None
 
@@ -192,7 +192,7 @@ def whole_table(results: Results, part: str) -> str:
 
 
 def memory_table(results: Results) -> str:
-    """What a step adds to its inputs in device memory, and what waits for the backward pass."""
+    """Device memory of a step beyond its inputs, and bytes waiting for the backward pass."""
     variants = [v for v in LABELS if any(v in rows for rows in results.memory.values())]
     if not variants:
         return ""
@@ -211,7 +211,7 @@ def memory_table(results: Results) -> str:
 
 
 def markdown(results: Results) -> str:
-    """All tables, with where the figures come from and what failed."""
+    """All tables, with the origin of the figures and the failures."""
     return "\n".join(_sections(results))
 
 
@@ -248,10 +248,10 @@ def _sections(results: Results) -> Iterator[str]:
 
 
 def draw(results: Results, path: Path, part: str = "forward+backward") -> None:
-    """Draws TFLOP/s of a part of the op as bars, one panel for each way to draw group sizes.
+    """Draws TFLOP/s of a part of the op as bars, a panel for each distribution of group sizes.
 
     Raises:
-      ValueError: no result file has a time of that part.
+      ValueError: no result file has a time of the part.
     """
     import matplotlib
 

@@ -1,7 +1,7 @@
-"""What pinning the rounding of named values costs, and what stock offload costs, on one GPU.
+"""The cost of pinning the rounding of named values, and of stock offload, on one GPU.
 
 The dense workload: layers of attention and a squared-ReLU MLP in bf16, scanned; names x_in, mlp_in, attn.
-Variants, interleaved in one process: plain `checkpoint_name`, `jaxoff.name`, and `jaxoff.name` with a barrier
+Variants, interleaved in a process: plain `checkpoint_name`, `jaxoff.name`, and `jaxoff.name` with a barrier
 on the statistic of each norm; saved and offloaded; in the default order and with command buffers scheduled
 CONCURRENT. Also whether the loss and every gradient keep their bits from one placement to the other.
 
@@ -25,13 +25,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxoff
 from bench.provenance import provenance
-from bench.rounds import times_in_rounds
+from bench.rounds import time_in_rounds
 
 NAMES = ("x_in", "mlp_in", "attn")
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
-# How values are named, and what is put on the statistic of a norm.
+# The function to name a value, and the function applied to the statistic of a norm.
 VARIANTS = {
     "checkpoint_name": (checkpoint_name, lambda x: x),
     "jaxoff.name": (jaxoff.name, lambda x: x),
@@ -45,7 +45,7 @@ POLICIES = {
 
 
 def layer(name, fence, heads, x_BSD, w):
-    """One transformer layer; B batch, S sequence, D width."""
+    """A transformer layer; B batch, S sequence, D width."""
     B, S, D = x_BSD.shape
 
     def rms_norm(x):
@@ -84,7 +84,7 @@ def arguments(o):
 
 
 def measure_times(o, args) -> dict:
-    """Median step times, interleaved, with the bytes that the compiler reports."""
+    """Median step times, interleaved, with the compiler's bytes."""
     programs, rows = {}, {}
     orders = {"default": {}, "concurrent": CONCURRENT}
     for variant, policy, order in itertools.product(VARIANTS, ("saved", "offloaded"), orders):
@@ -96,7 +96,7 @@ def measure_times(o, args) -> dict:
         rows[key] = {"temp_bytes": memory.temp_size_in_bytes, "host_bytes": memory.host_temp_size_in_bytes}
         jax.block_until_ready(program(*args))
     calls = {key: functools.partial(program, *args) for key, program in programs.items()}
-    for key, measured in times_in_rounds(calls, o.repeats).items():
+    for key, measured in time_in_rounds(calls, o.repeats).items():
         row = rows[key] = {
             **rows[key],
             "ms": statistics.median(measured),

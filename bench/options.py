@@ -1,11 +1,11 @@
-"""Options that benchmarks share."""
+"""Options shared by benchmarks."""
 
 import argparse
 from collections.abc import Callable, Iterable
 
 
 def one_of(choices: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-    """The type of an option that takes some of the choices, with commas between them."""
+    """The type of an option whose value is a list of choices with commas between them."""
 
     def names(text: str) -> tuple[str, ...]:
         chosen = tuple(text.split(","))

@@ -1,15 +1,15 @@
-"""A step on several GPUs with moved residuals against its saved twins and stock offload.
+"""A step on several GPUs with offloaded residuals against its saved twins and stock offload.
 
     python -m bench.parallel --out p2.json --mesh pipe=2 --virtual 2 --layers 4 --microbatches 8
     python -m bench.parallel --out bits.json --mesh pipe=2 --layers 2 --microbatches 4 --bits 300
     python -m bench.parallel --out plan.json --mesh expert=2 --layers 4 --microbatches 4 --device-gb 60
 
-All variants are compiled in one process, take their first step in the order of the memory that they need, so
-that each one's peak on every GPU can be read, and are then timed in turns. The result file is rewritten after
-every step of that. `--bits N`: loss and gradients of N steps against the saved twin's, bit for bit, under
-deterministic kernels. `--limit-s` ends it in time. `--ahead` compiles the variants
-for as many H200s as the mesh has, on a machine without them: bytes of each device, and no times.
-`--tiny` runs on a CPU; figures that only GPUs have are null there.
+All variants are compiled in one process, run their first step in the order of their memory, so that the peak
+of each variant on every GPU can be read, and are then timed in balanced rounds. The result file is rewritten
+after every variant. `--bits N`: loss and gradients of N steps against the saved twin's, bit for bit, under
+deterministic kernels. `--limit-s` ends the run in time. `--ahead` compiles the variants for as many H200s as
+the mesh has, on a machine without GPUs: bytes of each device, and no times. `--tiny` runs on a CPU; GPU-only
+figures are null there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from bench.parallel_programs import (
     shrink,
 )
 from bench.provenance import provenance
-from bench.step import compiled_facts, time_in_turns, traced
+from bench.step import compiled_facts, time_variants, trace_call
 from bench.step_checks import compare_bits
 from bench.step_variants import DETERMINISTIC, Program
 from models.divided import CAPACITY, Layout
@@ -54,7 +54,7 @@ LINK_NBYTES = 512 << 20
 
 
 def peaks(mesh: jax.sharding.Mesh) -> list[int | None]:
-    """The most bytes that each device of this process has held so far; None where it does not say."""
+    """The peak bytes of each device of this process so far; None where the device does not count."""
     return [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mesh.local_devices]
 
 
@@ -78,7 +78,7 @@ def measure_peaks(
 
 
 def link_gbps(mesh: jax.sharding.Mesh, nbytes: int = LINK_NBYTES, repeats: int = 5) -> Row | None:
-    """GB/s of each GPU while all copy at once, to the host, from it, and both ways; None off GPUs."""
+    """GB/s of each GPU while all copy at once, to the host, from the host, and both ways; None off GPUs."""
     if jax.default_backend() != "gpu":
         return None
     there = NamedSharding(mesh, P(AXES))
@@ -104,9 +104,9 @@ def link_gbps(mesh: jax.sharding.Mesh, nbytes: int = LINK_NBYTES, repeats: int =
 
 
 def derive(rows: list[Row], tokens: int) -> None:
-    """Overhead against the fastest saved twin, R of each GPU against the smallest one, and stock's time.
+    """Overhead against the fastest saved twin, R of each GPU against the smallest twin, and stock's time.
 
-    R is of the bytes that are in host memory at once: a loop over microbatches moves as many in each turn.
+    R is of the bytes in host memory at once: a loop over microbatches offloads as many in each iteration.
     """
     twins = [row for row in rows if row["role"] == "twin"]
     fastest = min((row["ms"] for row in twins if row.get("ms")), default=None)
@@ -133,7 +133,7 @@ def run(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[
     rows = {name: {"variant": name, "role": VARIANTS[name].role} for name in o.variants}
     result["rows"] = list(rows.values())
 
-    def compiled(name: str, found: Program | Row) -> None:
+    def report(name: str, found: Program | Row) -> None:
         if isinstance(found, Program):
             rows[name] |= {"lower_s": found.lower_s, "compile_s": found.compile_s}
             rows[name] |= compiled_facts(found.call, ahead=workload.target is not None)
@@ -142,7 +142,7 @@ def run(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[
         say(f"  {rows[name]}")
         save()
 
-    programs = compile_all(workload, {name: VARIANTS[name] for name in o.variants}, o.jobs, compiled)
+    programs = compile_all(workload, {name: VARIANTS[name] for name in o.variants}, o.jobs, report)
     if workload.target is not None:
         return
     arguments = workload.weights(seed=o.seed), workload.inputs(o.seed)
@@ -150,11 +150,11 @@ def run(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[
     measure_peaks(workload.mesh, programs, arguments, rows, save)
     programs = {name: program for name, program in programs.items() if "error" not in rows[name]}
     by_form = {"scanned": arguments}
-    time_in_turns(programs, by_form, rows, o.repeats, o.sample_ms, over, save)  # pyright: ignore[reportArgumentType]
+    time_variants(programs, by_form, rows, o.repeats, o.sample_ms, over, save)  # pyright: ignore[reportArgumentType]
     for name, program in programs.items():
         if "error" not in rows[name] and not (o.no_trace or over()):
             try:
-                rows[name]["gpus"] = traced(program, arguments, TRACED_CALLS)
+                rows[name]["gpus"] = trace_call(program, arguments, TRACED_CALLS)
             except Exception as error:
                 rows[name]["trace_error"] = describe(error)
             save()
@@ -166,16 +166,16 @@ def run(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[
 
 
 # A loop whose reduce-scatters XLA pipelines has its body twice. Of two equal backward passes of cuDNN
-# attention under deterministic kernels, XLA finds one only and aborts (openxla/xla#46500).
+# attention under deterministic kernels, XLA finds only the first and aborts (openxla/xla#46500).
 ONE_BACKWARD = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF"}
 
 
 def run_bits(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[], bool], save) -> None:
-    """Compares the bits of moved and saved residuals over many steps."""
+    """Compares the bits of offloaded and saved residuals over many steps."""
     row: Row = {"steps": 0}
     result["bits"] = row
 
-    def compiled(name: str, found: Program | Row) -> None:
+    def report(name: str, found: Program | Row) -> None:
         if not isinstance(found, Program):
             raise RuntimeError(f"{name}: {found['error']}")
 
@@ -188,17 +188,17 @@ def run_bits(workload: Workload, o: argparse.Namespace, result: Row, over: Calla
 
     try:
         pair = {name: VARIANTS[name] for name in ("jaxoff", "saved")}
-        programs = compile_all(workload, pair, o.jobs, compiled, DETERMINISTIC | ONE_BACKWARD)
+        programs = compile_all(workload, pair, o.jobs, report, DETERMINISTIC | ONE_BACKWARD)
         first, second = programs["jaxoff"], programs["saved"]
         row |= compare_bits(workload, first, second, o.bits, o.seed, keep)  # pyright: ignore[reportArgumentType]
-    except Exception as error:  # out of memory, out of time, or a program that did not compile
+    except Exception as error:  # out of memory, out of time, or a failed compilation
         row |= {"error": describe(error), "ok": False}
     save()
     say(f"  bits: {row}")
 
 
 def line_of(row: Row) -> str:
-    """One measured row, for the terminal."""
+    """Formats a measured row for the terminal."""
     at = f"  {row['variant']:18}"
     if "ms" not in row:
         return f"{at} {row.get('error', 'not timed')}"
@@ -219,7 +219,7 @@ def line_of(row: Row) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="A step on several GPUs with moved residuals against its peers."
+        description="A step on several GPUs with offloaded residuals against its peers."
     )
     parser.add_argument("--out", type=Path, required=True, help="the result file, JSON")
     parser.add_argument("--mesh", required=True, help="such as data=2,expert=2,pipe=2")
@@ -227,15 +227,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--capacity", type=float, default=CAPACITY, help="room for rows to experts' devices")
     parser.add_argument("--microbatches", type=int, default=8, help="of a step")
     parser.add_argument("--logits-chunk", type=int, default=0, help="tokens with logits at a time; 0: all")
-    parser.add_argument("--offload", default=OFFLOAD, help="names that go to the host")
-    parser.add_argument("--save", default=SAVE, help="names that stay; the rest is recomputed")
+    parser.add_argument("--offload", default=OFFLOAD, help="names to offload")
+    parser.add_argument("--save", default=SAVE, help="names to save on the device; the rest is recomputed")
     parser.add_argument("--device-gb", type=float, help="plan the policy for so much memory of each device")
     parser.add_argument(
         "--variants", type=one_of(VARIANTS), default=tuple(VARIANTS), help=", ".join(VARIANTS)
     )
     parser.add_argument("--sample-ms", type=float, default=600.0, help="shorter steps are queued")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
-    parser.add_argument("--limit-s", type=float, help="start nothing after so many seconds")
+    parser.add_argument("--limit-s", type=float, help="start nothing after this many seconds")
     parser.add_argument("--ahead", action="store_true", help="only compile, for H200s, where there are none")
     parser.add_argument("--no-trace", action="store_true", help="no profile of each variant")
     parser.add_argument(
@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
     result |= provenance({key: value for key, value in vars(o).items() if key != "workload"})
     save()
     if o.device_gb is not None:
-        o.workload, plan = o.workload.planned(o.device_gb * 1e9)
+        o.workload, plan = o.workload.plan(o.device_gb * 1e9)
         result["plan"] = json.loads(plan.to_json().replace(f"{Path.cwd()}/", ""))
         say(plan.table())
     say(o.workload.name)

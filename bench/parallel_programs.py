@@ -1,4 +1,4 @@
-"""What `bench.parallel` trains: `models` on a mesh, residuals saved, or moved by JAX alone or by jaxoff."""
+"""The programs of `bench.parallel`: `models` on a mesh, residuals saved, or offloaded by JAX or by jaxoff."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from bench.grouped_mlp import describe
-from bench.step_variants import CONCURRENT, NO_SLICE_FUSION, Form, Program, Role, compiling
+from bench.step_variants import CONCURRENT, NO_SLICE_FUSION, Form, Program, Role, start_compile
 from models import Config
 from models.divided import Divided, Layout
 from models.mesh import BATCH, MeshShape
 from models.sharding import shardings_of
 
-# The model's own layers; no others, since a pipeline takes layers of one kind.
+# The model's own layers only, since a pipeline takes layers of one kind.
 WIDTHS: dict[str, tuple[str, dict[str, Any]]] = {
     "nano": ("nano", {}),
     "dsv3": ("dsv3", dict(first_k_dense=0, mtp_layers=0)),
@@ -38,22 +38,22 @@ SAVE = "moe.probs,moe.act,head.norm_in"
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to place residuals, and who compiles it.
+    """A way to place residuals, and the jit of the step.
 
     Attributes:
-      role: what it is compared as.
-      moves: whether the policy's residuals go to the host.
+      role: the kind of variant: a saved twin, stock offload, or this project's program.
+      offloads: whether the policy's residuals are offloaded.
       jit: `jax.jit` or `jaxoff.jit`.
       options: compiler options beside the defaults.
     """
 
     role: Role
-    moves: bool
+    offloads: bool
     jit: Callable[..., Any]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-# XLA's own choice, which cuts the graph of a turn: see jaxoff._runtime.flags.py.
+# XLA's own choice, which cuts the graph of an iteration: see jaxoff/_runtime/flags.py.
 _PIECES = {
     "xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE",
     "xla_gpu_enable_cub_radix_sort": True,
@@ -75,13 +75,13 @@ class Workload:
     Attributes:
       widths: a key of `WIDTHS`.
       layers: of the model.
-      layout: how it is divided.
+      layout: the division over the mesh.
       microbatches: of a step.
       batch: sequences of a microbatch on each device that has sequences of its own.
       seq: tokens a sequence.
-      policy: where residuals live.
+      policy: the placement of residuals.
       logits_chunk: of the model's config.
-      target: what it is compiled for ahead of time; None for the devices at hand.
+      target: the absent devices to compile for ahead of time; None for the devices at hand.
     """
 
     widths: str
@@ -122,47 +122,47 @@ class Workload:
         devices = jax.devices() if self.target is None else self.target.topology.devices
         return self.shape.build(devices[: self.shape.size])
 
-    def divided(self, *, moves: bool) -> Divided:
-        policy = self.policy if moves else self.policy.on_device()
+    def divide(self, *, offloads: bool) -> Divided:
+        policy = self.policy if offloads else self.policy.on_device()
         return Divided(self.config, policy, self.layout, self.mesh)
 
     @functools.cached_property
     def shardings(self) -> Any:
-        params = jax.eval_shape(self.divided(moves=False).params)
+        params = jax.eval_shape(self.divide(offloads=False).params)
         return shardings_of({"params": params}, self.mesh, self.shape)["params"]
 
     def weights(self, form: Form = "scanned", seed: int = 0) -> Any:
         """The parameters, on their devices."""
         del form  # layers are always in a loop
-        make = functools.partial(self.divided(moves=False).params, seed)
+        make = functools.partial(self.divide(offloads=False).params, seed)
         return jax.jit(make, out_shardings=self.shardings)()
 
     def shapes(self) -> tuple[Any, jax.ShapeDtypeStruct]:
         """The shapes of weights and inputs, with their shardings."""
-        params = jax.eval_shape(self.divided(moves=False).params)
+        params = jax.eval_shape(self.divide(offloads=False).params)
         params = jax.tree.map(
             lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like), params, self.shardings
         )
         of_tokens = NamedSharding(self.mesh, P(None, BATCH))
         return params, jax.ShapeDtypeStruct(self._tokens_shape, jnp.int32, sharding=of_tokens)
 
-    def planned(self, device_bytes: float) -> tuple[Workload, jaxoff.Plan]:
-        """The workload under what `jaxoff.plan` finds for a budget of each device, and the plan.
+    def plan(self, device_bytes: float) -> tuple[Workload, jaxoff.Plan]:
+        """The workload under the policy of `jaxoff.plan` for a budget of each device, and the plan.
 
-        It is checked by the compiled step, except for CPUs, which have one kind of memory.
+        The plan is checked by the compiled step, except for CPUs, which have one kind of memory.
         """
 
         def under(policy: Any) -> Workload:
             return dataclasses.replace(self, policy=policy)
 
         def compile_step(policy: Any) -> jax.stages.Compiled:
-            return under(policy).lowered(VARIANTS["jaxoff"]).compile()
+            return under(policy).lower(VARIANTS["jaxoff"]).compile()
 
         bare = under(jaxoff.policy())
         on_gpus = self.target is not None or jax.default_backend() == "gpu"
         with self.target.tracing() if self.target else contextlib.nullcontext():
             plan = jaxoff.plan(
-                bare.jitted(VARIANTS["jaxoff"]),
+                bare.jit_step(VARIANTS["jaxoff"]),
                 *bare.shapes(),
                 device_bytes=device_bytes,
                 link=self.mesh.size,
@@ -180,9 +180,9 @@ class Workload:
     def _tokens_shape(self) -> tuple[int, int, int]:
         return self.microbatches, self.batch * self.shape.batch, self.seq + 1
 
-    def jitted(self, variant: Variant, options: Mapping[str, Any] | None = None) -> Any:
+    def jit_step(self, variant: Variant, options: Mapping[str, Any] | None = None) -> Any:
         """(weights, tokens) -> (loss, (gradients, metrics)), not compiled."""
-        divided = self.divided(moves=variant.moves)
+        divided = self.divide(offloads=variant.offloads)
 
         def step(params, tokens):
             gradients, metrics = divided.gradients(params, tokens)
@@ -193,16 +193,16 @@ class Workload:
             step, compiler_options=merged or None, out_shardings=(None, (self.shardings, None))
         )
 
-    def lowered(self, variant: Variant, options: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
+    def lower(self, variant: Variant, options: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
         """A variant's step, traced and lowered for the devices at hand or for the target."""
-        jitted = self.jitted(variant, options)
+        jitted = self.jit_step(variant, options)
         if self.target is not None:
             return self.target.lower(jitted, *self.shapes())
         return jitted.lower(*self.shapes())
 
 
 def add_options(parser: argparse.ArgumentParser, *, batch: int, repeats: int, jobs: int) -> None:
-    """The options of programs that take steps of a `Workload`, with these defaults."""
+    """Adds the options of programs with steps of a `Workload`, with these defaults."""
     parser.add_argument("--widths", choices=WIDTHS, default="nano", help="the model")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument(
@@ -215,13 +215,13 @@ def add_options(parser: argparse.ArgumentParser, *, batch: int, repeats: int, jo
 
 
 def shrink(o: argparse.Namespace) -> None:
-    """What `--tiny` stands for."""
+    """Replaces the sizes of a workload by tiny ones for `--tiny`."""
     if o.tiny:
         o.widths, o.seq = "tiny", 16
 
 
 def allow_pinned_memory(gpus: int) -> None:
-    """Sets the size of a process's one pool of pinned memory, for all of its GPUs."""
+    """Sets the size of a process's only pool of pinned memory, for all of its GPUs."""
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(48 * gpus))
 
 
@@ -235,14 +235,14 @@ def compile_all(
     """Compiles variants side by side.
 
     Args:
-      workload: what they compute.
+      workload: the workload of the variants.
       variants: by name.
-      jobs: how many compile at a time.
-      on_done: told of each by its name: the program, or an error.
-      options: compiler options that win over the variants' own.
+      jobs: the number of variants compiling at a time.
+      on_done: receives each variant's name with the program or an error.
+      options: compiler options overriding the variants' own.
     """
     lowerings = {
-        name: functools.partial(workload.lowered, variant, options) for name, variant in variants.items()
+        name: functools.partial(workload.lower, variant, options) for name, variant in variants.items()
     }
     return compile_lowered(lowerings, jobs, on_done)
 
@@ -261,7 +261,7 @@ def compile_lowered(
                 start = time.perf_counter()
                 lowered = lower()
                 lower_s = time.perf_counter() - start
-                pending[name] = lower_s, compiling(pool, lowered, alone=not pending)
+                pending[name] = lower_s, start_compile(pool, lowered, alone=not pending)
             except Exception as error:  # whatever tracing or lowering raises
                 on_done(name, {"error": describe(error)})
         for name, (lower_s, future) in pending.items():

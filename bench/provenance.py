@@ -1,4 +1,4 @@
-"""What every result file says of its making: machine, versions, flags, commit, command."""
+"""The origin of a result file: machine, versions, flags, commit, command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 
 
 def provenance(options: dict[str, Any]) -> dict[str, Any]:
-    """The facts that a figure is worth nothing without."""
+    """The machine, versions, flags, commit and command of this run, JSON-ready."""
     devices = jax.devices()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

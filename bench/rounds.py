@@ -1,4 +1,4 @@
-"""The order in which variants take samples: each follows each other one as often."""
+"""The order in which variants take samples: each variant follows each other variant equally often."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 
-def times_in_rounds[K: Hashable](calls: Mapping[K, Callable[[], Any]], repeats: int) -> dict[K, list[float]]:
-    """Milliseconds of calls that take turns, as many samples of each as there are rounds."""
+def time_in_rounds[K: Hashable](calls: Mapping[K, Callable[[], Any]], repeats: int) -> dict[K, list[float]]:
+    """Times alternating calls; returns the milliseconds of each, a sample a round."""
     times: dict[K, list[float]] = {variant: [] for variant in calls}
     for repeat in range(repeats):
         for variant in order_of(list(calls), repeat):
@@ -23,13 +23,13 @@ def times_in_rounds[K: Hashable](calls: Mapping[K, Callable[[], Any]], repeats: 
 def order_of[K: Hashable](variants: Sequence[K], number: int) -> list[K]:
     """The order of a round.
 
-    What ran before a variant changes its clock: a program at the card's power limit is up to 3% faster after
-    one that waits. So each variant follows each other one once in as many rounds as there are variants if
-    that is even, else twice in twice as many.
+    The program that ran before a variant changes the variant's clock: a program at the card's power limit is
+    up to 3% faster after a program that waits. So each variant follows each other variant equally often: once
+    in N rounds if the number N of variants is even, else twice in 2 N rounds.
 
     Args:
-      variants: all of them.
-      number: of the round, from 0.
+      variants: the variants to order.
+      number: the round's number, from 0.
 
     References:
       Williams, Experimental designs balanced for the estimation of residual effects of treatments, 1949.

@@ -1,14 +1,13 @@
-"""Runs the grouped MLP's kernels under NVIDIA's compute-sanitizer and says what it found.
+"""Runs the grouped MLP's kernels under NVIDIA's compute-sanitizer and prints the findings.
 
     python -m bench.sanitize [--tools memcheck,racecheck,synccheck] [--sanitizer PATH]
 
-Beside the kernels, a tool is shown one of the same making with a known fault (a read past an array, a race in
-shared memory). A tool that does not see that fault is blind to such kernels, and its silence is reported as
-such and not as a pass: racecheck follows loads, stores and barriers of threads, and what the copy engine and
-the tensor cores do to shared memory behind an mbarrier may lie outside of what it follows, or look like a
-race to it.
+Beside the kernels, each tool runs a Pallas kernel with a known fault (a read past an array, a race in shared
+memory). A tool without a finding there is blind to such kernels, and its silence is reported as blindness and
+not as a pass: racecheck follows loads, stores and barriers of threads; the writes of the copy engine and of
+the tensor cores to shared memory behind an mbarrier may be invisible to racecheck, or look like a race.
 
-Exits with 0 where every tool ran and found nothing, 1 where one found something, 2 where one could not run.
+Exits with 0 where every tool ran and found nothing, 1 after a finding, 2 where a tool could not run.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-# The fault that a tool must see before its silence counts.
+# The fault that a tool must find before its silence counts.
 CONTROLS = {"memcheck": "outside", "racecheck": "race"}
 SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (?P<text>(?P<count>\d+) .*)")
 TIMEOUT_S = 500
@@ -33,12 +32,12 @@ SHOWN_LINES = 60
 
 @dataclass(frozen=True)
 class Finding:
-    """What a tool said of a program.
+    """The result of a tool's run on a program.
 
     Attributes:
-      count: errors or hazards; None where the tool did not come to a summary.
-      text: the summary, or the end of what was printed.
-      output: all that was printed.
+      count: errors or hazards; None where the tool printed no summary.
+      text: the summary, or the end of the output.
+      output: the whole output.
     """
 
     count: int | None
@@ -47,7 +46,7 @@ class Finding:
 
     @classmethod
     def parse(cls, output: str, returncode: int | None) -> Finding:
-        """Reads a tool's output; a program that failed by itself has no count, whatever the summary."""
+        """Reads a tool's output; a program failing by itself has no count, whatever the summary."""
         summaries = list(SUMMARY.finditer(output))
         if not summaries:
             return cls(None, f"no summary, exit status {returncode}: {output.strip()[-300:]}", output)
@@ -59,7 +58,7 @@ class Finding:
 
 
 def verdict(tool: str, control: Finding | None, kernels: Finding) -> tuple[int, str]:
-    """The exit status that a tool's findings amount to, and what to say."""
+    """The exit status of a tool's findings, and the message."""
     if kernels.count is None:
         return 2, f"{tool}: could not run: {kernels.text}"
     if kernels.count > 0:
@@ -78,9 +77,9 @@ def verdict(tool: str, control: Finding | None, kernels: Finding) -> tuple[int, 
 
 
 def run(sanitizer: str, tool: str, program: str) -> Finding:
-    """Runs one of `PROGRAMS` under a tool, in a process of its own."""
+    """Runs a program of `PROGRAMS` under a tool, in a process of its own."""
     environment = os.environ | {
-        # One allocation an array: inside of a pool nothing is out of bounds.
+        # An allocation for each array: inside of a pool nothing is out of bounds.
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer= "
@@ -161,7 +160,7 @@ def run_outside() -> None:
 
 
 def run_race() -> None:
-    """Lets two warpgroups write one buffer with nothing between them."""
+    """Lets two warpgroups write one buffer without a barrier in between."""
     import jax
     import jax.numpy as jnp
     from jax import lax

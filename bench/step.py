@@ -1,8 +1,9 @@
-"""A training step with moved residuals against its saved twin, stock offload and recomputation.
+"""A training step with offloaded residuals against its saved twin, stock offload and recomputation.
 
-All variants of a workload are compiled side by side first, and then timed in turns in one process on one GPU.
-Before that each runs in a process of its own, for the device memory that it needs. What fails, or cannot fit,
-is recorded under its name while the run goes on; the result file is rewritten after every row.
+All variants of a workload are compiled side by side first, and then timed in balanced rounds in one process
+on one GPU. Before the timing each variant runs in a process of its own, for the peak of its device memory.
+Failures, and variants too large for the device, are recorded under their names while the run goes on; the
+result file is rewritten after every row.
 
     python -m bench.step --out step.json
     python -m bench.step --out b4.json --workloads dense-b4-l12 --variants saved,stock_offload,auto
@@ -14,9 +15,9 @@ Other modes of the same program:
     python -m bench.step --out steady.json --steady 1000 --workloads dense-b1-l12
 
 `--bits`: loss and gradients against the saved twin's, bit for bit, under deterministic kernels. `--order`:
-the same of one program, with its own order of CUDA graphs (CONCURRENT for loops) and in SERIALIZE.
-`--steady`: host memory over many steps. `--limit-s` ends any of them in time. `--tiny` runs them on a CPU;
-figures that only a GPU has are null there.
+the same for one program, under its own order of CUDA graphs (CONCURRENT for loops) and under SERIALIZE.
+`--steady`: host memory over many steps. `--limit-s` ends any mode in time. `--tiny` runs on a CPU; GPU-only
+figures are null there.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def first_step(program: Program, arguments: Any, target_ms: float) -> Row:
     return {"first_step_s": first_s, "calls": max(1, round(target_ms / once_ms))}
 
 
-def time_in_turns(
+def time_variants(
     programs: dict[str, Program],
     arguments: dict[Form, Any],
     rows: dict[str, Row],
@@ -129,8 +130,8 @@ def time_in_turns(
             break
 
 
-def traced(program: Program, arguments: Any, calls: int) -> list[Row] | None:
-    """What the profiler sees, by GPU, of a call: milliseconds of kernels, and of copies, busy and exposed.
+def trace_call(program: Program, arguments: Any, calls: int) -> list[Row] | None:
+    """The profiler's figures of a call, by GPU: milliseconds of kernels, and of copies, busy and exposed.
 
     None off GPUs.
     """
@@ -156,10 +157,10 @@ def traced(program: Program, arguments: Any, calls: int) -> list[Row] | None:
     ]
 
 
-def exposed(program: Program, arguments: Any) -> Row:
-    """What `traced` says of the one GPU; None of each off a GPU."""
+def measure_exposed(program: Program, arguments: Any) -> Row:
+    """The figures of `trace_call` for the single GPU; None for each figure off a GPU."""
     keys = ("exposed_ms", "d2h_busy_ms", "h2d_busy_ms", "d2h_exposed_ms", "h2d_exposed_ms", "kernel_ms")
-    gpus = traced(program, arguments, TRACED_CALLS)
+    gpus = trace_call(program, arguments, TRACED_CALLS)
     if gpus is None:
         return dict.fromkeys(keys)
     (gpu,) = gpus
@@ -167,11 +168,11 @@ def exposed(program: Program, arguments: Any) -> Row:
 
 
 def compiled_facts(call: jax.stages.Compiled, *, ahead: bool = False) -> Row:
-    """What the compiler says of memory, and what the schedule says of traffic with the host (for a GPU).
+    """The compiler's figures of memory, and the schedule's figures of traffic with the host (for a GPU).
 
     Args:
       call: the program.
-      ahead: whether it is for a GPU that is not there.
+      ahead: whether the program is compiled for an absent GPU.
     """
     memory: Any = call.memory_analysis()
     found: Row = {
@@ -189,14 +190,14 @@ def compiled_facts(call: jax.stages.Compiled, *, ahead: bool = False) -> Row:
                 "h2d_bytes": facts.h2d_bytes,
                 "kernel_host_bytes": kernels,
             }
-        except Exception as error:  # a schedule that cannot be read costs its figures only
+        except Exception as error:  # an unreadable schedule costs its figures only
             found["facts_error"] = describe(error)
     found["moved_bytes"] = found["d2h_bytes"] or found["host_bytes"]
     return found
 
 
 def new_rows(workload: Workload, variants: Iterable[str], result: dict[str, Any]) -> dict[str, Row]:
-    """A row for each variant, in the result; those that cannot fit say so."""
+    """Adds a row for each variant to the result; the row of a variant too large for the device says so."""
     rows = {}
     for name in variants:
         variant = VARIANTS[name]
@@ -216,7 +217,7 @@ def run_workload(
     say(f"\n{workload.name}")
     rows = new_rows(workload, o.variants, result)
 
-    def compiled(name: str, found: Program | Row) -> None:
+    def report(name: str, found: Program | Row) -> None:
         if isinstance(found, Program):
             rows[name] |= {"lower_s": found.lower_s, "compile_s": found.compile_s, "same_as": found.same_as}
             rows[name] |= compiled_facts(found.call)
@@ -225,7 +226,7 @@ def run_workload(
         save()
 
     steps = {name: step_of(workload, VARIANTS[name]) for name in rows if "error" not in rows[name]}
-    programs = compile_all(workload, steps, o.jobs, compiled)
+    programs = compile_all(workload, steps, o.jobs, report)
     for together in groups(workload, programs):
         time_group(workload, {name: programs[name] for name in together}, rows, o, result, over, save)
     for row in rows.values():
@@ -257,18 +258,18 @@ def time_group(
         for name in programs:
             rows[name]["error"] = f"inputs: {describe(error)}"
         return
-    time_in_turns(programs, arguments, rows, o.repeats, o.sample_ms, over, save)
+    time_variants(programs, arguments, rows, o.repeats, o.sample_ms, over, save)
     for name, program in programs.items():
         if "error" not in rows[name] and not (o.no_trace or over()):
             try:
-                rows[name] |= exposed(program, arguments[program.form])
+                rows[name] |= measure_exposed(program, arguments[program.form])
             except Exception as error:
                 rows[name]["trace_error"] = describe(error)
             save()
 
 
 def line_of(row: Row) -> str:
-    """One measured row, for the terminal."""
+    """Formats a measured row for the terminal."""
     at = f"  {row['variant']:23}"
     if "ms" not in row:
         return f"{at} {row.get('error', 'not timed')}"
@@ -284,14 +285,16 @@ def line_of(row: Row) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="A training step with moved residuals against its peers.")
+    parser = argparse.ArgumentParser(
+        description="A training step with offloaded residuals against its peers."
+    )
     parser.add_argument("--out", type=Path, help="the result file, JSON")
     parser.add_argument("--workloads", help=f"by default {','.join(WORKLOADS)}")
     parser.add_argument("--variants", type=one_of(VARIANTS), help=", ".join(VARIANTS))
     parser.add_argument("--repeats", type=int, default=15, help="samples of each variant")
     parser.add_argument("--sample-ms", type=float, default=SAMPLE_MS, help="shorter steps are queued")
     parser.add_argument("--jobs", type=int, default=6, help="how many programs compile at a time")
-    parser.add_argument("--limit-s", type=float, help="start nothing after so many seconds")
+    parser.add_argument("--limit-s", type=float, help="start nothing after this many seconds")
     parser.add_argument("--no-peaks", action="store_true", help="no processes for the memory of each variant")
     parser.add_argument("--no-times", action="store_true", help="only the memory of each variant")
     parser.add_argument("--no-trace", action="store_true", help="no profile of each variant")
@@ -331,7 +334,7 @@ def main(arguments: list[str] | None = None) -> None:
     o = parse(arguments)
     set_defaults()
     if o.peak_of:
-        # Only what the step needs: other processes may be compiling.
+        # Only as much as the step needs: other processes may be compiling.
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         print(json.dumps(peak_of(o.workloads[0], o.peak_of)))
         return
@@ -369,7 +372,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not (over() or (o.no_times and not o.checks)):
             try:
                 (run_checks if o.checks else run_workload)(workload, o, result, over, save)
-            except Exception as error:  # such as inputs that do not fit
+            except Exception as error:  # for example, inputs larger than the memory
                 say(f"  {workload.name}: {describe(error)}")
                 result.setdefault("errors", {})[workload.name] = describe(error)
         save()

@@ -1,4 +1,4 @@
-"""Whether moved residuals change a bit of the training, and whether host memory grows over many steps."""
+"""Whether offloaded residuals change a bit of the training, and whether host memory grows over many steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bench.step_variants import DETERMINISTIC, VARIANTS, Program, Step, Variant,
 type Row = dict[str, Any]
 
 SERIALIZE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
-# Growth that allocators show without a leak.
+# Growth of allocators without a leak.
 STEADY_NBYTES = 64 * 2**20
 _SAMPLES = 50
 _SAVE_EVERY = 10
@@ -38,7 +38,7 @@ def twin_steps(workload: Workload, variant: Variant) -> dict[str, Step]:
 
 
 def order_steps(workload: Workload, variant: Variant) -> dict[str, Step]:
-    """One program with its own order of CUDA graphs, CONCURRENT for loops, and with none beside another."""
+    """A program under its own order of CUDA graphs, CONCURRENT for loops, and under SERIALIZE."""
     return {
         "chosen": step_of(workload, variant, DETERMINISTIC),
         "serialize": step_of(workload, variant, DETERMINISTIC | SERIALIZE),
@@ -55,19 +55,20 @@ def compare_bits(
 ) -> dict[str, Any]:
     """Trains, and compares the loss and every gradient of two programs in each step, bit for bit.
 
-    Both run on the same weights and a new input in each step; the weights follow the second one's gradients.
+    Both run on the same weights and a new input in each step; the weights follow the second program's
+    gradients.
 
     Args:
-      workload: what they train.
+      workload: the workload of both programs.
       first, second: programs of the same form.
-      steps: how many.
+      steps: the number of steps.
       seed: of weights and inputs.
-      on_step: told what is found so far.
+      on_step: receives the findings so far, after each step.
 
     Returns:
-      `steps` done, `equal_steps`, the `first_difference` (step, and elements that differ by result), whether
-      all losses and gradients were `finite`, the first and last loss, and how many `losses` differed from the
-      one before: equal results prove nothing if they are all the same number.
+      `steps` done, `equal_steps`, the `first_difference` (step, and number of differing elements by result),
+      whether all losses and gradients were `finite`, the first and last loss, and the number of `losses` that
+      differ from the previous loss: equal results prove nothing if all losses are the same number.
     """
     found: dict[str, Any] = {"seed": seed, "steps": 0, "equal_steps": 0, "first_difference": None}
     found |= {"finite": True, "losses": 0}
@@ -75,7 +76,7 @@ def compare_bits(
     for step in range(steps):
         x = workload.inputs(seed * steps + step)
         got, want = first.call(weights, x), second.call(weights, x)
-        differing, finite = _differing(got, want)
+        differing, finite = _count_differences(got, want)
         counts = {
             jax.tree_util.keystr(path): int(np.sum(n, dtype=np.int64))
             for path, n in jax.tree.leaves_with_path(jax.device_get(differing))
@@ -99,7 +100,7 @@ def compare_bits(
 
 
 @jax.jit
-def _differing(got, want):
+def _count_differences(got, want):
     def bits(x):
         return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
@@ -123,11 +124,11 @@ def _descend(weights, gradients):
 def steady(
     workload: Workload, program: Program, steps: int, on_sample: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Runs many steps, and looks at this process's memory on the host and at the device's.
+    """Runs many steps, and samples the host memory of this process and its device memory.
 
     Returns:
-      The samples, and by how many bytes the median of the last fifth is above that of the second: the first
-      one is warming up.
+      The samples, and the growth: the median of the last fifth over the median of the second fifth, in bytes;
+      the first fifth is warming up.
     """
     arguments = workload.arguments(program.form)
     samples: list[dict[str, Any]] = []
@@ -153,13 +154,13 @@ def _median(samples: list[dict[str, Any]], key: str) -> float:
 
 
 def memory_now() -> dict[str, int | None]:
-    """Bytes that this process holds: of host memory, pinned memory included, and of the device's."""
+    """Bytes held by this process: host memory, pinned memory included, and device memory."""
     gc.collect()
     status = Path("/proc/self/status")
     host = None
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        # Locked pages that a driver maps may be missing from the resident set: count what is larger.
+        # Locked pages mapped by a driver may be missing from the resident set: count the larger figure.
         host = max(int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmPin", "VmLck"))
     return {"host_bytes": host, "device_bytes": (jax.devices()[0].memory_stats() or {}).get("bytes_in_use")}
 
@@ -171,14 +172,14 @@ def run_checks(
     over: Callable[[], bool],
     save: Callable[[], None],
 ) -> None:
-    """Runs what was asked for of one workload, adding to the result.
+    """Runs the requested checks of a workload, adding to the result.
 
     Args:
-      workload: what is trained.
+      workload: the workload to train.
       o: `variants`, `seeds`, `jobs`, and steps of `bits`, `order` and `steady`; 0 is none.
       result: gains rows under "bits", "order" and "steady".
       over: whether time is up.
-      save: called when there is more to keep.
+      save: called after each new row.
     """
 
     def record(kind: str, row: Row, run: Callable[[Callable[[Row], None]], Row]) -> None:
@@ -190,12 +191,12 @@ def run_checks(
         result[kind].append(row)
         try:
             row |= run(keep)
-        except Exception as error:  # out of memory, or a program that did not compile
+        except Exception as error:  # out of memory, or a failed compilation
             row |= {"error": describe(error), "ok": False}
         save()
         say(f"  {kind}: { {key: value for key, value in row.items() if key != 'samples'} }")
 
-    def compiled(steps: dict[str, Step]) -> dict[str, Program]:
+    def compile_steps(steps: dict[str, Step]) -> dict[str, Program]:
         errors: list[str] = []
         programs = compile_all(workload, steps, o.jobs, lambda _, got: errors.extend(_errors(got)))
         if errors:
@@ -208,7 +209,7 @@ def run_checks(
             if not count or over():
                 continue
             try:
-                first, second = compiled(steps_of(workload, variant)).values()
+                first, second = compile_steps(steps_of(workload, variant)).values()
             except RuntimeError as error:
                 result[kind].append({**at, "error": str(error), "ok": False})
                 continue
@@ -219,7 +220,7 @@ def run_checks(
         if o.steady and not over():
 
             def run(keep: Callable[[Row], None], name: str = name, variant: Variant = variant) -> Row:
-                programs = compiled({name: step_of(workload, variant)})
+                programs = compile_steps({name: step_of(workload, variant)})
                 return steady(workload, programs[name], o.steady, keep)
 
             record("steady", dict(at), run)

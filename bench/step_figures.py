@@ -1,4 +1,4 @@
-"""What follows from the rows of `bench.step`: overhead against the saved twin, and R of the moved bytes."""
+"""Figures derived from rows of `bench.step`: overhead against the saved twin, R of the offloaded bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 type Row = dict[str, Any]
 
-# What offload must reach: time against the saved twin, bytes saved of those moved, against stock offload.
+# Floors for offload: time against the saved twin, peak lowered by offloaded bytes, against stock offload.
 MAX_OVERHEAD, MIN_R, MIN_SPEEDUP = 0.003, 0.998, 1.15
 # The first step against the twin's, without the allocation of pinned memory.
 MAX_FIRST_STEP = 2.0
@@ -25,7 +25,7 @@ DERIVED = (
 
 
 def merge_peaks(rows: Iterable[Row], peaks: Iterable[Row]) -> None:
-    """Adds to each row what a process of its own measured: memory at its fullest, and the first step."""
+    """Adds to each row the memory peak and the first step measured in a process of its own."""
     by_key = {(p["workload"], p["variant"]): p for p in peaks}
     for row in rows:
         peak = by_key.get((row["workload"], row["variant"]), {})
@@ -38,12 +38,12 @@ def merge_peaks(rows: Iterable[Row], peaks: Iterable[Row]) -> None:
 
 
 def derive(rows: Iterable[Row]) -> None:
-    """Computes each row's figures against the others of its workload.
+    """Computes each row's figures against the other rows of its workload.
 
-    `overhead = ms / twin_ms - 1` and `R = (twin_peak - peak) / bytes moved`, against the best saved twin of
-    the same form, scanned or unrolled; `_any` against the best of both. The twin that is fastest and the one
-    that needs least memory may be two. `r` is of measured peaks, `r_compiled` of the compiler's. `speedup` is
-    how many times longer stock offload of the same form takes.
+    `overhead = ms / twin_ms - 1` and `R = (twin_peak - peak) / bytes offloaded`, against the best saved twin
+    of the same form, scanned or unrolled; `_any` against the best of both forms. The fastest twin and the
+    twin of least memory may be two programs. `r` is of measured peaks, `r_compiled` of the compiler's.
+    `speedup` is the time of stock offload of the same form over the row's.
     """
     by_workload: dict[str, list[Row]] = {}
     for row in rows:
@@ -57,9 +57,9 @@ def derive(rows: Iterable[Row]) -> None:
             row |= dict.fromkeys(DERIVED)
             row["against"] = fastest and fastest["variant"]
             row["overhead"], row["overhead_any"] = (_excess(row, _least(t, "ms")) for t in (alike, twins))
-            row["r"], row["r_any"] = (_saved(row, t, "peak_bytes") for t in (alike, twins))
+            row["r"], row["r_any"] = (_saved_part(row, t, "peak_bytes") for t in (alike, twins))
             row["r_compiled"], row["r_compiled_any"] = (
-                _saved(row, t, "device_peak_bytes") for t in (alike, twins)
+                _saved_part(row, t, "device_peak_bytes") for t in (alike, twins)
             )
             if fastest is not None and fastest.get("first_step_s") and row.get("first_step_s"):
                 row["first_step_ratio"] = row["first_step_s"] / fastest["first_step_s"]
@@ -76,6 +76,6 @@ def _excess(row: Row, twin: Row | None) -> float | None:
     return row["ms"] / twin["ms"] - 1 if twin is not None and row.get("ms") else None
 
 
-def _saved(row: Row, twins: Iterable[Row], key: str) -> float | None:
+def _saved_part(row: Row, twins: Iterable[Row], key: str) -> float | None:
     twin, moved = _least(twins, key), row.get("moved_bytes")
     return (twin[key] - row[key]) / moved if twin is not None and row.get(key) and moved else None

@@ -1,4 +1,4 @@
-"""What fits: device memory and pinned host memory, told before a step runs."""
+"""Limits of device memory and pinned host memory, checked before a step runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def set_defaults() -> None:
-    """What XLA's allocators read when jax starts its device. A value that is set stays."""
+    """Environment variables read by XLA's allocators when jax starts its device. A set variable stays."""
     if "XLA_CLIENT_MEM_FRACTION" not in os.environ:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    # The deepest workload moves 77 GB; without a word XLA stops at 64.
+    # The deepest workload offloads 77 GB; by default XLA stops at 64.
     os.environ.setdefault(_POOL, "96")
 
 
@@ -32,7 +32,7 @@ def gigabytes(nbytes: float) -> str:
 
 
 def device_limit() -> int | None:
-    """Bytes that the device's allocator may give; None where it does not say."""
+    """The limit of the device's allocator, in bytes; None where the allocator has no limit."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
@@ -41,29 +41,29 @@ def nbytes_of(tree: Any) -> int:
 
 
 def residual_bytes(workload: Workload, variant: Variant) -> int:
-    """Bytes that wait for the backward pass on the device, beside the arguments, if nothing moves."""
+    """Bytes waiting for the backward pass on the device, beside the arguments, if nothing is offloaded."""
     kept = dataclasses.replace(variant, strategy=None, placement="device")
-    fun = loss(workload, variant.naming, stack_of(kept, workload.moves(variant.naming)))
+    fun = loss(workload, variant.naming, stack_of(kept, workload.placed_names(variant.naming)))
     arguments = workload.shapes(variant.form)
     residuals = jax.eval_shape(lambda *values: jax.vjp(fun, *values)[1], *arguments)
     return max(0, nbytes_of(residuals) - nbytes_of(arguments))
 
 
 def planned_host_bytes(workload: Workload, variant: Variant) -> int:
-    """Bytes of the residuals that a variant's policy moves to the host."""
-    fun = loss(workload, variant.naming, stack_of(variant, workload.moves(variant.naming)))
+    """Bytes offloaded by a variant's policy."""
+    fun = loss(workload, variant.naming, stack_of(variant, workload.placed_names(variant.naming)))
     return jaxoff.explain(fun, *workload.shapes(variant.form)).host_bytes
 
 
 def least_device_bytes(workload: Workload, variant: Variant) -> int:
-    """What a step cannot do without: arguments, their gradients, and residuals that stay on the device."""
+    """The least bytes of a step: arguments, their gradients, and residuals kept on the device."""
     stays = variant.placement in ("none", "device")
     both = 2 * nbytes_of(workload.shapes(variant.form))
     return both + (residual_bytes(workload, variant) if stays else 0)
 
 
 def too_large(workload: Workload, name: str, limit: int | None) -> str | None:
-    """Why a variant is not even compiled, or None where it may fit in so many bytes of device memory."""
+    """The reason not to compile a variant, or None where the step may fit the device's bytes."""
     variant = VARIANTS[name]
     need = least_device_bytes(workload, variant)
     if limit is not None and need > limit:
@@ -76,7 +76,7 @@ def too_large(workload: Workload, name: str, limit: int | None) -> str | None:
 
 
 def groups(workload: Workload, programs: Mapping[str, Program]) -> list[list[str]]:
-    """What is timed together: all, or each form alone, where a program fits only so."""
+    """Groups of variants timed together: all, or each form alone where both do not fit at once."""
     by_form = [{name: p for name, p in programs.items() if p.form == form} for form in FORMS]
     hopeless = {name for alone in by_form for name in too_large_beside(workload, alone)}
     fitting = {name: program for name, program in programs.items() if name not in hopeless}
@@ -100,7 +100,7 @@ def too_large_beside(workload: Workload, programs: Mapping[str, Program]) -> dic
 
 
 def fill_pinned_pool(nbytes: int) -> dict[str, Any] | None:
-    """Makes XLA's pool of pinned memory grow before anything is timed, and says how long that took."""
+    """Makes XLA's pool of pinned memory grow before the timing; returns the seconds of two equal copies."""
     if jax.default_backend() != "gpu" or not nbytes:
         return None
     pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")

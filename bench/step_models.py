@@ -1,9 +1,9 @@
-"""What `bench.step` trains: stacks of equal layers, weights and inputs, and which of their values move.
+"""The models of `bench.step`: stacks of equal layers, weights and inputs, and the values they offload.
 
-Four layers. `dense`: attention and a squared-ReLU MLP, width 4096, bf16, sequence 4096. `mlp`: that MLP
-alone, of whose few values all placements can be measured. `nano`: the block of the `nano` model (`models`),
-attention and 128 experts, whose grouped MLP is the fused one on a GPU; `nano_act` is the same with another
-choice of values. `mixtral`: that of the `mixtral` model, 8 wide experts.
+Four layers. `dense`: attention and a squared-ReLU MLP, width 4096, bf16, sequence 4096. `mlp`: the MLP of
+`dense` alone, with few enough values to measure all placements. `nano`: the block of the `nano` model
+(`models`), attention and 128 experts, whose grouped MLP is the fused kernel on a GPU; `nano_act` is `nano`
+with another choice of values. `mixtral`: the block of the `mixtral` model, 8 wide experts.
 A workload is written `dense-b4-l12`: layer, batch, layers.
 
 Shapes: B batch, S sequence, D width.
@@ -27,10 +27,10 @@ import jaxoff
 from models import Block, Config
 from models.layers import traced_platform
 
-# A loop over layers, or layers one after the other, which take their weights stacked or as a list.
+# A loop over layers takes weights stacked; layers in a Python loop take weights as a list.
 type Form = Literal["scanned", "unrolled"]
 # `pinned`: names that pin the rounding of their values (`jaxoff.name`). `plain`: stock names.
-# `maxtext`: stock names, those that MaxText gives. `planned`: pinned, and every product has a name.
+# `maxtext`: stock names, as MaxText gives them. `planned`: pinned, and every product has a name.
 type Naming = Literal["pinned", "plain", "maxtext", "planned"]
 type Carry = tuple[jax.Array, jax.Array]
 type Layer = Callable[[Any, Carry], Carry]
@@ -39,8 +39,8 @@ FORMS: tuple[Form, ...] = ("scanned", "unrolled")
 
 
 @dataclasses.dataclass(frozen=True)
-class Moves:
-    """Names of values that go to the host, and of those that stay on the device; the rest is recomputed."""
+class PlacedNames:
+    """Names of offloaded values, and of saved values; all other values are recomputed."""
 
     offload: tuple[str, ...]
     save: tuple[str, ...] = ()
@@ -48,35 +48,37 @@ class Moves:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A layer, and what of it moves.
+    """A kind of layer, and the names of its offloaded and saved values.
 
     Attributes:
-      moves: by the names of `jaxoff` and of stock policies.
-      maxtext: the same values, or values of equal bytes that spare the same work, by MaxText's names.
+      names: the names under `jaxoff` and stock policies.
+      maxtext: MaxText's names of the same values, or of values of equal bytes and equal cost.
     """
 
-    moves: Moves
-    maxtext: Moves
+    names: PlacedNames
+    maxtext: PlacedNames
 
 
 _MOE_SAVED = ("moe.probs", "moe.act")
 _MOE = Kind(
-    Moves(("attn.norm_in", "attn.proj_in", "mlp.norm_in"), _MOE_SAVED),
-    Moves(("decoder_layer_input", "attn.proj_in", "mlp.norm_in"), _MOE_SAVED),
+    PlacedNames(("attn.norm_in", "attn.proj_in", "mlp.norm_in"), _MOE_SAVED),
+    PlacedNames(("decoder_layer_input", "attn.proj_in", "mlp.norm_in"), _MOE_SAVED),
 )
 KINDS = {
-    # MaxText has no name for the sum before the MLP: it keeps the projection, and adds again.
-    "dense": Kind(Moves(("x_in", "attn", "mlp_in")), Moves(("decoder_layer_input", "context", "out_proj"))),
+    # MaxText has no name for the sum before the MLP: MaxText keeps the projection and adds again.
+    "dense": Kind(
+        PlacedNames(("x_in", "attn", "mlp_in")), PlacedNames(("decoder_layer_input", "context", "out_proj"))
+    ),
     # The narrow values: 310 MB a layer at batch 4, about 6 ms of link.
     "nano": _MOE,
-    # Only the wide one: the activations of the experts, 365 MB.
+    # Only the wide value: the activations of the experts, 365 MB.
     "nano_act": Kind(
-        Moves(("moe.act",), ("attn.norm_in", "mlp.norm_in", "moe.probs")),
-        Moves(("moe.act",), ("decoder_layer_input", "mlp.norm_in", "moe.probs")),
+        PlacedNames(("moe.act",), ("attn.norm_in", "mlp.norm_in", "moe.probs")),
+        PlacedNames(("moe.act",), ("decoder_layer_input", "mlp.norm_in", "moe.probs")),
     ),
     # 403 MB a layer at batch 4.
     "mixtral": _MOE,
-    "mlp": Kind(Moves(("x_in",)), Moves(("decoder_layer_input",))),
+    "mlp": Kind(PlacedNames(("x_in",)), PlacedNames(("decoder_layer_input",))),
 }
 _MAXTEXT_NAMES = {"x_in": "decoder_layer_input", "attn": "context", "out_proj": "out_proj"}
 _PLANNED_NAMES = ("qkv", "out_proj", "up_in", "pre", "act", "down")
@@ -118,12 +120,12 @@ class Workload:
     def name(self) -> str:
         return f"{self.kind}-b{self.batch}-l{self.layers}"
 
-    def moves(self, naming: Naming) -> Moves:
+    def placed_names(self, naming: Naming) -> PlacedNames:
         kind = KINDS[self.kind]
-        return kind.maxtext if naming == "maxtext" else kind.moves
+        return kind.maxtext if naming == "maxtext" else kind.names
 
     def layer(self, naming: Naming) -> Layer:
-        """(weights, (x (B, S, D), sum of losses)) -> the same after one layer."""
+        """(weights, (x (B, S, D), sum of losses)) -> the same after the layer."""
         if self.kind == "dense":
             return functools.partial(_dense_layer, _name_function(naming), 2 if self.tiny else 32)
         if self.kind == "mlp":
@@ -151,7 +153,7 @@ class Workload:
         return self.weights(form, seed), self.inputs(seed)
 
     def shapes(self, form: Form) -> tuple[Any, jax.ShapeDtypeStruct]:
-        """What `arguments` returns, without making it."""
+        """The shapes of `arguments`, without values."""
         return jax.eval_shape(lambda: self.arguments(form))
 
     def _dense_weights(self, key):
@@ -191,8 +193,8 @@ def loss(
 
     Args:
       workload: gives the layer.
-      naming: how its values are named.
-      stack: `(layer, carry, weights) -> carry`: how the layers follow one another.
+      naming: the way to name values.
+      stack: `(layer, carry, weights) -> carry`: applies the layers one after the other.
     """
 
     def compute(weights, x_BSD):
@@ -210,15 +212,15 @@ def _name_function(naming: Naming) -> Callable[[jax.Array, str], jax.Array]:
     def plain(x, label):
         return x if label in _PLANNED_NAMES else checkpoint_name(x, label)
 
-    def pinned(x, label):
+    def pin(x, label):
         return x if label in _PLANNED_NAMES else jaxoff.name(x, label)
 
-    return {"maxtext": rename, "plain": plain, "pinned": pinned, "planned": jaxoff.name}[naming]
+    return {"maxtext": rename, "plain": plain, "pinned": pin, "planned": jaxoff.name}[naming]
 
 
 def _rms_norm(x):
     wide = x.astype(jnp.float32)
-    # Behind a barrier the statistic has the same bits wherever it is recomputed.
+    # A barrier gives a recomputed statistic the same bits everywhere.
     mean = lax.optimization_barrier(jnp.mean(wide * wide, -1, keepdims=True))
     return (wide * lax.rsqrt(mean + 1e-6)).astype(x.dtype)
 

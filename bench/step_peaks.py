@@ -1,6 +1,6 @@
-"""The device memory that one step needs, and its first call, in a process that does nothing else.
+"""The device memory of a step, and its first call, in an otherwise idle process.
 
-Children compile side by side, and run one at a time: each says when it is ready, and waits.
+Child processes compile side by side, and run alone: each child reports its readiness, and waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _READY = "ready to run"
 
 
 def wait_for_turn() -> None:
-    """In a child: says that it is ready, and waits until it may run."""
+    """In a child: reports the end of the compilation, and waits for the permission to run."""
     print(_READY, flush=True)
     sys.stdin.readline()
 
@@ -75,21 +75,21 @@ def measure_peaks(
     """Measures each variant in a process of its own.
 
     Args:
-      workload: what they train.
+      workload: the workload to train.
       variants: keys of `VARIANTS`.
-      jobs: how many compile at a time.
-      over: whether time is up, and no more processes start.
-      on_row: told of each, as `peak_of` returns it.
+      jobs: the number of processes compiling at a time.
+      over: whether time is up; then no more processes start.
+      on_row: receives each result of `peak_of`.
     """
     running = threading.Lock()
 
-    def measured(variant: str) -> dict[str, Any]:
+    def measure_peak(variant: str) -> dict[str, Any]:
         if over():
             return {"workload": workload.name, "variant": variant, "error": "not started: time was up"}
         return _child(workload, variant, running)
 
     with ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(measured, variants):
+        for found in pool.map(measure_peak, variants):
             on_row(found)
 
 
@@ -102,9 +102,9 @@ def _child(workload: Workload, variant: str, running: threading.Lock) -> dict[st
 def run_child(
     command: list[str], running: threading.Lock, environment: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """What a process printed as JSON, or an error. When it is ready to run, it waits for its turn."""
+    """The JSON printed by a process, or an error. After its compilation the process waits for `running`."""
     pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    # Autotuning beside other processes picks slow kernels: programs that are timed must not take them over.
+    # Autotuning beside other processes picks slow kernels: timed programs must not reuse these.
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"} | (environment or {})
     with subprocess.Popen(command, text=True, env=environment, **pipes) as child:
         assert child.stdout is not None

@@ -2,7 +2,7 @@
 
     python -m bench.step_table step.json more.json --markdown step.md --chart step.png
 
-Bold: this project's programs where they miss what offload must reach, checks that failed.
+Bold: this project's programs below the floors for offload, failed checks.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MARKERS = {"scanned": "o", "unrolled": "s"}
 
 @dataclass(frozen=True)
 class Results:
-    """One or more result files as one.
+    """The content of one or more result files.
 
     Attributes:
-      sources: what each file says of its making.
-      rows: by workload, then variant: the row, its figures computed anew against the rows of all files.
-      checks: by kind, all rows.
+      sources: the provenance of each file.
+      rows: workload, then variant -> row, with figures computed anew against the rows of all files.
+      checks: kind of check -> its rows.
     """
 
     sources: list[Row] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Results:
 
     @property
     def failures(self) -> Iterator[str]:
-        """What is missing, and why, as sentences."""
+        """Missing figures and their causes, as sentences."""
         for workload, rows in self.rows.items():
             for variant, row in rows.items():
                 for key in ("error", "peak_error", "trace_error", "facts_error"):
@@ -54,10 +54,10 @@ class Results:
 
 
 def combine(files: Iterable[Row]) -> Results:
-    """Joins result files; of two rows for the same thing the later file's holds.
+    """Joins result files; of two rows for the same variant the later file's holds.
 
-    Times of one file are of one run, in turns. Where a file repeats some variants of a workload, the others'
-    times are of another run.
+    The times of a file are from a single run of alternating samples. Where a file repeats some variants of a
+    workload, the times of the other variants are from another run.
     """
     results, peaks = Results(), []
     for content in files:
@@ -86,7 +86,7 @@ def _below(value: float | None, floor: float) -> bool:
 
 
 def times_table(rows: dict[str, Row]) -> str:
-    """One workload: time, memory, and what follows from them."""
+    """The table of a workload: time, memory, and figures derived from both."""
     header = [
         "variant", "ms (quartiles)", "overhead", "of both forms", "x stock", "peak GB", "temp GB", "host GB",
         "R", "R, compiled", "R of both", "exposed ms", "first step s", "x twin", "compile s",
@@ -145,7 +145,7 @@ def checks_table(kind: str, rows: list[Row]) -> str:
 
 
 def markdown(results: Results) -> str:
-    """All tables, with where the figures come from and what failed."""
+    """All tables, with the origin of the figures and the failures."""
     return "\n".join(_sections(results))
 
 
@@ -231,7 +231,7 @@ def _points(rows: dict[str, Row]) -> dict[str, tuple[float, float]]:
 
 
 def _labels(points: dict[str, tuple[float, float]]) -> Iterator[tuple[tuple[float, float], list[str]]]:
-    """Where to write which names: points closer than a label is large share one, slowest first."""
+    """Labels and their positions: points closer than the size of a label share a label, slowest first."""
     spans = [max(axis) - min(axis) or 1.0 for axis in zip(*points.values(), strict=True)]
     left = sorted(points.items(), key=lambda item: -item[1][1])
     while left:

@@ -1,4 +1,4 @@
-"""The ways to train a stack of layers that `bench.step` sets against each other, and their programs."""
+"""The ways to train a stack of layers, compared by `bench.step`, and their programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax import lax
 
 import jaxoff
 from bench.grouped_mlp import describe
-from bench.step_models import Form, Layer, Moves, Naming, Workload, loss
+from bench.step_models import Form, Layer, Naming, PlacedNames, Workload, loss
 from jaxoff import Policy
 
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -23,21 +23,21 @@ NO_SLICE_FUSION = {"xla_gpu_enable_dynamic_slice_fusion": False}
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 # `bound`: other trades of time for memory. `twin`: the same residuals, kept on the device.
-# `stock`: moved by JAX alone. `ours`: moved by this project.
+# `stock`: offloaded by JAX alone. `ours`: offloaded by this project.
 type Role = Literal["bound", "twin", "stock", "ours"]
 type Placement = Literal["none", "recompute", "device", "host"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to train.
+    """A way to train.
 
     Attributes:
       label: for tables.
-      role: what it is compared as.
-      form: a loop over layers, or none.
-      placement: where the named residuals live; "none" is no checkpoint at all.
-      naming: who names them.
+      role: the kind of variant, a `Role`.
+      form: a loop over layers, or a Python loop.
+      placement: the placement of the named residuals; "none" is no checkpoint at all.
+      naming: the way to name values, a `Naming`.
       strategy: of `jaxoff.scan`, or "layers" for `jaxoff.layers`; None for `jax.jit` and JAX's own loops.
       options: compiler options beside the defaults.
     """
@@ -67,7 +67,7 @@ VARIANTS: dict[str, Variant] = {
     "captured": Variant("jaxoff captured", "ours", "scanned", "host", strategy="captured"),
     "ordered": Variant("jaxoff ordered", "ours", "unrolled", "host", strategy="layers"),
     "auto": Variant("jaxoff auto", "ours", "scanned", "host", strategy="auto"),
-    # The same program with everything on the device; not a twin: those are stock.
+    # The same program with everything on the device; not a twin: twins are stock programs.
     "auto_saved": Variant("jaxoff, saved", "bound", "scanned", "device", strategy="auto"),
 }
 
@@ -77,9 +77,9 @@ class Step:
     """A step to compile.
 
     Attributes:
-      form: how it takes its weights.
+      form: a loop over stacked weights, or layers with a list of weights.
       jitted: `(weights, x) -> (loss, gradients of both)`.
-      options: what chose its compiler options: two steps of the same text and options are one program.
+      options: the choice of compiler options: two steps of the same text and options are one program.
     """
 
     form: Form
@@ -88,62 +88,62 @@ class Step:
 
 
 def step_of(workload: Workload, variant: Variant, options: Mapping[str, Any] | None = None) -> Step:
-    """The step of a variant, with compiler options that win over its own."""
-    moves = workload.moves(variant.naming)
-    step = jax.value_and_grad(loss(workload, variant.naming, stack_of(variant, moves)), (0, 1))
+    """The step of a variant, with compiler options overriding the variant's own."""
+    placed = workload.placed_names(variant.naming)
+    step = jax.value_and_grad(loss(workload, variant.naming, stack_of(variant, placed)), (0, 1))
     merged = {**variant.options, **(options or {})}
     jit = jax.jit if variant.strategy is None else jaxoff.jit
     return Step(variant.form, jit(step, compiler_options=merged or None), f"{jit.__module__} {merged}")
 
 
-def _policy(placement: Placement, moves: Moves) -> Any:
+def _policy(placement: Placement, placed: PlacedNames) -> Any:
     names = jax.checkpoint_policies
     if placement == "recompute":
         return names.nothing_saveable
     if placement == "device":
-        return names.save_only_these_names(*moves.offload, *moves.save)
+        return names.save_only_these_names(*placed.offload, *placed.save)
     return names.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(moves.save),
-        names_which_can_be_offloaded=list(moves.offload),
+        names_which_can_be_saved=list(placed.save),
+        names_which_can_be_offloaded=list(placed.offload),
         offload_src="device",
         offload_dst="pinned_host",
     )
 
 
-def stack_of(variant: Variant, moves: Moves) -> Callable[[Layer, Any, Any], Any]:
+def stack_of(variant: Variant, placed: PlacedNames) -> Callable[[Layer, Any, Any], Any]:
     if variant.strategy is not None:
-        policy = jaxoff.policy(offload=moves.offload, save=moves.save)
+        policy = jaxoff.policy(offload=placed.offload, save=placed.save)
         return _ours(variant.strategy, policy.on_device() if variant.placement == "device" else policy)
 
-    def checkpointed(layer, **kwargs):
+    def checkpoint(layer, **kwargs):
         if variant.placement == "none":
             return layer
-        return jax.checkpoint(layer, policy=_policy(variant.placement, moves), **kwargs)
+        return jax.checkpoint(layer, policy=_policy(variant.placement, placed), **kwargs)
 
-    def scanned(layer, carry, weights):
-        body = checkpointed(layer, prevent_cse=False)
+    def scan_layers(layer, carry, weights):
+        body = checkpoint(layer, prevent_cse=False)
         return lax.scan(lambda carry, w: (body(w, carry), None), carry, weights)[0]
 
-    def unrolled(layer, carry, weights):
-        body = checkpointed(layer)
+    def unroll_layers(layer, carry, weights):
+        body = checkpoint(layer)
         for w in weights:
             carry = body(w, carry)
         return carry
 
-    return scanned if variant.form == "scanned" else unrolled
+    return scan_layers if variant.form == "scanned" else unroll_layers
 
 
 def _ours(strategy: str, policy: Policy) -> Callable[[Layer, Any, Any], Any]:
     if strategy == "layers":
         return lambda layer, carry, weights: jaxoff.layers(layer, carry, weights, policy=policy)
 
-    def scanned(layer, carry, weights):
+    def scan_layers(layer, carry, weights):
         def body(carry, w):
             return layer(w, carry), None
 
         return jaxoff.scan(body, carry, weights, policy=policy, strategy=strategy)[0]  # pyright: ignore
 
-    return scanned
+    return scan_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +152,9 @@ class Program:
 
     Attributes:
       call: the executable.
-      form: how it takes its weights.
+      form: a loop over stacked weights, or layers with a list of weights.
       lower_s, compile_s: seconds to trace and lower, alone; to compile, beside the others.
-      same_as: another step whose executable this is, being the same program.
+      same_as: the name of an equal step, whose executable this step shares.
     """
 
     call: jax.stages.Compiled
@@ -176,13 +176,13 @@ def compile_all(
     """Compiles steps side by side.
 
     Args:
-      workload: what they train.
+      workload: the workload of the steps.
       steps: by name.
-      jobs: how many compile at a time.
-      on_done: told of each, in order: the program, or {"error": why there is none}.
+      jobs: the number of steps compiling at a time.
+      on_done: receives each step in order: the program, or {"error": the cause}.
 
     Returns:
-      The programs by name, without what failed.
+      The programs by name, without failed steps.
     """
     pending: dict[str, tuple[float, Future[Compiled], str | None]] = {}
     first: dict[tuple[str, str], str] = {}
@@ -191,12 +191,12 @@ def compile_all(
         for name, step in steps.items():
             try:
                 start = time.perf_counter()
-                with warnings.catch_warnings():  # a mode that jaxoff.jit warns of is asked for on purpose
+                with warnings.catch_warnings():  # jaxoff.jit warns of modes chosen here on purpose
                     warnings.filterwarnings("ignore", ".*puts the copies of scanned layers in line")
                     lowered = step.jitted.lower(*workload.shapes(step.form))
                 lower_s = time.perf_counter() - start
                 same = first.setdefault((lowered.as_text(), step.options), name)
-                future = compiling(pool, lowered, alone=not pending) if same == name else pending[same][1]
+                future = start_compile(pool, lowered, alone=not pending) if same == name else pending[same][1]
                 pending[name] = lower_s, future, None if same == name else same
             except Exception as error:  # whatever tracing or lowering raises
                 on_done(name, {"error": describe(error)})
@@ -214,12 +214,12 @@ def compile_all(
 type Compiled = tuple[jax.stages.Compiled, float]
 
 
-def compiling(pool: ThreadPoolExecutor, lowered: jax.stages.Lowered, *, alone: bool) -> Future[Compiled]:
-    """A program and the seconds that it took to compile, soon.
+def start_compile(pool: ThreadPoolExecutor, lowered: jax.stages.Lowered, *, alone: bool) -> Future[Compiled]:
+    """A future of a program and the seconds of its compilation.
 
-    A process remembers the kernels that XLA found fastest for a product. Programs that are compiled at once
-    all try them, beside each other's, and choose differently, which has made equal programs differ by 5%
-    (openxla/xla#41620): the first is compiled `alone`.
+    A process remembers XLA's fastest kernels for a product. Programs compiled at the same time
+    all try kernels beside each other, and choose differently, so that equal programs have differed by 5%
+    (openxla/xla#41620): the first program is compiled `alone`.
     """
     future = pool.submit(_compile, lowered)
     if alone:

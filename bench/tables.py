@@ -1,4 +1,4 @@
-"""The command line of programs that make tables and a chart of result files."""
+"""The command line of programs making tables and a chart of result files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def show[R](
     """Reads result files, and prints or writes their tables and draws their chart.
 
     Args:
-      description: of the program, for its help.
-      chart: what the chart is, for its help.
-      combine: makes one of the results read from files.
-      markdown: the tables of the combined results.
+      description: the program's help text.
+      chart: the kind of chart, for the help text.
+      combine: joins the results read from files.
+      markdown: writes the tables of the combined results.
       draw: draws the combined results into a PNG.
-      arguments: the command line; None for that of the process.
+      arguments: the command line; None for the command line of the process.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("results", type=Path, nargs="+", help="result files, JSON")

@@ -1,15 +1,15 @@
-"""Draws what profiles saw on a GPU, one below the other on one scale: kernels, copies, and which nothing hid.
+"""Draws profiles of a GPU, below each other on one scale: kernels, hidden copies, and exposed copies.
 
     python -m bench.timeline stock=DIR jaxoff=DIR --out timeline.png --to 110
     python -m bench.timeline stock=DIR jaxoff=DIR --out layer.png --layer 2
     python -m bench.timeline stock=DIR jaxoff=DIR --out layer.png --layer 1 --marker bprop
 
-A folder is one that `jax.profiler.trace`, or `jaxoff.measure` with `trace_dir`, left behind. --from and --to
-are in ms since the first thing ran. --layer N is what lies between runs N and N + 1, counted from 0, of a
-kernel that runs once a layer: the first one that --marker finds, by default attention's forward kernel. A
-rematerialised layer runs that one again in the backward pass: with 12 layers, --layer 14 is the third layer
-of the backward pass. In a CUDA graph that is scheduled CONCURRENT the kernels of a layer change places from
-one layer to the next; compare such programs over --from and --to.
+A folder is an output of `jax.profiler.trace`, or of `jaxoff.measure` with `trace_dir`. --from and --to are in
+ms since the first event. --layer N is the window between runs N and N + 1, counted from 0, of a kernel that
+runs once a layer: the first match of --marker, by default attention's forward kernel. A
+rematerialised layer runs the forward kernel again in the backward pass: with 12 layers, --layer 14 is the
+third layer of the backward pass. In a CONCURRENT CUDA graph the kernels of a layer change places from layer
+to layer; compare CONCURRENT programs over --from and --to.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ EXPOSED = "#d62728"
 
 @dataclass(frozen=True)
 class Panel:
-    """One profile's part of the picture.
+    """A profile's part of the picture.
 
     Attributes:
-      label: what the user calls it.
+      label: the user's name for the profile.
       trace: of one GPU, cut to the window.
-      window: its start and end in ms, as the trace counts.
+      window: start and end of the window in ms, on the trace's clock.
     """
 
     label: str
@@ -47,8 +47,8 @@ class Panel:
     def width_ms(self) -> float:
         return self.window[1] - self.window[0]
 
-    def shifted(self, intervals: list[Interval]) -> list[tuple[float, float]]:
-        """Start since the window's, and length, as matplotlib takes them."""
+    def shift(self, intervals: list[Interval]) -> list[tuple[float, float]]:
+        """Start relative to the window's, and length, in matplotlib's form."""
         return [(start - self.window[0], end - start) for start, end in intervals]
 
     def title(self) -> str:
@@ -62,7 +62,7 @@ class Panel:
 
 
 def panel(label: str, trace: Trace, gpu: int | None, window: Interval) -> Panel:
-    """The part of a trace that lies in a window, of one GPU; of the first where none is named."""
+    """The part of a trace inside a window, of one GPU; of the first GPU where none is named."""
     if not trace.events:
         raise ValueError(f"timeline draws what ran on a GPU, and the profile {label!r} has none of one.")
     gpu = trace.gpus[0] if gpu is None else gpu
@@ -79,7 +79,7 @@ def panel(label: str, trace: Trace, gpu: int | None, window: Interval) -> Panel:
 
 
 def window_of_times(trace: Trace, start_ms: float, end_ms: float | None) -> Interval:
-    """A window given in ms since the first event, to the last one if it has no end."""
+    """A window given in ms since the first event; without an end the window ends with the last event."""
     end = trace.span_ms if end_ms is None else end_ms
     if start_ms >= end:
         raise ValueError(
@@ -122,11 +122,11 @@ def draw(panels: list[Panel], path: Path) -> None:
     )
     for ax, shown in zip(axes[:, 0], panels, strict=True):
         for row, way in enumerate(LANES):
-            # What runs back to back runs together, so that every gap is one of the GPU.
+            # Adjacent kernels are drawn as one bar, so that every gap is idle time of the GPU.
             low = 2 - row + 0.1
-            ax.broken_barh(shown.shifted(shown.trace.busy(way)), (low, 0.8), color=COLOURS[way], linewidth=0)
+            ax.broken_barh(shown.shift(shown.trace.busy(way)), (low, 0.8), color=COLOURS[way], linewidth=0)
             if way != "kernel":
-                bare = shown.shifted(shown.trace.exposed(way))
+                bare = shown.shift(shown.trace.exposed(way))
                 ax.broken_barh(bare, (low, 0.25), color=EXPOSED, linewidth=0)
         ax.set_yticks([2.5, 1.5, 0.5], list(LANES.values()))
         ax.set_ylim(0, 3)
@@ -144,7 +144,7 @@ def draw(panels: list[Panel], path: Path) -> None:
     plt.close(figure)
 
 
-def _named(text: str) -> tuple[str, Path]:
+def _parse_profile(text: str) -> tuple[str, Path]:
     label, separator, folder = text.partition("=")
     if not (label and separator and folder):
         raise argparse.ArgumentTypeError(f"a profile is given as LABEL=FOLDER; got {text!r}")
@@ -164,7 +164,7 @@ def panels_of(traces: Mapping[str, Trace], o: argparse.Namespace) -> list[Panel]
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Timelines of profiles, one below the other.")
-    parser.add_argument("profiles", type=_named, nargs="+", metavar="LABEL=FOLDER")
+    parser.add_argument("profiles", type=_parse_profile, nargs="+", metavar="LABEL=FOLDER")
     parser.add_argument("--out", type=Path, required=True, help="where the picture goes, PNG")
     parser.add_argument("--from", type=float, dest="start", default=0.0, metavar="MS")
     parser.add_argument("--to", type=float, dest="end", metavar="MS")

@@ -1,19 +1,19 @@
-"""Finds the tiles of the grouped MLP's kernels for given shapes, and how far the rule is from them.
+"""Finds the tiles of the grouped MLP's kernels for given shapes, and the rule's distance from these.
 
-For each shape and each of the six products: candidates are compiled one after the other and compared with the
-rule's result, timed in turns (a sample is as many queued calls as last about 30 ms, and one wait), first the
-tiles, then for the best of them the orders in which tiles are walked, at last the fastest few against the
-rule, and against what is in use, with more samples. The result file is rewritten after every product; what it
-holds already is not measured again, so a run that was cut short goes on where it stopped. Most of the
-time is compiling: on a machine with many cores run one process a shape, each with the same `--turns DIR`, and
-they compile side by side and time one at a time.
+For each shape and each of the six products: candidates are compiled one after the other, compared with the
+rule's result, and timed in balanced rounds (a sample is a queue of calls of about 30 ms, and one wait). First
+the tiles are timed, then the orders of walking the best tiles, at last the fastest few against the rule and
+against the tiles in use, with more samples. The result file is rewritten after every product; products in the
+file are not measured again, so an interrupted run continues. Most of the time is compiling: on a machine with
+many cores run one process a shape, each with the same `--turns DIR`; the processes compile side by side and
+time one at a time.
 
     python -m bench.tune_grouped_mlp --out tiles.json
     python -m bench.tune_grouped_mlp --out tiles.json --shapes nano-16k --products F1
     python -m bench.tune_grouped_mlp --table tiles.json more.json
 
-Each prints a table to paste into `pallas_kernels/mosaic/tuning.py`, keyed by (H, I, `rows_bucket`), and the
-time over the best one of the rule and of what is in use, the table's entry where there is one.
+Each prints a table to paste into `pallas_kernels/mosaic/tuning.py`, keyed by (H, I, `rows_bucket`), and two
+times over the best: of the rule, and of the tiles in use, the table's entry if there is an entry.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import jax
 import jax.numpy as jnp
 
 from bench import grouped_mlp_peers as peers
+from bench.card_lock import hold_card
 from bench.grouped_mlp import call_once, describe, measure, release, say
 from bench.grouped_mlp_peers import Data, Program
 from bench.grouped_mlp_shapes import GROUPS, MEASURED, PRODUCTS, SHAPES, Shape, group_sizes
 from bench.options import one_of
 from bench.provenance import provenance
-from bench.turns import turn
 from pallas_kernels.mosaic import tuning
 from pallas_kernels.mosaic.tuning import Config, Configs
 
@@ -51,7 +51,7 @@ ALL_SHAPES = SHAPES | {shape.name: shape for shape in OFF_TABLE}
 # The field of `tuning.Configs` for each product.
 FIELDS = {"F1": "fc1", "F2": "fc2", "B1": "grad_act", "B2": "grad_w2", "B3": "grad_x", "B4": "grad_w1"}
 WEIGHTS = ("B2", "B4")
-# What a rule may lose, on shapes off the table too.
+# The allowed loss of a rule, on shapes off the table too.
 GOAL = 1.07
 
 SMEM_LIMIT = 232_448
@@ -59,7 +59,7 @@ _SMEM_RESERVE = 2048
 _ROWS, _STEP, _CHUNK = 128, 64, 64
 _STAGES = range(3, 7)
 _MORE = dataclasses.fields(Config)[1:]
-# (minor axis, width); widths past the last block mean all of them.
+# (minor axis, width); widths past the last block mean all blocks.
 _ORDERS = ((1, 64), (1, 2), (1, 4), (0, 2), (0, 4), (0, 8))
 # Two runs of one product on equal operands, in norm: only the order of dp's partial sums may differ.
 _TOLERANCE = 1e-3
@@ -72,7 +72,7 @@ def key_of(shape: Shape) -> Key:
 
 
 def of_shape(choose: Callable[..., Configs], shape: Shape, product: str) -> Config:
-    """The config of a product that `tuning.rule`, or `tuning.configs`, chooses."""
+    """The config of a product, chosen by `tuning.rule` or `tuning.configs`."""
     return getattr(choose((shape.experts, shape.width, shape.hidden), shape.rows), FIELDS[product])
 
 
@@ -91,7 +91,7 @@ def output_blocks(product: str, shape: Shape, config: Config) -> tuple[int, int]
 
 
 def smem_nbytes(product: str, shape: Shape, config: Config) -> int:
-    """Bytes of shared memory that a kernel takes, an upper bound."""
+    """An upper bound on a kernel's bytes of shared memory."""
     block, chunks = config.block_columns, config.block_columns // _CHUNK
     ring = config.stages * (_ROWS + block) * _STEP * 2
     slots, barriers = config.slots, 2 * config.stages
@@ -108,8 +108,8 @@ def tile_candidates(product: str, shape: Shape, *, thorough: bool) -> list[Confi
 
     Args:
       product: "F1" to "B4".
-      shape: that it is for.
-      thorough: also rings that are one step shorter than they could be.
+      shape: the shape of the product.
+      thorough: also rings with one step less than fits.
 
     Returns:
       Configs that fit into shared memory, widest first.
@@ -140,7 +140,7 @@ def order_candidates(product: str, shape: Shape, config: Config) -> list[Config]
 
 
 def program_of(product: str, config: Config, data: Data) -> Program:
-    """One product under one config, its schedule made outside of the clock."""
+    """A product under a config, with the schedule made outside of the clock."""
     # Here, since the candidates and the table need no Mosaic GPU, which sets environment variables.
     from pallas_kernels.mosaic import row_products
     from pallas_kernels.mosaic.schedule import schedule
@@ -168,7 +168,7 @@ def program_of(product: str, config: Config, data: Data) -> Program:
 
 @jax.jit
 def _largest_error(got: Any, want: Any) -> jax.Array:
-    """The relative error in norm of the worst of several arrays; NaN where one has any."""
+    """The largest relative error in norm of several arrays; NaN where an array has any."""
 
     def error(got, want):
         got, want = got.astype(jnp.float32), want.astype(jnp.float32)
@@ -178,7 +178,7 @@ def _largest_error(got: Any, want: Any) -> jax.Array:
 
 
 class Search:
-    """The candidates of one product of one shape, compiled, checked and timed.
+    """The candidates of a product of a shape, compiled, checked and timed.
 
     Attributes:
       results: by config, its median time "ms" with its spread and "compile_s", or an "error".
@@ -191,7 +191,7 @@ class Search:
         self.results: dict[Config, dict[str, Any]] = {}
 
     def compile(self, configs: Iterable[Config]) -> None:
-        """Compiles what is not compiled yet; the first that runs is what the others must agree with."""
+        """Compiles the new candidates; the others must agree with the first running candidate."""
         for config in configs:
             if config in self.results:
                 continue
@@ -201,7 +201,7 @@ class Search:
                 got = call_once(program, self._sizes)
                 self.results[config] = {"compile_s": time.perf_counter() - start}
                 self._want = got if self._want is None else self._want
-                # "not below" and not "above", so that NaN fails.
+                # "not below" instead of "above": NaN fails.
                 if not (error := float(_largest_error(got, self._want))) <= _TOLERANCE:
                     raise ArithmeticError(f"its result differs from the rule's by {error:.1e} in norm")
                 self._programs[config] = program
@@ -210,11 +210,11 @@ class Search:
                 say(f"    {config_literal(config)}: {describe(error)[:140]}")
 
     def time(self, configs: Iterable[Config], repeats: int, kind: str) -> None:
-        """Times configs against each other, in turns, where they compiled; the newest times count."""
+        """Times compiled configs against each other, in balanced rounds; the newest times count."""
         programs = {str(i): c for i, c in enumerate(configs) if c in self._programs}
         flops = self._data.shape.flops(self._product)
         able = {name: self._programs[c] for name, c in programs.items()}
-        with turn(self._turns):
+        with hold_card(self._turns):
             rows = measure(able, self._sizes, flops, repeats)
         for name, row in rows.items():
             result, config = self.results[programs[name]], programs[name]
@@ -245,11 +245,11 @@ def tune(
       data: of the shape.
       sizes: (E,) int32 on the device.
       repeats: samples of each candidate; the last comparison takes three times as many.
-      thorough: more tiles, and orders for the best three tiles instead of one.
-      turns: what the processes that share the card name, one of which times at a time.
+      thorough: more tiles, and orders for the best three tiles instead of the best.
+      turns: the folder shared by processes of one card, which time one at a time.
 
     Returns:
-      The configs of the rule, of what is in use and the best, their times, and every candidate, JSON-ready.
+      The configs of the rule, in use and best, their times, and every candidate, JSON-ready.
     """
     chosen = {
         "rule": of_shape(tuning.rule, data.shape, product),
@@ -293,7 +293,7 @@ def choices(rows: Iterable[dict[str, Any]]) -> dict[Key, dict[str, Config]]:
 
 
 def config_literal(config: Config) -> str:
-    """Python text of a config, what is as by default left out."""
+    """Python text of a config, without the default fields."""
     more = [f"{f.name}={v}" for f in _MORE if (v := getattr(config, f.name)) != f.default]
     return f"Config({', '.join([str(config.block_columns), *more])})"
 
@@ -311,7 +311,7 @@ def table_literal(found: dict[Key, dict[str, Config]]) -> str:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """The table, and how far from the best the rule and what is in use are, the worst first."""
+    """The table, and the distance of the rule and of the tiles in use from the best, the worst first."""
     found = choices(rows)
     text = [table_literal(found)]
     text += [f"# {key}: {', '.join(f)} only" for key, f in sorted(found.items()) if len(f) < len(FIELDS)]
@@ -335,8 +335,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", choices=tuple(GROUPS), default="dirichlet")
     parser.add_argument("--repeats", type=int, default=3, help="samples of each candidate")
     parser.add_argument("--thorough", action="store_true", help="more tiles, and orders for the best three")
-    parser.add_argument("--turns", type=Path, metavar="DIR", help="time in turns with processes that name it")
-    parser.add_argument("--limit-s", type=float, help="start no product after so many seconds")
+    parser.add_argument(
+        "--turns",
+        type=Path,
+        metavar="DIR",
+        help="a folder shared by processes on one card, which time one at a time",
+    )
+    parser.add_argument("--limit-s", type=float, help="start no product after this many seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", type=Path, nargs="+", metavar="JSON", help="print the table of results")
     o = parser.parse_args(arguments)
@@ -348,10 +353,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def load(path: Path, made: dict[str, Any]) -> dict[str, Any]:
-    """What a result file holds already, with this run added to its runs.
+    """The content of a result file, with this run added to its runs.
 
     Raises:
-      SystemExit: it was measured on another device or with other versions.
+      SystemExit: the file was measured on another device or with other versions.
     """
     result = json.loads(path.read_text()) if path.exists() else {"runs": [], "rows": []}
     for run in result["runs"]:
@@ -366,7 +371,7 @@ def load(path: Path, made: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(o: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures what the result file does not hold yet. Returns all rows."""
+    """Measures the products missing in the result file. Returns all rows."""
     result = load(o.out, provenance(vars(o)))
     start = time.perf_counter()
 

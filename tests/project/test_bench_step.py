@@ -175,7 +175,7 @@ def fake(log, name, form="scanned"):
 
 def test_variants_take_turns_and_rows_are_saved_after_each_round():
     log, saved, rows = [], [], {"a": {}, "b": {}}
-    step.time_in_turns(
+    step.time_variants(
         {name: fake(log, name) for name in "ab"}, {"scanned": ()}, rows, 4, 0.0, lambda: False,
         lambda: saved.append(json.dumps(rows)),
     )  # fmt: skip
@@ -192,7 +192,7 @@ def test_timing_ends_when_time_is_up_and_a_failing_variant_stops_nobody():
 
     rows = {"bad": {}, "good": {}}
     programs = {"bad": Program(fail, "scanned", 0.0, 0.0), "good": fake([], "good")}  # type: ignore
-    step.time_in_turns(programs, {"scanned": ()}, rows, 9, 0.0, lambda: True, lambda: None)
+    step.time_variants(programs, {"scanned": ()}, rows, 9, 0.0, lambda: True, lambda: None)
     assert rows["bad"] == {"error": "RuntimeError: out of memory"}
     assert rows["good"]["repeats"] == 1
 

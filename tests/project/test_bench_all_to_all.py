@@ -1,4 +1,4 @@
-"""The benchmark of exchanges, at a tiny size."""
+"""The benchmark of all-to-all collectives, at a tiny size."""
 
 import json
 
@@ -8,13 +8,13 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 
-from bench import exchange
+from bench import all_to_all
 
 TINY = ["--rows", "32", "--width", "8", "--turns", "2", "--repeats", "3", "--capacities", "1.1", "2"]
 
 
-def test_padded_exchanges_are_timed_and_bring_rows_back(tmp_path):
-    exchange.main(["--out", str(out := tmp_path / "a.json"), *TINY])
+def test_padded_collectives_are_timed_and_bring_rows_back(tmp_path):
+    all_to_all.main(["--out", str(out := tmp_path / "a.json"), *TINY])
     result = json.loads(out.read_text())
     assert result["options"]["rows"] == "32"
     rows = [row for row in result["rows"] if row["exchange"] == "padded"]
@@ -38,19 +38,19 @@ def reference(operand, output, input_offsets, send_sizes, output_offsets, recv_s
 
 
 @pytest.mark.parametrize("capacity", [1.0, 1.3, 8.0])
-def test_a_ragged_exchange_brings_what_a_padded_one_does(monkeypatch, capacity):
+def test_a_ragged_collective_brings_the_rows_of_a_padded_one(monkeypatch, capacity):
     monkeypatch.setattr(lax, "ragged_all_to_all", reference)
-    mesh = jax.make_mesh((4,), (exchange.AXIS,), axis_types=(AxisType.Auto,))
-    x, sent = exchange.arguments(mesh, 32, 8, capacity)
-    P, AXIS = exchange.P, exchange.AXIS
+    mesh = jax.make_mesh((4,), (all_to_all.AXIS,), axis_types=(AxisType.Auto,))
+    x, sent = all_to_all.arguments(mesh, 32, 8, capacity)
+    P, AXIS = all_to_all.P, all_to_all.AXIS
 
     def both(x, sent):
         came = lax.all_to_all(sent, AXIS, 0, 0, tiled=True)
-        return tuple(send(x, sent, came) for send in exchange.EXCHANGES.values())
+        return tuple(send(x, sent, came) for send in all_to_all.COLLECTIVES.values())
 
     run = jax.shard_map(both, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
     padded, ragged = jax.jit(run)(x, sent)
     assert jnp.abs(padded).sum() > 0
     assert (padded == ragged).all()
-    there_and_back = exchange.program(exchange.ragged, mesh, 3, {})
+    there_and_back = all_to_all.program(all_to_all.send_ragged, mesh, 3, {})
     assert (there_and_back(x, sent) == x).all()
