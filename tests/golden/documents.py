@@ -5,10 +5,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from tests.golden.programs import environment
+import jax
+
+import jaxoff
+from bench.step_models import Workload
+from tests.golden.compiled import COMPILED, Stored
+from tests.golden.programs import (
+    FORMS,
+    LISTED,
+    data_parallel,
+    environment,
+    mesh_of,
+    policy_of,
+    small_shapes,
+    stacked_loss,
+    train_step,
+)
 
 DOCUMENTS: dict[str, dict[str, Callable[[], Any]]] = {}
 
@@ -16,3 +32,112 @@ DOCUMENTS: dict[str, dict[str, Callable[[], Any]]] = {}
 def document(kind: str, name: str) -> Any:
     with environment():
         return DOCUMENTS[kind][name]()
+
+
+BUDGETS = 6
+# What a refactoring may word anew, and where a source stands.
+_WORDING = ("why", "what", "message", "source", "rule")
+
+
+def without_wording(value: Any) -> Any:
+    """A document without the fields that hold prose or lines of a source."""
+    if isinstance(value, dict):
+        return {key: without_wording(item) for key, item in value.items() if key not in _WORDING}
+    if isinstance(value, list | tuple):
+        return [without_wording(item) for item in value]
+    return value
+
+
+def _add(kind: str, name: str, make: Callable[[], Any]) -> None:
+    assert name not in DOCUMENTS.setdefault(kind, {}), name
+    DOCUMENTS[kind][name] = make
+
+
+# Plans.
+
+
+def plans(fun: Any, args: tuple[Any, ...], budgets: int = BUDGETS, **options: Any) -> list[Any]:
+    """Plans for budgets from the least for which there is a plan to what the fastest plan needs.
+
+    Small budgets are nearer to each other than large ones. Budgets have three digits, so a least budget that
+    a search finds within some bytes makes the same budgets.
+    """
+    try:
+        jaxoff.plan(fun, *args, device_bytes=1, **options)
+    except jaxoff.BudgetError as error:
+        least = error.smallest_bytes or 0
+    else:
+        raise AssertionError("a plan within one byte")
+    most = jaxoff.plan(fun, *args, device_bytes=1e15, **options).peak_bytes
+    least, most = 1.005 * least, 1.2 * max(least, most)
+    found = []
+    for i in range(budgets):
+        budget = float(f"{least + (most - least) * (i / (budgets - 1)) ** 2:.2e}")
+        found.append(jaxoff.plan(fun, *args, device_bytes=budget, **options).to_dict())
+    return without_wording(found)
+
+
+def _plans_of(name: str, **options: Any) -> list[Any]:
+    workload = Workload.parse(name)
+    stack = FORMS["scan"](jaxoff.policy())
+    return plans(stacked_loss(workload, stack), workload.shapes("scanned"), argnums=0, **options)
+
+
+for _name in ("dense-b4-l12", "mlp-b4-l12", "nano-b4-l4", "mixtral-b4-l4"):
+    _add("plans", _name, functools.partial(_plans_of, _name))
+_add("plans", "mlp-b4-l12 in two", functools.partial(_plans_of, "mlp-b4-l12", first_layers=True))
+
+
+def _plans_of_train_step() -> list[Any]:
+    workload = Workload.parse("dense-b2-l2")
+    step, shapes = train_step(workload, "scan", jaxoff.policy(), 4096, 4096)
+    return plans(step, shapes, 3)
+
+
+def _plans_on_a_mesh() -> list[Any]:
+    step = jax.jit(data_parallel(mesh_of(2), jaxoff.policy()))
+    return plans(step, small_shapes(scale=64), 3, link=2)
+
+
+_add("plans", "adamw-128k", _plans_of_train_step)
+_add("plans", "shard_map-2", _plans_on_a_mesh)
+
+
+# Reports of `explain`.
+
+
+def _report(workload: str, how: str, policy: Any) -> Any:
+    parsed = Workload.parse(workload)
+    chosen = policy_of(parsed, policy) if isinstance(policy, str) else policy
+    fun = stacked_loss(parsed, FORMS[how](chosen), marked=policy == "te_v1")
+    shapes = parsed.shapes("unrolled" if how in LISTED else "scanned")
+    return without_wording(jaxoff.explain(fun, *shapes).to_dict())
+
+
+_MISSPELT = jaxoff.policy(offload=["x_inn", "attn"], save=["act"], min_bytes=1 << 40)
+
+for _workload, _how, _policy in (
+    ("dense-b4-l4", "scan", "some"),
+    ("dense-b4-l4", "layers", "more"),
+    ("dense-b4-l4", "loop", "te_v1"),
+    ("dense-b4-l4", "first_scan", "some"),
+    ("mlp-b4-l4", "blocks", "more"),
+    ("mlp-b4-l4", "lax_scan", "offload_dots"),
+    ("mlp-b4-l4", "scan", "te_v2"),
+    ("mixtral-b4-l2", "scan", "megatron"),
+    ("dense-b4-l4", "lax_scan", _MISSPELT),
+):
+    _label = _policy if isinstance(_policy, str) else "misspelt"
+    _add("reports", f"{_workload}/{_how}/{_label}", functools.partial(_report, _workload, _how, _policy))
+
+
+# Facts of `verify`.
+
+
+def _facts(name: str) -> Any:
+    text, arguments = COMPILED[name]
+    return without_wording(jaxoff.verify(Stored(text), **arguments).to_dict())
+
+
+for _name in COMPILED:
+    _add("facts", _name, functools.partial(_facts, _name))

@@ -200,14 +200,14 @@ def _add_steps(where: str, workload: str, pairs: str, *, tiny: bool = False, **o
 _FORMS = "scan/some layers/some first_scan/some first_layers/some loop/te_v1 lax_scan/more"
 _PRESETS = "scan/saved scan/recompute scan/te_v1 scan/te_v2 scan/dots"
 _OTHERS = "blocks/some plain/some layers/more layers/saved loop/saved lax_scan/offload_dots"
-_add_steps("cpu", "dense-b2-l3", f"{_FORMS} {_PRESETS} ordered/more", tiny=True)
+_add_steps("cpu", "dense-b2-l3", f"{_FORMS} scan/saved scan/recompute scan/te_v1 ordered/more", tiny=True)
 _add_steps("cpu", "dense-b2-l4", "blocks/some", tiny=True)
 _add_steps("cpu", "mlp-b2-l4", f"{_FORMS} lax_scan/some loop/some blocks/more", tiny=True)
-_add_steps("cpu", "nano-b2-l2", "scan/megatron loop/some", tiny=True)
+_add_steps("cpu", "nano-b2-l2", "loop/some", tiny=True)
 _add_steps("gpu", "dense-b4-l4", f"{_FORMS} {_PRESETS} {_OTHERS}")
 _add_steps("gpu", "mlp-b4-l4", f"{_FORMS} scan/saved scan/recompute scan/te_v2 layers/more")
-_add_steps("gpu-any", "nano-b4-l2", "scan/some layers/some first_scan/recompute", kernels=False)
-_add_steps("gpu-any", "mixtral-b4-l2", "scan/saved lax_scan/some first_layers/megatron", kernels=False)
+_add_steps("gpu-any", "nano-b4-l2", "scan/some layers/some", kernels=False)
+_add_steps("gpu-any", "mixtral-b4-l2", "lax_scan/some first_layers/megatron", kernels=False)
 
 
 def program(name: str) -> Callable[[Lower], Lower]:
@@ -278,12 +278,6 @@ def model_program(policy: Any = None, *more: str) -> Program:
 @program("cpu/model-128k/some")
 def _():
     found = model_program(jaxoff.policy(offload=["attn.norm_in", "attn.proj_in"], save=["moe.act"]))
-    return found.step.lower(found.state_shapes, found.tokens_shape)
-
-
-@program("cpu/model-128k/saved")
-def _():
-    found = model_program(jaxoff.policy(save=["attn.norm_in", "moe.act"]))
     return found.step.lower(found.state_shapes, found.tokens_shape)
 
 

@@ -12,7 +12,7 @@ from jaxlib.mlir import ir
 
 MAX_DIFF_LINES, MAX_WIDTH = 60, 180
 _REGION = 2000
-_ESCAPES = {b"n": b"\n", b"t": b"\t"}
+_ESCAPES: dict[bytes, bytes] = {b"n": b"\n", b"t": b"\t"}
 _STRING = r'"((?:[^"\\]|\\.)*)"'
 _KERNEL = re.compile(rf"kernel_hash = {_STRING}, module = {_STRING}")
 _OPERATION = re.compile(r"(?:^|= |^\s+)\"?([a-z_]+\.[a-z_.]+|call|return|while)\"?[\s(]")
@@ -42,7 +42,7 @@ def _kernel(match: re.Match[str]) -> str:
     with context, ir.Location.unknown():
         context.load_all_available_dialects()
         module = ir.Module.parse(_unescaped(match[2]))
-        text = _DUMP_NAME.sub("", module.operation.get_asm(enable_debug_info=False))
+        text = _DUMP_NAME.sub("", str(module.operation.get_asm(enable_debug_info=False)))
     name = re.search(r"module @(\w+)", text)
     label = name[1] if name else "kernel"
     return f"kernel = <{label}: {text.count(chr(10))} lines, sha256 {digest(text)}>"
@@ -52,7 +52,7 @@ def _unescaped(text: str) -> bytes:
     """The bytes of a string as MLIR writes them."""
 
     def one(match: Any) -> bytes:
-        code = match[1]
+        code: bytes = match[1]
         return bytes([int(code, 16)]) if len(code) == 2 else _ESCAPES.get(code, code)
 
     return re.sub(rb"\\([0-9A-F]{2}|.)", one, text.encode())
