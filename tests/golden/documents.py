@@ -80,7 +80,8 @@ def plans(fun: Any, args: tuple[Any, ...], budgets: int = BUDGETS, **options: An
 def _plans_of(name: str, **options: Any) -> list[Any]:
     workload = Workload.parse(name)
     stack = FORMS["scan"](jaxoff.policy())
-    return plans(stacked_loss(workload, stack), workload.shapes("scanned"), argnums=0, **options)
+    fun = jax.jit(stacked_loss(workload, stack))  # which keeps the traced loss from one plan to the next
+    return plans(fun, workload.shapes("scanned"), argnums=0, **options)
 
 
 for _name in ("dense-b4-l12", "mlp-b4-l12", "nano-b4-l4", "mixtral-b4-l4"):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -156,12 +157,18 @@ def stacked_loss(workload: Workload, stack: Stack, *, marked: bool = False) -> C
     return loss(workload, "planned", lambda layer, carry, weights: stack(with_mark(layer), carry, weights))
 
 
-def step_of(workload: Workload, how: str, policy: str) -> tuple[Any, tuple[Any, ...]]:
+def slow_link() -> jaxoff.Device:
+    """An H200 whose copies take eight times as long: compute waits for most, and goes in another order."""
+    device = jaxoff.Device.of("h200")
+    return dataclasses.replace(device, d2h_gbps=device.d2h_gbps / 8, h2d_gbps=device.h2d_gbps / 8)
+
+
+def step_of(workload: Workload, how: str, policy: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
     """A step by `jaxoff.jit`, and the shapes of its arguments."""
     stack = FORMS[how](policy_of(workload, policy))
     fun = stacked_loss(workload, stack, marked=policy == "te_v1")
     shapes = workload.shapes("unrolled" if how in LISTED else "scanned")
-    return jaxoff.jit(jax.value_and_grad(fun, (0, 1))), shapes
+    return jaxoff.jit(jax.value_and_grad(fun, (0, 1)), **options), shapes
 
 
 def on_cpu(step, *shapes) -> jax.stages.Lowered:
@@ -184,13 +191,15 @@ def _add(name: str, lower: Lower) -> None:
     PROGRAMS[name] = lower
 
 
-def _add_steps(where: str, workload: str, pairs: str, *, tiny: bool = False, **options: Any) -> None:
+def _add_steps(
+    where: str, workload: str, pairs: str, *, tiny: bool = False, slow: bool = False, **options: Any
+) -> None:
     parsed = Workload.parse(workload, tiny=tiny)
     for pair in pairs.split():
         how, policy = pair.split("/")
 
         def lower(how=how, policy=policy):
-            step, shapes = step_of(parsed, how, policy)
+            step, shapes = step_of(parsed, how, policy, **({"device": slow_link()} if slow else {}))
             return on_gpu(step, *shapes, **options) if where.startswith("gpu") else on_cpu(step, *shapes)
 
         _add(f"{where}/{workload}/{pair}", lower)
@@ -206,6 +215,8 @@ _add_steps("cpu", "mlp-b2-l4", f"{_FORMS} lax_scan/some loop/some blocks/more", 
 _add_steps("cpu", "nano-b2-l2", "loop/some", tiny=True)
 _add_steps("gpu", "dense-b4-l4", f"{_FORMS} {_PRESETS} {_OTHERS}")
 _add_steps("gpu", "mlp-b4-l4", f"{_FORMS} scan/saved scan/recompute scan/te_v2 layers/more")
+_add_steps("gpu-slow-link", "dense-b4-l3", "layers/more scan/more loop/some", slow=True)
+_add_steps("gpu-slow-link", "mlp-b4-l4", "layers/more scan/more blocks/more first_scan/some", slow=True)
 _add_steps("gpu-any", "nano-b4-l2", "scan/some layers/some", kernels=False)
 _add_steps("gpu-any", "mixtral-b4-l2", "lax_scan/some first_layers/megatron", kernels=False)
 
@@ -358,13 +369,16 @@ def _add_mapped() -> None:
 
                 _add(f"cpu/shard_map-{devices}/{body.__name__}/{how}", lower)
     for body in (data_parallel, gathering):
+        for how, slow in (("scan", False), ("layers", False), ("layers", True)):
 
-        def lower_for_gpus(body=body):
-            mesh = abstract_mesh_of(2)
-            with jax.sharding.use_abstract_mesh(mesh):
-                return on_gpu(jaxoff.jit(body(mesh)), *small_shapes(scale=64), kernels=False)
+            def lower_for_gpus(body=body, how=how, slow=slow):
+                mesh = abstract_mesh_of(2)
+                options: Any = {"device": slow_link()} if slow else {}
+                with jax.sharding.use_abstract_mesh(mesh):
+                    step = jaxoff.jit(body(mesh, how=how), **options)
+                    return on_gpu(step, *small_shapes(scale=64), kernels=False)
 
-        _add(f"gpu/shard_map-2/{body.__name__}/scan", lower_for_gpus)
+            _add(f"gpu{'-slow-link' * slow}/shard_map-2/{body.__name__}/{how}", lower_for_gpus)
 
 
 _add_mapped()
