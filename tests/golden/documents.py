@@ -14,17 +14,8 @@ import jax
 import jaxoff
 from bench.step_models import Workload
 from tests.golden.compiled import COMPILED, Stored
-from tests.golden.programs import (
-    FORMS,
-    LISTED,
-    data_parallel,
-    environment,
-    mesh_of,
-    policy_of,
-    small_shapes,
-    stacked_loss,
-    train_step,
-)
+from tests.golden.small import data_parallel, mesh_of, small_shapes
+from tests.golden.steps import FORMS, LISTED, environment, policy_of, stacked_loss, train_step
 
 DOCUMENTS: dict[str, dict[str, Callable[[], Any]]] = {}
 
