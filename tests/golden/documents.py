@@ -14,17 +14,8 @@ import jax
 import jaxoff
 from bench.step_models import Workload
 from tests.golden.compiled import COMPILED, Stored
-from tests.golden.programs import (
-    FORMS,
-    LISTED,
-    data_parallel,
-    environment,
-    mesh_of,
-    policy_of,
-    small_shapes,
-    stacked_loss,
-    train_step,
-)
+from tests.golden.small import data_parallel, mesh_of, small_shapes
+from tests.golden.steps import FORMS, LISTED, environment, policy_of, stacked_loss, train_step
 
 DOCUMENTS: dict[str, dict[str, Callable[[], Any]]] = {}
 
@@ -80,7 +71,8 @@ def plans(fun: Any, args: tuple[Any, ...], budgets: int = BUDGETS, **options: An
 def _plans_of(name: str, **options: Any) -> list[Any]:
     workload = Workload.parse(name)
     stack = FORMS["scan"](jaxoff.policy())
-    return plans(stacked_loss(workload, stack), workload.shapes("scanned"), argnums=0, **options)
+    fun = jax.jit(stacked_loss(workload, stack))  # which keeps the traced loss from one plan to the next
+    return plans(fun, workload.shapes("scanned"), argnums=0, **options)
 
 
 for _name in ("dense-b4-l12", "mlp-b4-l12", "nano-b4-l4", "mixtral-b4-l4"):

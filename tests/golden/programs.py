@@ -5,38 +5,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
-from bench.step_models import Workload, loss
+from bench.step_models import Workload
 from models.layers import causal_attention
 from models.options import Options, parse_overrides
 from models.program import Program
 from pallas_kernels import grouped_mlp
+from tests.golden.small import (
+    SOME,
+    abstract_mesh_of,
+    data_parallel,
+    gathering,
+    mesh_of,
+    small_layer,
+    small_loss,
+    small_shapes,
+)
+from tests.golden.steps import (
+    VOCABULARY,
+    environment,
+    on_cpu,
+    on_gpu,
+    policy_of,
+    slow_link,
+    step_of,
+    train_step,
+)
 
 type Lower = Callable[[], jax.stages.Lowered]
-type Stack = Callable[[Any, Any, Any], Any]
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 PROGRAMS: dict[str, Lower] = {}
-FORMS: dict[str, Callable[[Any], Stack]] = {}
-
-# Variables of the process on which a program depends.
-_VARIABLES = ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",)
-_CUDNN = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
-_MODULES = ["core_attn", "attn_norm", "moe_act"]
 
 
 def lowered(name: str) -> jax.stages.Lowered:
@@ -45,152 +53,20 @@ def lowered(name: str) -> jax.stages.Lowered:
         return PROGRAMS[name]()
 
 
-@contextlib.contextmanager
-def environment() -> Iterator[None]:
-    """The process as goldens expect the process: no limits from variables, and the version of cuDNN."""
-    with mock.patch.dict(os.environ), mock.patch(_CUDNN, return_value=91900):
-        for variable in _VARIABLES:
-            os.environ.pop(variable, None)
-        yield
-
-
-def form(fun):
-    FORMS[fun.__name__] = fun
-    return fun
-
-
-def _body(layer):
-    return lambda carry, w: (layer(w, carry), None)
-
-
-def _scan(policy, **options):
-    return lambda layer, carry, weights: jaxoff.scan(_body(layer), carry, weights, policy=policy, **options)[
-        0
-    ]
-
-
-@form
-def scan(policy):
-    return _scan(policy)
-
-
-@form
-def blocks(policy):
-    """Two layers a turn, of which the residual that is needed first stays."""
-    return _scan(policy, block=2, keep_first=True)
-
-
-@form
-def plain(policy):
-    return _scan(policy, strategy="plain")
-
-
-@form
-def ordered(policy):
-    return _scan(policy, strategy="ordered")
-
-
-@form
-def layers(policy):
-    return lambda layer, carry, weights: jaxoff.layers(layer, carry, weights, policy=policy)
-
-
-@form
-def first_scan(policy):
-    return _scan(jaxoff.FirstLayers(1, policy, rest=policy.on_device()))
-
-
-@form
-def first_layers(policy):
-    return layers(jaxoff.FirstLayers(1, policy, rest=jaxoff.policy()))
-
-
-@form
-def loop(policy):
-    def stack(layer, carry, weights):
-        block = jax.checkpoint(layer, policy=policy)
-        for w in weights:
-            carry = block(w, carry)
-        return carry
-
-    return stack
-
-
-@form
-def lax_scan(policy):
-    def stack(layer, carry, weights):
-        block = jax.checkpoint(_body(layer), policy=policy, prevent_cse=False)
-        return lax.scan(block, carry, weights)[0]
-
-    return stack
-
-
-LISTED = ("layers", "first_layers", "loop")
-"""Forms that take a list of weights."""
-
-
-def policy_of(workload: Workload, name: str) -> jaxoff.Policy:
-    moves = workload.moves("planned")
-    some = jaxoff.policy(offload=moves.offload, save=moves.save)
-    return {
-        "saved": some.on_device,
-        "some": lambda: some,
-        "more": lambda: jaxoff.policy(offload=["*"]),
-        "recompute": jaxoff.policy,
-        "te_v1": lambda: jaxoff.policy("te_v1"),
-        "te_v2": lambda: jaxoff.policy("te_v2", min_bytes=1),
-        "megatron": lambda: jaxoff.policy("megatron", modules=_MODULES),
-        "dots": lambda: jaxoff.policy("dots"),
-        "offload_dots": lambda: jaxoff.policy(unmarked="offload_dots"),
-    }[name]()
-
-
-def stacked_loss(workload: Workload, stack: Stack, *, marked: bool = False) -> Callable[..., Any]:
-    """The loss of a workload's layers, whose input perhaps has a mark."""
-    if not marked:
-        return loss(workload, "planned", stack)
-
-    def with_mark(layer):
-        return lambda w, carry: layer(w, (jaxoff.mark_offload(carry[0]), carry[1]))
-
-    return loss(workload, "planned", lambda layer, carry, weights: stack(with_mark(layer), carry, weights))
-
-
-def step_of(workload: Workload, how: str, policy: str) -> tuple[Any, tuple[Any, ...]]:
-    """A step by `jaxoff.jit`, and the shapes of its arguments."""
-    stack = FORMS[how](policy_of(workload, policy))
-    fun = stacked_loss(workload, stack, marked=policy == "te_v1")
-    shapes = workload.shapes("unrolled" if how in LISTED else "scanned")
-    return jaxoff.jit(jax.value_and_grad(fun, (0, 1))), shapes
-
-
-def on_cpu(step, *shapes) -> jax.stages.Lowered:
-    return step.lower(*shapes)
-
-
-def on_gpu(step, *shapes, kernels: bool = True) -> jax.stages.Lowered:
-    """A program for an H200: with the kernels that are for GPUs only, or with the ones for any device."""
-    told = use_h200() if kernels else contextlib.nullcontext()
-    with told:
-        return step.trace(*shapes).lower(lowering_platforms=("cuda",))
-
-
-def use_h200() -> Any:
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200))
-
-
 def _add(name: str, lower: Lower) -> None:
     assert name not in PROGRAMS, name
     PROGRAMS[name] = lower
 
 
-def _add_steps(where: str, workload: str, pairs: str, *, tiny: bool = False, **options: Any) -> None:
+def _add_steps(
+    where: str, workload: str, pairs: str, *, tiny: bool = False, slow: bool = False, **options: Any
+) -> None:
     parsed = Workload.parse(workload, tiny=tiny)
     for pair in pairs.split():
         how, policy = pair.split("/")
 
         def lower(how=how, policy=policy):
-            step, shapes = step_of(parsed, how, policy)
+            step, shapes = step_of(parsed, how, policy, **({"device": slow_link()} if slow else {}))
             return on_gpu(step, *shapes, **options) if where.startswith("gpu") else on_cpu(step, *shapes)
 
         _add(f"{where}/{workload}/{pair}", lower)
@@ -200,12 +76,14 @@ def _add_steps(where: str, workload: str, pairs: str, *, tiny: bool = False, **o
 _FORMS = "scan/some layers/some first_scan/some first_layers/some loop/te_v1 lax_scan/more"
 _PRESETS = "scan/saved scan/recompute scan/te_v1 scan/te_v2 scan/dots"
 _OTHERS = "blocks/some plain/some layers/more layers/saved loop/saved lax_scan/offload_dots"
-_add_steps("cpu", "dense-b2-l3", f"{_FORMS} scan/saved scan/recompute scan/te_v1 ordered/more", tiny=True)
+_add_steps("cpu", "dense-b2-l3", "scan/some first_scan/some layers/saved loop/te_v1 ordered/more", tiny=True)
 _add_steps("cpu", "dense-b2-l4", "blocks/some", tiny=True)
-_add_steps("cpu", "mlp-b2-l4", f"{_FORMS} lax_scan/some loop/some blocks/more", tiny=True)
+_add_steps("cpu", "mlp-b2-l4", "scan/some layers/some lax_scan/some loop/some", tiny=True)
 _add_steps("cpu", "nano-b2-l2", "loop/some", tiny=True)
 _add_steps("gpu", "dense-b4-l4", f"{_FORMS} {_PRESETS} {_OTHERS}")
 _add_steps("gpu", "mlp-b4-l4", f"{_FORMS} scan/saved scan/recompute scan/te_v2 layers/more")
+_add_steps("gpu-slow-link", "dense-b4-l3", "layers/more scan/more loop/some", slow=True)
+_add_steps("gpu-slow-link", "mlp-b4-l4", "layers/more scan/more blocks/more first_scan/some", slow=True)
 _add_steps("gpu-any", "nano-b4-l2", "scan/some layers/some", kernels=False)
 _add_steps("gpu-any", "mixtral-b4-l2", "lax_scan/some first_layers/megatron", kernels=False)
 
@@ -218,36 +96,6 @@ def program(name: str) -> Callable[[Lower], Lower]:
     return add
 
 
-VOCABULARY = 128 * 1024
-
-
-def train_step(workload: Workload, how: str, policy: jaxoff.Policy, tokens: int, width: int):
-    """A step with an embedding, a head and AdamW, and the shapes of its state and tokens."""
-    inner = loss_of_tokens(workload, FORMS[how](policy))
-    optimizer = optax.adamw(1e-3)
-
-    def step(params, state, ids):
-        value, grads = jax.value_and_grad(inner)(params, ids)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    table = jax.ShapeDtypeStruct((VOCABULARY, width), jnp.bfloat16)
-    weights, _ = workload.shapes("unrolled" if how in LISTED else "scanned")
-    params = {"embedding": table, "layers": weights, "head": table}
-    ids = jax.ShapeDtypeStruct((workload.batch, tokens), jnp.int32)
-    return jaxoff.jit(step, donate_argnums=(0, 1)), (params, jax.eval_shape(optimizer.init, params), ids)
-
-
-def loss_of_tokens(workload: Workload, stack: Stack):
-    def compute(params, ids):
-        x = params["embedding"][ids]
-        x, _ = stack(workload.layer("planned"), (x, jnp.zeros((), jnp.float32)), params["layers"])
-        logits = jaxoff.name(x @ params["head"].T, "logits").astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, ids).mean()
-
-    return compute
-
-
 def _train_step(how: str, policy: str, *, tiny: bool):
     workload = Workload.parse("dense-b2-l2", tiny=tiny)
     return train_step(workload, how, policy_of(workload, policy), *((16, 32) if tiny else (4096, 4096)))
@@ -255,7 +103,7 @@ def _train_step(how: str, policy: str, *, tiny: bool):
 
 def _add_train_steps() -> None:
     for how, policy in (("scan", "some"), ("scan", "saved"), ("layers", "some")):
-        for tiny in (True, False):
+        for tiny in (True, False) if (how, policy) == ("scan", "some") else (False,):
 
             def lower(how=how, policy=policy, tiny=tiny):
                 step, shapes = _train_step(how, policy, tiny=tiny)
@@ -283,68 +131,6 @@ def _():
 
 # Programs over several devices.
 
-WIDTH, HIDDEN, LAYERS = 16, 32, 4
-SOME = jaxoff.policy(offload=["x_in"], save=["act"])
-
-
-def small_layer(w, x):
-    x = jaxoff.name(x, "x_in")
-    act = jaxoff.name(jnp.tanh(x @ w["up"]), "act")
-    return x + jaxoff.name(act @ w["down"], "out")
-
-
-def small_shapes(rows=16, layers=LAYERS, scale=1, sharding=None, of_rows=None):
-    lead = () if layers is None else (layers,)
-    width, hidden = WIDTH * scale, HIDDEN * scale
-    make = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    w = {
-        "up": make((*lead, width, hidden), sharding=sharding),
-        "down": make((*lead, hidden, width), sharding=sharding),
-    }
-    return w, make((rows * scale, width), sharding=of_rows)
-
-
-def small_loss(policy=SOME, how="scan", layer=small_layer):
-    def compute(w, x):
-        if how == "scan":
-            return jaxoff.scan(lambda x, w: (layer(w, x), None), x, w, policy=policy)[0].sum()
-        each = [jax.tree.map(lambda leaf, i=i: leaf[i], w) for i in range(LAYERS)]
-        return jaxoff.layers(layer, x, each, policy=policy).sum()
-
-    return compute
-
-
-def mesh_of(devices: int, kind: AxisType = AxisType.Auto):
-    return jax.make_mesh((devices,), ("data",), (kind,), devices=jax.devices()[:devices])
-
-
-def abstract_mesh_of(devices: int):
-    return AbstractMesh((devices,), ("data",), (AxisType.Auto,), abstract_device=H200)
-
-
-def data_parallel(mesh, policy=SOME, how="scan"):
-    """Gradients of each device's rows, summed over the devices, of replicated weights."""
-
-    def local(w, x):
-        return jax.tree.map(lambda g: lax.psum(g, "data"), jax.grad(small_loss(policy, how))(w, x))
-
-    return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
-
-
-def gathering(mesh, policy=SOME, how="scan"):
-    """Gradients of a loss whose layers gather their weights, and hand their rows on to the next device."""
-    ring = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
-
-    def layer(w, x):
-        w = jax.tree.map(lambda part: lax.all_gather(part, "data", axis=0, tiled=True), w)
-        return small_layer(w, lax.ppermute(x, "data", ring))
-
-    def local(w, x):
-        return jax.grad(small_loss(policy, how, layer))(w, x)
-
-    specs = P(None, "data"), P("data")
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, "data"), check_vma=False)
-
 
 def _add_mapped() -> None:
     for devices in (1, 2, 8):
@@ -358,13 +144,16 @@ def _add_mapped() -> None:
 
                 _add(f"cpu/shard_map-{devices}/{body.__name__}/{how}", lower)
     for body in (data_parallel, gathering):
+        for how, slow in (("scan", False), ("layers", False), ("layers", True)):
 
-        def lower_for_gpus(body=body):
-            mesh = abstract_mesh_of(2)
-            with jax.sharding.use_abstract_mesh(mesh):
-                return on_gpu(jaxoff.jit(body(mesh)), *small_shapes(scale=64), kernels=False)
+            def lower_for_gpus(body=body, how=how, slow=slow):
+                mesh = abstract_mesh_of(2)
+                options: Any = {"device": slow_link()} if slow else {}
+                with jax.sharding.use_abstract_mesh(mesh):
+                    step = jaxoff.jit(body(mesh, how=how), **options)
+                    return on_gpu(step, *small_shapes(scale=64), kernels=False)
 
-        _add(f"gpu/shard_map-2/{body.__name__}/scan", lower_for_gpus)
+            _add(f"gpu{'-slow-link' * slow}/shard_map-2/{body.__name__}/{how}", lower_for_gpus)
 
 
 _add_mapped()

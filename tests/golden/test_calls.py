@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
-from tests.golden.programs import SOME, mesh_of, small_loss, small_shapes
+from tests.golden.small import SOME, mesh_of, small_loss, small_shapes
 
 ABOVE_ONE = pytest.mark.xfail(
     strict=True, raises=AssertionError, reason="jaxoff.jit runs the function once for each choice of options"
