@@ -11,6 +11,7 @@ from collections.abc import Container, Sequence
 
 from jax import lax
 
+from jaxoff._device.calibration import Calibration, Constant
 from jaxoff._device.flops import product_flops
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -20,19 +21,7 @@ from jaxoff._jaxpr.inline import Renamed, inlined, now
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_attention, is_collective, is_compute, is_pallas
 
-# Of the rate of products in a row, which the card's power limit holds down.
-PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.18, 1.09, 0.83, 0.66, 0.13
-# What of the time to read a product's operands and write its result is not hidden.
-TRAFFIC = 0.4
-# Of the rate of products: in a layer with none beside them, and how much less in one of products alone.
-IDLE, LOAD = 1.1, 0.155
-# Of a collective between devices, what products beside it hide.
-BESIDE = 0.5
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
-
-
-# Between the GPUs of a host values go at about so much of the rate at which memory is read and written.
-_LINK_SHARE = 0.15
 
 
 def kernel_ms(graph: KernelGraph, i: int, device: Device) -> float:
@@ -52,12 +41,14 @@ def kernel_ms(graph: KernelGraph, i: int, device: Device) -> float:
 def equation_ms(eqn: JaxprEqn, device: Device) -> float:
     """The time of an equation, in ms: products by operations, other equations by bytes read and written."""
     nbytes = sum(compat.nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
-    return 1e3 * max(product_flops(eqn) / device.flops, nbytes / (device.memory_gbps * 1e9))
+    return 1e3 * max(
+        product_flops(eqn, device.calibration) / device.flops, nbytes / (device.memory_gbps * 1e9)
+    )
 
 
 def collective_ms(nbytes: int, device: Device) -> float:
     """About how long it takes a collective to bring so many bytes."""
-    return nbytes / (_LINK_SHARE * device.memory_gbps) / 1e6
+    return nbytes / (device.calibration.collective_link_share.value * device.memory_gbps) / 1e6
 
 
 def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[Var] = frozenset()) -> float:
@@ -81,10 +72,10 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
     if compat.control_flow(eqn) is not None:
         return copies + programs_ms(eqn, device)
     if is_collective(eqn):
-        return copies + (1 - BESIDE) * collective_ms(made, device)
+        return copies + device.calibration.collective_exposed_share.value * collective_ms(made, device)
     traffic = _traffic_ms(made + compat.nbytes_of(variables(eqn)), device)
     if matrix_ms := _matrix_ms(eqn, device):
-        return copies + matrix_ms + TRAFFIC * traffic
+        return copies + matrix_ms + device.calibration.traffic_share.value * traffic
     return copies + traffic
 
 
@@ -119,8 +110,10 @@ def under_load(
     kernels = sum(step_kernel_ms(graph, i, device, rows) for i in pass_)
     eqns = (graph.eqns[i] for i in pass_)
     products = sum(_matrix_ms(eqn, device) for eqn in eqns if _is_product(eqn))
-    part = products / kernels if kernels else 0.0
-    return dataclasses.replace(device, flops=(IDLE - LOAD * part) * device.flops)
+    part, fitted = products / kernels if kernels else 0.0, device.calibration
+    return dataclasses.replace(
+        device, flops=(fitted.idle_clock.value - fitted.load_slope.value * part) * device.flops
+    )
 
 
 def _is_product(eqn: JaxprEqn) -> bool:
@@ -129,17 +122,18 @@ def _is_product(eqn: JaxprEqn) -> bool:
 
 
 def _matrix_ms(eqn: JaxprEqn, device: Device) -> float:
-    return 1e3 * product_flops(eqn) / (_share(eqn) * device.flops)
+    fitted = device.calibration
+    return 1e3 * product_flops(eqn, fitted) / (_share_of(eqn, fitted).value * device.flops)
 
 
-def _share(eqn: JaxprEqn) -> float:
-    """What a kernel reaches of a device's rate of 16-bit products."""
+def _share_of(eqn: JaxprEqn, fitted: Calibration) -> Constant:
+    """The share of a device's rate of 16-bit products that a kernel reaches."""
     name = eqn.primitive.name
     if is_attention(eqn):
-        return _ATTENTION_BACK if "bwd" in name else _ATTENTION
+        return fitted.attention_backward_share if "bwd" in name else fitted.attention_share
     if name in ("dot_general", "conv_general_dilated") and _is_whole_float32(eqn):
-        return _WHOLE_FLOAT32
-    return _PALLAS if is_pallas(eqn) else PRODUCTS
+        return fitted.float32_share
+    return fitted.pallas_share if is_pallas(eqn) else fitted.product_share
 
 
 def _is_whole_float32(eqn: JaxprEqn) -> bool:

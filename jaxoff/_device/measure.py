@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoff._device.calibration import H200_CALIBRATION
 from jaxoff._device.profile import Device, SharedLink
 from jaxoff._runtime.environment import Link, measure_links
 
@@ -18,9 +19,6 @@ from jaxoff._runtime.environment import Link, measure_links
 # the card's power limit.
 _MLP, _STEADY_S = (16384, 4096, 16384), 1.0
 _MEMORY_NBYTES = 1 << 28
-# What of the rate measured here a profile holds: the planner's shares (`_kernel_times`) are of that. H200s
-# had 677 to 699 TFLOP/s, and their steps took as long as by 0.91 to 0.96 of that.
-_OF_PRODUCTS_ALONE = 0.93
 
 
 def measured() -> Device:
@@ -34,14 +32,17 @@ def measured() -> Device:
     counts = [n for n in (2, 4, 8) if n <= len(gpus)]
     alone, shared = measure_links(gpus[:1]), [(n, measure_links(gpus[:n])) for n in counts]
     return Device(
-        flops=_OF_PRODUCTS_ALONE * matrix_flops(gpus[0]),
+        flops=H200_CALIBRATION.measured_flops_share.value * matrix_flops(gpus[0]),
         memory_gbps=memory_gbps(gpus[0]),
         d2h_gbps=alone.d2h_gbps,
         h2d_gbps=alone.h2d_gbps,
         both_gbps=alone.both_gbps,
         shared_links=tuple(_shared(n, link) for n, link in shared),
         name=gpus[0].device_kind,
-        source=f"jaxoff.Device.measure(), jax {jax.__version__}, copies of {alone.nbytes} bytes",
+        source=(
+            f"jaxoff.Device.measure(), jax {jax.__version__}, copies of {alone.nbytes} bytes; calibration: "
+            "the H200's"
+        ),
     )
 
 

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jaxoff._device.calibration import H200_CALIBRATION, Calibration
 from jaxoff._report.near_miss import near_miss
 
 _SUFFIX = ".json"
@@ -45,6 +46,7 @@ class Device:
       shared_links: the link while several GPUs of the host copy, by their number.
       name: the kind of accelerator.
       source: where the figures come from.
+      calibration: efficiencies of kernels in a training step, fitted to traces. The default is the H200's.
 
     Example:
       >>> import jaxoff
@@ -61,6 +63,7 @@ class Device:
     shared_links: tuple[SharedLink, ...] = ()
     name: str = "custom"
     source: str = ""
+    calibration: Calibration = dataclasses.field(default=H200_CALIBRATION, repr=False)
 
     def __post_init__(self):
         for field in ("flops", "memory_gbps", "d2h_gbps", "h2d_gbps"):
@@ -99,15 +102,19 @@ class Device:
     def from_dict(cls, fields: dict[str, Any]) -> Device:
         """The profile whose `to_dict` this is."""
         links = tuple(SharedLink(**link) for link in fields.get("shared_links", ()))
-        rates: dict[str, Any] = {**fields, "shared_links": links}
+        own = fields.get("calibration")
+        calibration = H200_CALIBRATION if own is None else Calibration.from_dict(own)
+        rates: dict[str, Any] = {**fields, "shared_links": links, "calibration": calibration}
         return cls(**rates)
 
     def to_dict(self) -> dict[str, Any]:
-        """The profile as JSON-ready values."""
-        return {
-            **dataclasses.asdict(self),
-            "shared_links": [dataclasses.asdict(s) for s in self.shared_links],
-        }
+        """The profile as JSON-ready values, with its calibration where that is not the default."""
+        fields = dataclasses.asdict(self)
+        fields["shared_links"] = [dataclasses.asdict(link) for link in self.shared_links]
+        del fields["calibration"]
+        if self.calibration != H200_CALIBRATION:
+            fields["calibration"] = self.calibration.to_dict()
+        return fields
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the profile to a JSON file, for `Device.of`."""
