@@ -9,7 +9,7 @@ from jaxoff._compiled.cuda_graphs import SMALL_NBYTES
 from jaxoff._compiled.facts import CompiledFacts, HostCopy
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import human
-from jaxoff._runtime.settings import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
+from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
 
 
 def find(facts: CompiledFacts, expected_host_bytes: int) -> Iterator[Finding]:

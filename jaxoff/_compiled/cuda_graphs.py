@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jaxoff._compiled.hlo import Computation, Instruction, Module
 from jaxoff._compiled.transfers import Transfer, call_target, done_of, fused, is_memcpy, is_structure
 from jaxoff._compiled.value_identity import needs
-from jaxoff._runtime.settings import COMMAND_BUFFER, SCHEDULING_MODE, captured_commands
+from jaxoff._runtime.flags import COMMAND_BUFFER, SCHEDULING_MODE, parse_captured_commands
 
 Kind = Literal["gemm", "custom-call", "fusion", "collective", "loop", "other"]
 
@@ -61,7 +61,7 @@ class Graphs:
         mode, commands = options.get(SCHEDULING_MODE), options.get(COMMAND_BUFFER)
         return cls(
             str(mode).upper() if mode else "LHS",
-            captured_commands(None if commands is None else str(commands)),
+            parse_captured_commands(None if commands is None else str(commands)),
         )
 
 

@@ -17,7 +17,7 @@ from jaxoff._compiled.facts import CompiledFacts, HostCopy
 from jaxoff._compiled.transfers import Transfer, fused, is_structure, transfers
 from jaxoff._compiled.value_identity import value_of
 from jaxoff._residuals.report import Report
-from jaxoff._runtime.environment import parse_xla_flags
+from jaxoff._runtime.flags import parse_xla_flags
 
 _AGAIN = re.compile(r"\.remat\d*(\.\d+)*$")
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxoff._device.calibration import H200_CALIBRATION
 from jaxoff._device.profile import Device, SharedLink
-from jaxoff._runtime.environment import Link, measure_links
+from jaxoff._runtime.link import Link, measure_links
 
 # Rows, width and hidden width of an MLP whose products reach the rate of large ones; a second of them reaches
 # the card's power limit.

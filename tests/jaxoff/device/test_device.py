@@ -10,7 +10,7 @@ import jaxoff
 from jaxoff import Device, SharedLink
 from jaxoff._device.calibration import Constant
 from jaxoff._device.measure import matrix_flops, memory_gbps
-from jaxoff._runtime.environment import measure_links
+from jaxoff._runtime.link import measure_links
 
 PROFILE = Device(
     flops=1e12,
