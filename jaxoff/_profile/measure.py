@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxoff._compiled.verify import held_nbytes
+from jaxoff._compiled.verify import program_nbytes
 from jaxoff._profile import gpu_trace
 from jaxoff._profile.gpu_trace import GpuTimes
 from jaxoff._report.tables import human
@@ -187,7 +187,7 @@ def measure(
     return Measurement(
         device=f"{len(devices)} x {devices[0].device_kind}",
         times_ms=tuple(times),
-        program_bytes=held_nbytes(compiled),
+        program_bytes=program_nbytes(compiled),
         host_bytes=memory.host_temp_size_in_bytes,
         peak_bytes=peak,
         traced_ms=traced_ms,
