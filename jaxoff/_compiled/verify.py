@@ -57,8 +57,8 @@ def verify(
         bytes, divided by the devices.
       saved_twin: the same program with its residuals saved on the device (`Policy.on_device()`), compiled, or
         its facts.
-      compiler_options: the options of the compilation, beside the process's XLA_FLAGS. A compiled program does
-        not hold its options, and the overlap of copies depends on options.
+      compiler_options: the options of the compilation, beside the process's XLA_FLAGS. A compiled program
+        does not hold its options, and the overlap of copies depends on options.
 
     Returns:
       The `CompiledFacts`.
