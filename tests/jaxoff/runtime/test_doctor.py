@@ -322,6 +322,7 @@ def test_measure_link_counts_bytes_and_seconds():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("card")
 def test_the_command_on_a_gpu():
     run = subprocess.run(
         [sys.executable, "-m", "jaxoff", "doctor", "--json"],
