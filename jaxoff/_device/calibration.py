@@ -1,7 +1,7 @@
 """Efficiencies of a device's kernels, fitted to traced training steps: data of its profile.
 
-A profile's rates are measured by `Device.measure`. A kernel inside of a training step reaches a share of
-those rates that depends on its class and on the card's clock. `Calibration` holds these shares.
+`Device.measure` measures a profile's rates. A kernel of a training step reaches a share of these rates, by
+its class and by the card's clock. `Calibration` holds the shares.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Constant:
     """A fitted number.
 
     Attributes:
-      value: the number that the models use.
+      value: the number in use.
       unit: its unit.
-      range: the lowest and the highest value that measurements supported.
+      range: the lowest and the highest value supported by measurements; None for a single fit.
       origin: the measurements, with their hardware and date.
     """
 
@@ -45,13 +45,13 @@ class Calibration:
       attention_backward_share: cuDNN attention, backward, share of flops.
       float32_share: products in float32 throughout, off the matrix units, share of flops after
         `wide_type_slowdown`.
-      traffic_share: the part of a product's memory traffic that adds to the product's time.
+      traffic_share: the part of a product's memory traffic beside its operations, which adds to its time.
       idle_clock: the rate of products in a layer without products, share of flops.
-      load_slope: how much lower that share is in a layer of products alone; linear in between.
+      load_slope: the decrease of `idle_clock` in a layer of products alone; linear in between.
       collective_link_share: the bandwidth between GPUs, share of `Device.memory_gbps`.
-      collective_exposed_share: the part of a collective's time that no product hides.
-      wide_type_slowdown: time of a product of operands wider than 16 bits, over that of 16-bit operands.
-      measured_flops_share: `Device.flops` of a profile, over the rate that `Device.measure` times.
+      collective_exposed_share: the part of a collective's time without a product beside.
+      wide_type_slowdown: time of a product of wider operands, over the time with 16-bit operands.
+      measured_flops_share: `Device.flops` of a profile, over the rate timed by `Device.measure`.
     """
 
     product_share: Constant
@@ -88,10 +88,10 @@ def _constant_of(entry: dict[str, Any]) -> Constant:
 
 
 def read_calibration(profile: str) -> Calibration:
-    """The calibration in a profile that ships with jaxoff, such as "h200"."""
+    """Reads the calibration in a profile shipped with jaxoff, e.g. "h200"."""
     text = (importlib.resources.files("jaxoff._device") / "data" / f"{profile}.json").read_text()
     return Calibration.from_dict(json.loads(text)["calibration"])
 
 
-# The calibration of a profile that has none of its own: only H200s have been traced.
+# The calibration of a profile without its own: only H200s have been traced.
 H200_CALIBRATION = read_calibration("h200")

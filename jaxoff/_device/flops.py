@@ -10,8 +10,8 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn
 from jaxoff._jaxpr.inline import inlined
 
-# Products of a pass of attention: query by key and weights by value forward; backward those two gradients of
-# two operands each, and query by key once more, since the weights are not stored.
+# Products in a pass of attention. Forward: query by key, weights by value. Backward: two gradients of each of
+# these, and query by key again, since the weights are not stored.
 _ATTENTION_PRODUCTS, _ATTENTION_BACKWARD_PRODUCTS = 2, 5
 
 
@@ -19,12 +19,12 @@ def product_flops(eqn: JaxprEqn, fitted: Calibration = H200_CALIBRATION) -> floa
     """Operations of an equation on matrix units, in operations on 16-bit numbers.
 
     Counts products, convolutions, attention, and kernels whose shapes look like a product. An elementwise
-    equation has none. A loop has the operations of all its iterations, a condition those of its largest
-    branch, a Pallas kernel with a cost estimate those of the estimate.
+    equation has none. A loop has the operations of all its iterations, a condition the operations of
+    its largest branch, a Pallas kernel the operations of its cost estimate.
 
     Args:
       eqn: an equation.
-      fitted: says how many 16-bit operations take the time of one operation on a wider type.
+      fitted: holds the time of an operation on a wider type, in 16-bit operations.
     """
     if (flow := compat.control_flow(eqn)) is not None:
         return flow.total(lambda jaxpr: sum(product_flops(e, fitted) for e in inlined(jaxpr.eqns, {})))
@@ -59,7 +59,7 @@ def _attention_flops(eqn: JaxprEqn, query: tuple[int, ...], key: tuple[int, ...]
 
 
 def _is_causal(eqn: JaxprEqn) -> bool:
-    """Whether cuDNN attention has a causal mask: 16-bit and 8-bit kernels have a parameter each for it."""
+    """Whether cuDNN attention has a causal mask: 16-bit and 8-bit kernels have a parameter each."""
     mask = getattr(eqn.params.get("mask_type"), "name", "")
     return "CAUSAL" in mask or bool(eqn.params.get("use_causal_mask"))
 
@@ -71,11 +71,11 @@ def _slowdown(eqn: JaxprEqn, fitted: Calibration) -> float:
 
 
 def _pair_flops(pair: tuple[tuple[int, ...], tuple[int, ...]], out: tuple[int, ...]) -> float:
-    """Operations of a kernel that multiplies two operands of these shapes; 0 where no axis is contracted."""
+    """Operations of a product of two operands of these shapes; 0 where no axis is contracted."""
     summed = set(pair[0]) & set(pair[1]) - set(out)
     if not summed:
         return 0.0
-    # The rows of an expert meet the weights of that expert only: not every leading axis is a factor.
+    # The rows of an expert meet the weights of the same expert only: not every leading axis is a factor.
     return 2.0 * min(math.prod(out) * math.prod(summed), math.prod({*pair[0], *pair[1]}))
 
 

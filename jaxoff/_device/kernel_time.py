@@ -1,7 +1,7 @@
-"""How long kernels take between the others of a step, for the planner: by operations and by bytes.
+"""The time of a kernel, by its operations or by its bytes, at a device's rates.
 
-The shares of a device's rates are those that traces of dense and MoE steps on an H200 show (bench/LOG.md).
-`jaxoff.jit`, which only asks when a copy is in time, goes by `Device.compute_ms`.
+Two models. `kernel_ms` serves the scheduler and `explain`: a kernel alone at the rates of `Device`.
+`step_kernel_ms` serves the planner: a kernel inside of a training step, by `Device.calibration`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from jaxoff._jaxpr.inline import Renamed, inlined, now
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_attention, is_collective, is_compute, is_pallas
 
+# Primitives that read a part of an operand.
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
 
 
 def kernel_ms(graph: KernelGraph, i: int, device: Device) -> float:
     """The time of a kernel alone, in ms: its operations or its bytes at the device's rates.
 
-    The kernel converts operands of another type itself, as copies. The scheduler and `explain` go by this.
+    A conversion of an operand counts as a copy before the kernel.
     """
     eqn, between = graph.eqns[i], [graph.eqns[j] for j in graph.between[i]]
     if not is_compute(eqn):
@@ -47,18 +48,18 @@ def equation_ms(eqn: JaxprEqn, device: Device) -> float:
 
 
 def collective_ms(nbytes: int, device: Device) -> float:
-    """About how long it takes a collective to bring so many bytes."""
+    """The time of a collective with a result of `nbytes`, in ms."""
     return nbytes / (device.calibration.collective_link_share.value * device.memory_gbps) / 1e6
 
 
 def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[Var] = frozenset()) -> float:
-    """About how long a kernel takes, in ms, with the copies of what it reads that are made for it.
+    """The time of a kernel in a training step, in ms, with the copies of its operands made for it.
 
     Args:
-      kernels: of a program.
-      i: one of them.
-      device: speeds.
-      rows: values that a loop takes out of stacks: a kernel that is not elementwise reads a copy.
+      graph: the kernels of a program.
+      i: the kernel.
+      device: rates and calibration.
+      rows: values that a loop slices out of stacks: an opaque kernel reads a copy of such a row.
     """
     eqn, between = graph.eqns[i], [graph.eqns[j] for j in graph.between[i]]
     made = compat.nbytes_of(eqn.outvars)
@@ -80,13 +81,13 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
 
 
 def programs_ms(eqn: JaxprEqn, device: Device) -> float:
-    """How long what a loop or a condition runs takes: all iterations, the longest branch; 0 for others."""
+    """The time of a loop's iterations or of a condition's longest branch, in ms; 0 for other equations."""
     flow = compat.control_flow(eqn)
     return flow.total(lambda program: _program_ms(program, device)) if flow else 0.0
 
 
 def _program_ms(program: Jaxpr, device: Device) -> float:
-    """About how long all kernels of a program take, one after the other."""
+    """The time of all kernels of a program in a row, in ms."""
     renamed: Renamed = {}
     eqns = list(inlined(program.eqns, renamed))
     outs = (now(renamed, v) for v in program.outvars)
@@ -94,30 +95,34 @@ def _program_ms(program: Jaxpr, device: Device) -> float:
     return sum(step_kernel_ms(graph, i, device) for i in graph.kernels)
 
 
-def under_load(
+def lower_clock(
     graph: KernelGraph, pass_: Sequence[int], device: Device, rows: Container[Var] = frozenset()
 ) -> Device:
-    """A device at the clock that a layer leaves it: the more of its time products take, the lower.
+    """Lowers a device's rate of products to the clock in a layer: the larger their share, the lower.
 
-    They draw the most power; attention, which does much beside its products, draws less (bench/LOG.md).
+    Products draw the most power. Attention draws less: its products share the time with other work
+    (bench/LOG.md, "Products and the power limit").
 
     Args:
-      kernels: of a program.
-      pass_: those of the layer's backward pass; the forward pass is about the same.
-      device: speeds.
+      graph: the kernels of a program.
+      pass_: the kernels of the layer's backward pass; the forward pass has about the same share.
+      device: rates and calibration.
       rows: as for `step_kernel_ms`.
+
+    Returns:
+      The device with the lower `flops`.
     """
     kernels = sum(step_kernel_ms(graph, i, device, rows) for i in pass_)
     eqns = (graph.eqns[i] for i in pass_)
     products = sum(_matrix_ms(eqn, device) for eqn in eqns if _is_product(eqn))
-    part, fitted = products / kernels if kernels else 0.0, device.calibration
+    share, fitted = products / kernels if kernels else 0.0, device.calibration
     return dataclasses.replace(
-        device, flops=(fitted.idle_clock.value - fitted.load_slope.value * part) * device.flops
+        device, flops=(fitted.idle_clock.value - fitted.load_slope.value * share) * device.flops
     )
 
 
 def _is_product(eqn: JaxprEqn) -> bool:
-    """Whether a kernel may be a product, one of Pallas among them: `product_flops` knows if it is."""
+    """Whether a kernel may be a product, by XLA or by Pallas; `product_flops` is 0 for other kernels."""
     return is_compute(eqn) and not (is_collective(eqn) or is_attention(eqn))
 
 
@@ -127,7 +132,7 @@ def _matrix_ms(eqn: JaxprEqn, device: Device) -> float:
 
 
 def _share_of(eqn: JaxprEqn, fitted: Calibration) -> Constant:
-    """The share of a device's rate of 16-bit products that a kernel reaches."""
+    """The share of a device's rate of 16-bit products reached by a kernel."""
     name = eqn.primitive.name
     if is_attention(eqn):
         return fitted.attention_backward_share if "bwd" in name else fitted.attention_share
@@ -145,7 +150,7 @@ def _is_whole_float32(eqn: JaxprEqn) -> bool:
 
 
 def _copies_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], rows: Container[Var], device: Device) -> float:
-    """Operands that are copied before, most of them as another type."""
+    """The time of copies of a kernel's operands before the kernel, most of these conversions, in ms."""
     ms, made = 0.0, map_makers(between)
     for v in variables(eqn):
         taken, converted = v, False

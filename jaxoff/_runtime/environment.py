@@ -40,7 +40,7 @@ CONFIG = ("jax_compiler_enable_remat_pass", "jax_optimization_level", "jax_remat
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:
-    """A device that jax computes on.
+    """A device of jax.
 
     Attributes:
       platform: "gpu", "tpu" or "cpu".
@@ -98,7 +98,7 @@ def collect(*, link: bool = True) -> Environment:
       link: whether to measure the link, on a GPU: a few seconds and 2 GB of its memory.
 
     Returns:
-      An `Environment`. It records a backend that does not start, and why the link was not measured.
+      An `Environment`. The record includes the error of a backend, and why the link was not measured.
     """
     devices, backend_error = _find_devices()
     speed, skipped = _measure_first_link(devices, link)

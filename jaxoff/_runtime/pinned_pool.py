@@ -1,4 +1,4 @@
-"""XLA's pool of pinned host memory: its size, and programs that need a larger pool."""
+"""XLA's pool of pinned host memory: its size, and the refusal of programs beyond its size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DEFAULT_POOL_GIB = 64
 
 
 def pinned_pool_bytes(variables: Mapping[str, str]) -> int:
-    """The most pinned host memory that XLA's GPU client allocates, in bytes, by environment variables."""
+    """The size of the pool of XLA's GPU client, in bytes, by environment variables."""
     text = variables.get(POOL_VARIABLE, "").strip()
     return (int(text) if text.lstrip("-").isdigit() else DEFAULT_POOL_GIB) << 30
 

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 
 from jaxoff._device.calibration import H200_CALIBRATION, Constant
 from jaxoff._device.flops import product_flops
-from jaxoff._device.kernel_time import step_kernel_ms, under_load
+from jaxoff._device.kernel_time import lower_clock, step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inlined, now
@@ -245,7 +245,7 @@ def loaded(fun, *args, device):
     """What part of its rate of products a device has in a layer."""
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
     graph = KernelGraph(jaxpr.eqns, frozenset(jaxpr.outvars))
-    found = under_load(graph, graph.kernels, device)
+    found = lower_clock(graph, graph.kernels, device)
     assert found == dataclasses.replace(device, flops=found.flops)
     return found.flops / device.flops
 
