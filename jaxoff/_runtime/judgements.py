@@ -1,7 +1,6 @@
 """Judges the settings of XLA and JAX: whether each helps or harms offload, and by how much.
 
-Percentages are of a training step on an H200 with jaxlib 0.11.2, against the same step with residuals saved
-on the device (bench/LOG.md).
+Percentages are of a training step on H200s, with jaxlib 0.11.2 (bench/LOG.md).
 """
 
 from __future__ import annotations
