@@ -35,7 +35,7 @@ from jaxoff._runtime import flags
 AXIS = "expert"
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "captured": dict(flags.for_program(scanned=1, jaxlib=importlib.metadata.version("jaxlib"))),
+    "captured": dict(flags.choose_options(scanned=1, jaxlib=importlib.metadata.version("jaxlib"))),
 }
 
 type Collective = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -54,7 +54,7 @@ from bench.step_limits import (
 from bench.step_models import Form, Workload
 from bench.step_peaks import measure_peaks, peak_of
 from bench.step_variants import VARIANTS, Program, compile_all, step_of
-from jaxoff._compiled.verify import held_nbytes
+from jaxoff._compiled.verify import program_nbytes
 
 WORKLOADS = (
     "dense-b4-l12", "dense-b16-l12", "dense-b4-l48", "dense-b16-l48", "nano-b4-l4", "nano_act-b4-l4",
@@ -177,7 +177,7 @@ def compiled_facts(call: jax.stages.Compiled, *, ahead: bool = False) -> Row:
     memory: Any = call.memory_analysis()
     found: Row = {
         "temp_bytes": memory.temp_size_in_bytes,
-        "device_peak_bytes": held_nbytes(call),
+        "device_peak_bytes": program_nbytes(call),
         "host_bytes": memory.host_temp_size_in_bytes,
     }
     found |= dict.fromkeys(("d2h_bytes", "h2d_bytes", "kernel_host_bytes"))

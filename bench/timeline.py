@@ -21,10 +21,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxoff._profile.gpu_trace import Interval, Kind, Trace, read, total
+from jaxoff._profile.gpu_trace import EventKind, Trace, read
+from jaxoff._profile.intervals import Interval, sum_lengths
 
 MARKER = "fprop|fwd"
-LANES: dict[Kind, str] = {"kernel": "kernels", "D2H": "to host", "H2D": "from host"}
+LANES: dict[EventKind, str] = {"kernel": "kernels", "D2H": "to host", "H2D": "from host"}
 COLOURS = {"kernel": "#4c78a8", "D2H": "#f2a541", "H2D": "#59a14f"}
 EXPOSED = "#d62728"
 
@@ -52,11 +53,11 @@ class Panel:
         return [(start - self.window[0], end - start) for start, end in intervals]
 
     def title(self) -> str:
-        kernels = total(self.trace.busy("kernel"))
+        kernels = sum_lengths(self.trace.busy("kernel"))
         said = [f"{self.label}: {self.width_ms:.1f} ms shown, kernels busy {kernels:.1f} ms"]
-        ways: tuple[Kind, ...] = ("D2H", "H2D")
+        ways: tuple[EventKind, ...] = ("D2H", "H2D")
         for way in ways:
-            busy, bare = total(self.trace.busy(way)), total(self.trace.exposed(way))
+            busy, bare = sum_lengths(self.trace.busy(way)), sum_lengths(self.trace.exposed(way))
             said.append(f"{LANES[way]} {busy:.1f} ms ({bare:.1f} exposed)")
         return ", ".join(said)
 

@@ -33,6 +33,19 @@ else:
     os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 
 
+@pytest.fixture
+def card(tmp_path_factory):
+    """The GPU, while no other test runs a program on it in a process of its own.
+
+    Such a program may need most of the memory: the README's takes 49 GB, which with the workers' own arrays
+    leaves nothing of 80.
+    """
+    from bench.card_lock import hold_card
+
+    with hold_card(tmp_path_factory.getbasetemp().parent / "card"):  # a folder that all workers share
+        yield
+
+
 def pytest_addoption(parser, pluginmanager):
     parser.addoption(
         "--require-gpu", action="store_true", help="gpu and multi_gpu tests that would be skipped fail"

@@ -1,4 +1,4 @@
-"""Says which compute of a compiled program can run while one of its host copies does."""
+"""Finds the compute able to run during a host copy of a compiled program, by its CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from jaxoff._compiled.hlo import Computation, Instruction, Module
-from jaxoff._compiled.transfers import Transfer, call_target, done_of, fused, is_memcpy, is_structure
-from jaxoff._compiled.value_identity import needs
-from jaxoff._runtime.settings import COMMAND_BUFFER, SCHEDULING_MODE, captured_commands
+from jaxoff._compiled.transfers import (
+    Transfer,
+    call_target,
+    find_done,
+    find_fused_body,
+    is_memcpy,
+    is_structure,
+)
+from jaxoff._compiled.value_identity import find_needed
+from jaxoff._runtime.flags import COMMAND_BUFFER, SCHEDULING_MODE, parse_captured_commands
 
-Kind = Literal["gemm", "custom-call", "fusion", "collective", "loop", "other"]
+ComputeKind = Literal["gemm", "custom-call", "fusion", "collective", "loop", "other"]
 
-# Work on less than this takes about as long as its launch: counters, scalars.
+# Bytes. A kernel or a copy of fewer bytes (counters, scalars) takes about as long as its launch.
 SMALL_NBYTES = 1 << 16
 
-_MIN_GRAPH = 5  # XLA leaves fewer commands in a row uncaptured
+# Commands in a row. XLA captures no shorter row into a CUDA graph (jaxlib 0.11.2).
+_MIN_GRAPH = 5
 _COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -26,13 +34,15 @@ _COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_NO_COMMAND = "xla.gpu.ext.cub_"  # custom calls, its sorts, that a graph cannot hold
+# Prefix of custom calls outside of any graph: CUB's sorts.
+_NO_COMMAND = "xla.gpu.ext.cub_"
+# Words in the kind of a fusion for a matrix product.
 _GEMM_FUSIONS = ("gemm", "cublas", "cudnn")
 
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """An instruction that computes.
+    """An instruction with work for the device's cores.
 
     Attributes:
       name: of the instruction.
@@ -40,47 +50,50 @@ class Compute:
     """
 
     name: str
-    kind: Kind
+    kind: ComputeKind
 
 
 @dataclasses.dataclass(frozen=True)
-class Graphs:
-    """What XLA captures into CUDA graphs, and how it orders what it captured.
+class GraphOptions:
+    """How XLA captures commands into CUDA graphs, and the order inside of a graph.
 
     Attributes:
       mode: the scheduling mode; "LHS", XLA's default, keeps the order of the program.
-      captured: the kinds of command that are captured.
+      captured: the kinds of captured command.
     """
 
     mode: str
     captured: frozenset[str]
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Graphs:
-        """What compiler options, or XLA's flags, ask for."""
+    def of(cls, options: Mapping[str, Any]) -> GraphOptions:
+        """Reads compiler options or XLA's flags."""
         mode, commands = options.get(SCHEDULING_MODE), options.get(COMMAND_BUFFER)
         return cls(
             str(mode).upper() if mode else "LHS",
-            captured_commands(None if commands is None else str(commands)),
+            parse_captured_commands(None if commands is None else str(commands)),
         )
 
 
-class Schedule:
-    """The compute of each computation, and what of it CUDA graphs hold. Looked up, never changed."""
+class GraphCapture:
+    """The instructions of each computation in CUDA graphs, and the overlap this allows. Immutable.
 
-    def __init__(self, module: Module, graphs: Graphs, moved: Iterable[Transfer]):
+    Computations are looked up when asked for: a deep program has many without a copy.
+    """
+
+    def __init__(self, module: Module, graphs: GraphOptions, transfers: Iterable[Transfer]):
         self._module = module
         self._graphs = graphs
-        self._segments: dict[str, dict[str, int]] = {}
-        self._transfers = {(t.scope.computation.name, t.start.name) for t in moved}
+        self._numbers: dict[str, dict[str, int]] = {}
+        self._transfers = {(t.execution.computation.name, t.start.name) for t in transfers}
 
     def is_captured(self, transfer: Transfer) -> bool:
         """Whether a transfer runs inside a CUDA graph."""
-        return transfer.start.name in self._segments_of(transfer.scope.computation)
+        return transfer.start.name in self._graphs_of(transfer.execution.computation)
 
     def cut_by(self, transfer: Transfer) -> str:
-        """What no graph holds between the start of a transfer and its end: an instruction, or ''."""
-        computation = transfer.scope.computation
+        """The name of an instruction outside of any graph, between a transfer's start and its end; or ''."""
+        computation = transfer.execution.computation
         if transfer.done is None or self.is_captured(transfer):
             return ""
         position = computation.position
@@ -91,14 +104,14 @@ class Schedule:
         return ""
 
     def overlaps(self, transfer: Transfer) -> tuple[Compute, ...]:
-        """The compute that can run while a transfer does: at most this, for buffers that are used again
-        order more than the text shows.
+        """The compute able to run during a transfer.
 
-        Outside of CUDA graphs that is what stands between its start and its done. Inside, under CONCURRENT,
-        what is in the same graph and neither needs the transfer nor is needed by it; under another mode
-        nothing, because a graph then keeps the order of the program.
+        Outside of CUDA graphs: the instructions between its start and its done. Inside, under CONCURRENT: the
+        instructions of the same graph, but for ancestors and dependents of the transfer. Inside, under other
+        modes: nothing, because the graph keeps the order of the program. An upper bound: reuse of buffers
+        adds dependencies absent from the text.
         """
-        computation = transfer.scope.computation
+        computation = transfer.execution.computation
         position = computation.position
         if not self.is_captured(transfer):
             if transfer.done is None:
@@ -107,23 +120,23 @@ class Schedule:
             return self._compute(computation, computation.instructions[between])
         if self._graphs.mode != "CONCURRENT":
             return ()
-        segments = self._segments_of(computation)
-        tied = _ancestors(computation, transfer.start) | _descendants(
+        graphs = self._graphs_of(computation)
+        tied = _find_ancestors(computation, transfer.start) | _find_descendants(
             computation, transfer.done or transfer.start
         )
-        beside = (
+        independent = (
             i
             for i in computation.instructions
-            if segments.get(i.name) == segments[transfer.start.name] and i.name not in tied
+            if graphs.get(i.name) == graphs[transfer.start.name] and i.name not in tied
         )
-        return self._compute(computation, beside)
+        return self._compute(computation, independent)
 
     def _compute(self, computation: Computation, instructions: Iterable[Instruction]) -> tuple[Compute, ...]:
         return tuple(
             Compute(i.name, kind) for i in instructions if (kind := self._kind(computation, i)) is not None
         )
 
-    def _kind(self, computation: Computation, instruction: Instruction) -> Kind | None:
+    def _kind(self, computation: Computation, instruction: Instruction) -> ComputeKind | None:
         opcode = instruction.opcode
         if is_structure(instruction) or opcode.endswith(("-done", "-update")):
             return None
@@ -133,7 +146,7 @@ class Schedule:
             return "collective"
         if opcode in ("while", "conditional", "call"):
             return "loop" if opcode == "while" else "other"
-        body = fused(self._module, instruction)
+        body = find_fused_body(self._module, instruction)
         if body is not None and is_memcpy(instruction, body):
             return None
         if _is_gemm(instruction, body):
@@ -144,13 +157,13 @@ class Schedule:
             return None
         return "custom-call" if call_target(instruction) else "fusion" if body is not None else "other"
 
-    def _segments_of(self, computation: Computation) -> dict[str, int]:
-        if computation.name not in self._segments:
-            self._segments[computation.name] = self._capture(computation)
-        return self._segments[computation.name]
+    def _graphs_of(self, computation: Computation) -> dict[str, int]:
+        if computation.name not in self._numbers:
+            self._numbers[computation.name] = self._capture(computation)
+        return self._numbers[computation.name]
 
     def _capture(self, computation: Computation) -> dict[str, int]:
-        """Which graph each captured instruction is in: runs of commands that can be captured."""
+        """Numbers the graphs: name of a captured instruction -> graph. A graph is a row of commands."""
         if not self._graphs.captured:
             return {}
         found: dict[str, int] = {}
@@ -162,17 +175,17 @@ class Schedule:
             if self._fits(computation, at, run):
                 run[instruction.name] = instruction
                 continue
-            found |= _graph(run, number)
+            found |= _number_graph(run, number)
             run, number = {}, number + 1
-        return found | _graph(run, number)
+        return found | _number_graph(run, number)
 
     def _fits(self, computation: Computation, at: int, run: dict[str, Instruction]) -> bool:
-        """Whether an instruction goes into a graph with those before it.
+        """Whether an instruction joins the graph of the preceding row of commands.
 
-        The start of an asynchronous command goes with all commands up to its end, or not at all.
+        The start of an asynchronous command joins together with all commands up to its end, or not at all.
         """
         instruction = computation.instructions[at]
-        done = done_of(computation, instruction)
+        done = find_done(computation, instruction)
         end = computation.position[done.name] if done is not None else at
         region: set[str] = set()
         for member in computation.instructions[at : end + 1]:
@@ -191,17 +204,17 @@ class Schedule:
         return command is not None and command in self._graphs.captured
 
     def _command(self, instruction: Instruction) -> str | None:
-        """The kind of command, in the words of `xla_gpu_enable_command_buffer`, that runs an instruction."""
+        """The kind of command of an instruction, as in `xla_gpu_enable_command_buffer`."""
         opcode = instruction.opcode
-        body = fused(self._module, instruction)
+        body = find_fused_body(self._module, instruction)
         if body is not None:
             return "DYNAMIC_SLICE_FUSION" if is_memcpy(instruction, body) else "FUSION"
-        if called := call_target(instruction):
-            if "cublas" in called:
-                return "CUBLASLT" if "$lt$" in called else "CUBLAS"
-            if called.startswith(_NO_COMMAND):
+        if target := call_target(instruction):
+            if "cublas" in target:
+                return "CUBLASLT" if "$lt$" in target else "CUBLAS"
+            if target.startswith(_NO_COMMAND):
                 return None
-            return "CUDNN" if "cudnn" in called else "CUSTOM_CALL"
+            return "CUDNN" if "cudnn" in target else "CUSTOM_CALL"
         if opcode.removesuffix("-start") in _COLLECTIVES:
             return "COLLECTIVES"
         if opcode == "copy" and not instruction.shape.on_host:
@@ -209,7 +222,7 @@ class Schedule:
         return {"while": "WHILE", "conditional": "CONDITIONAL"}.get(opcode)
 
 
-def _graph(run: Mapping[str, Instruction], number: int) -> dict[str, int]:
+def _number_graph(run: Mapping[str, Instruction], number: int) -> dict[str, int]:
     commands = sum(not instruction.opcode.endswith("-done") for instruction in run.values())
     return dict.fromkeys(run, number) if commands >= _MIN_GRAPH else {}
 
@@ -227,19 +240,19 @@ def _is_gemm(instruction: Instruction, body: Computation | None) -> bool:
     )
 
 
-def _ancestors(computation: Computation, instruction: Instruction) -> set[str]:
+def _find_ancestors(computation: Computation, instruction: Instruction) -> set[str]:
     found, pending = {instruction.name}, [instruction]
     while pending:
-        for needed in needs(computation, pending.pop()):
+        for needed in find_needed(computation, pending.pop()):
             if needed.name not in found:
                 found.add(needed.name)
                 pending.append(needed)
     return found
 
 
-def _descendants(computation: Computation, instruction: Instruction) -> set[str]:
+def _find_descendants(computation: Computation, instruction: Instruction) -> set[str]:
     found = {instruction.name}
     for later in computation.instructions[computation.position[instruction.name] + 1 :]:
-        if any(needed.name in found for needed in needs(computation, later)):
+        if any(needed.name in found for needed in find_needed(computation, later)):
             found.add(later.name)
     return found

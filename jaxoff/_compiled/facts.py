@@ -1,4 +1,4 @@
-"""What is known of a compiled program's offload: its copies, its memory, what is wrong with it."""
+"""Facts of a compiled program's offload: its copies, its memory, its faults."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any, Literal
 
 from jaxoff._compiled.cuda_graphs import Compute
 from jaxoff._compiled.transfers import Direction
-from jaxoff._compiled.value_identity import Value
+from jaxoff._compiled.value_identity import ValueId
 from jaxoff._report.finding import Finding
 from jaxoff._report.tables import printed
 
 
 @dataclasses.dataclass(frozen=True)
 class HostCopy:
-    """Traffic of one instruction with pinned host memory.
+    """Traffic of an instruction with pinned host memory.
 
     Attributes:
-      name: of the instruction in the compiled program.
+      name: the name of the instruction in the compiled program.
       direction: "D2H", "H2D", or "H2H" for a copy inside host memory.
-      nbytes: of one transfer, on one device.
-      count: transfers in one call of the program; None where a loop does not tell how often it runs.
-      via: "dma" for a copy engine; "kernel" for a kernel that reaches over the bus, slowly, and keeps the
-        device's cores busy.
-      is_async: whether it has a start and a done.
-      loop: the loop in whose body it stands, or ''.
-      captured: whether it runs inside a CUDA graph.
-      overlaps: the compute that can run meanwhile.
-      cut_by: the instruction that keeps it out of a CUDA graph: no graph holds it, and it stands between the
-        copy's start and its end; or ''.
-      source: `file:line (function)` of the code that made the value, or of the copy; '' where unknown.
-      value: where what is copied to the host was made; None for other directions.
+      nbytes: bytes of a transfer, on a device.
+      count: transfers in a call of the program; None where a loop has no known number of iterations.
+      via: "dma" for a copy engine; "kernel" for a kernel's accesses over the bus, which are slow and keep
+        the device's cores busy.
+      is_async: whether the copy has a start and a done.
+      loop: the loop around the copy, or ''.
+      captured: whether the copy runs inside a CUDA graph.
+      overlaps: the compute able to run during the copy.
+      cut_by: an instruction between the copy's start and its end, in no CUDA graph, which keeps the copy out
+        of a graph; or ''.
+      source: `file:line (function)` of the code behind the value, or of the copy; '' where unknown.
+      value: identity of the value copied to the host; None for other directions.
     """
 
     name: str
@@ -43,30 +43,30 @@ class HostCopy:
     captured: bool
     overlaps: tuple[Compute, ...]
     source: str
-    value: Value | None = None
+    value: ValueId | None = None
     cut_by: str = ""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes in one call of the program; of one transfer where the count is unknown."""
+        """Bytes in a call of the program; of a single transfer where the count is unknown."""
         return self.nbytes * (1 if self.count is None else self.count)
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledFacts:
-    """What a compiled program keeps where and what it moves, of one device. Prints as a table.
+    """Memory and copies of a compiled program, on each device. Prints as a table.
 
     Attributes:
-      host_bytes: pinned host memory that the program takes for its temporaries.
-      device_temp_bytes: device memory that it takes for its temporaries.
-      device_peak_bytes: device memory that a call holds: arguments, outputs and temporaries, aliased bytes
-        once. (The figure that XLA calls the peak counts host memory too.)
-      twin_peak_bytes: the same of the saved twin, or None.
-      scheduling_mode: how CUDA graphs order what they captured, e.g. "LHS" or "CONCURRENT".
-      captured_commands: the kinds of command that CUDA graphs capture.
+      host_bytes: pinned host memory of the program's temporaries.
+      device_temp_bytes: device memory of the program's temporaries.
+      device_peak_bytes: device memory of a call: arguments, outputs and temporaries, aliased bytes once.
+        (XLA's own peak counts host memory too.)
+      twin_peak_bytes: `device_peak_bytes` of the saved twin, or None.
+      scheduling_mode: the order of commands inside of a CUDA graph, e.g. "LHS" or "CONCURRENT".
+      captured_commands: the kinds of command in CUDA graphs.
       copies: all traffic with host memory.
-      computed_again: instructions that compute large values a second time since XLA chose so by itself.
-      findings: what is wrong; empty if nothing is.
+      computed_again: names of instructions recomputing large values by XLA's own choice.
+      findings: faults; empty for a sound program.
     """
 
     host_bytes: int
@@ -81,12 +81,12 @@ class CompiledFacts:
 
     @property
     def d2h_bytes(self) -> int:
-        """Bytes that one call moves to the host."""
+        """Bytes copied to the host by a call."""
         return sum(copy.total_bytes for copy in self.copies if copy.direction == "D2H")
 
     @property
     def h2d_bytes(self) -> int:
-        """Bytes that one call moves to the device."""
+        """Bytes copied to the device by a call."""
         return sum(copy.total_bytes for copy in self.copies if copy.direction == "H2D")
 
     def to_dict(self) -> dict[str, Any]:

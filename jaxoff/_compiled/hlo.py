@@ -1,8 +1,7 @@
 """Reads the text of a compiled program (XLA's HLO): computations, instructions, shapes with their memory.
 
-Instructions keep the order of the text, which in a scheduled program is the order of execution. What an
-instruction needs only now and then (attributes, its configuration) is read when it is asked for: the text of
-a deep program has megabytes.
+Instructions keep the order of the text, which in a scheduled program is the order of execution. Attributes
+and configurations are parsed on first use: the text of a deep program has megabytes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-HOST_MEMORY = 5  # XLA's number for pinned host memory: S(5)
+# XLA's number of the memory space of pinned host memory, as in `S(5)`.
+HOST_MEMORY = 5
 
 _BITS = re.compile(r"[a-z]+?(\d+)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
@@ -38,7 +38,7 @@ class Shape:
       dims: the sizes of an array.
       layout: the order of an array's dimensions in memory, minor first; () where the text has none.
       memory: the number of the memory space; 0 is the device's.
-      elements: what a tuple holds.
+      elements: the shapes of a tuple's elements.
     """
 
     dtype: str
@@ -52,18 +52,18 @@ class Shape:
         """Bytes of an array, or of all arrays of a tuple; tokens and opaque values have none."""
         if self.dtype == "tuple":
             return sum(element.nbytes for element in self.elements)
-        return (math.prod(self.dims) * _bits(self.dtype) + 7) // 8
+        return (math.prod(self.dims) * _count_bits(self.dtype) + 7) // 8
 
     @property
     def arrays(self) -> tuple[Shape, ...]:
-        """The arrays in it, itself where it is one."""
+        """The arrays of a tuple, or the array itself."""
         if self.dtype == "tuple":
             return tuple(array for element in self.elements for array in element.arrays)
         return (self,)
 
     @property
     def on_host(self) -> bool:
-        """Whether any array of it lies in pinned host memory."""
+        """Whether any of its arrays lies in pinned host memory."""
         return any(array.memory == HOST_MEMORY for array in self.arrays)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Shape:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]" + (f"{{{tail}}}" if tail else "")
 
 
-def _bits(dtype: str) -> int:
+def _count_bits(dtype: str) -> int:
     if dtype == "pred":
         return 8
     found = _BITS.match(dtype)  # bf16, f8e4m3fn, s4, c64; token and opaque have no number
@@ -81,16 +81,16 @@ def _bits(dtype: str) -> int:
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape that a text spells, e.g. `bf16[6,2048]{1,0:S(5)}` or `(s32[], f32[8]{0})`.
+    """Parses a shape, e.g. `bf16[6,2048]{1,0:S(5)}` or `(s32[], f32[8]{0})`.
 
     Raises:
-      ValueError: for a text that is not one shape.
+      ValueError: for a text without a shape.
     """
     text = _COMMENT.sub("", text).strip()
     if text.startswith("("):
-        if _close(text, 0) != len(text) - 1:
+        if _find_close(text, 0) != len(text) - 1:
             raise ValueError(f"a tuple's shape ends with its parenthesis; got {text!r}.")
-        return Shape("tuple", elements=tuple(parse_shape(part) for part in split(text[1:-1])))
+        return Shape("tuple", elements=tuple(parse_shape(part) for part in split_commas(text[1:-1])))
     found = _ARRAY.fullmatch(text)
     if found is None:
         if text in ("token", "opaque"):
@@ -107,13 +107,13 @@ def parse_shape(text: str) -> Shape:
     )
 
 
-def split(text: str) -> list[str]:
-    """The parts of a text between the commas that stand in no bracket and no string."""
+def split_commas(text: str) -> list[str]:
+    """Splits a text at its commas outside of brackets and strings."""
     parts, start, position = [], 0, 0
     while position < len(text):
         char = text[position]
         if char in '([{"':
-            position = _close(text, position) + 1
+            position = _find_close(text, position) + 1
             continue
         if char == ",":
             parts.append(text[start:position].strip())
@@ -123,8 +123,8 @@ def split(text: str) -> list[str]:
     return [*parts, last] if last else parts
 
 
-def _close(text: str, position: int) -> int:
-    """Where the bracket or string that opens at a position ends."""
+def _find_close(text: str, position: int) -> int:
+    """The position of the end of a bracket or string, from the position of its start."""
     depth = 0
     while True:
         found = _BRACKETS.search(text, position)
@@ -144,15 +144,15 @@ def _close(text: str, position: int) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One instruction of a computation.
+    """An instruction of a computation.
 
     Attributes:
       name: without its percent sign.
       opcode: "fusion", "copy-start", "while", ...
-      operands: the names of the instructions whose results it takes.
-      arguments: what stands in its parentheses where that names no instruction: `0` of `parameter(0)`.
+      operands: the names of the instructions whose results are read.
+      arguments: the text in its parentheses where no instruction is named: `0` of `parameter(0)`.
       shape_text: its shape as written; see `shape`.
-      attribute_text: what follows its parentheses; see `attributes`.
+      attribute_text: the text after its parentheses; see `attributes`.
       is_root: whether its value is the computation's.
     """
 
@@ -171,17 +171,17 @@ class Instruction:
 
     @functools.cached_property
     def attributes(self) -> Mapping[str, str]:
-        """Its attributes, each as written."""
-        pairs = (part.partition("=") for part in split(self.attribute_text))
+        """Attribute -> value, as written."""
+        pairs = (part.partition("=") for part in split_commas(self.attribute_text))
         return {key: value for key, _, value in pairs}
 
     @functools.cached_property
-    def called(self) -> tuple[str, ...]:
-        """The computations that it calls, in the order of the text."""
+    def callees(self) -> tuple[str, ...]:
+        """The names of the computations called, in the order of the text."""
         names: list[str] = []
         for key in ("calls", "to_apply", "condition", "body", "branch_computations", "called_computations"):
             value = self.attributes.get(key, "").strip("{}")
-            names += [part.lstrip("%") for part in split(value)]
+            names += [part.lstrip("%") for part in split_commas(value)]
         for key in ("true_computation", "false_computation"):
             if key in self.attributes:
                 names.append(self.attributes[key].lstrip("%"))
@@ -189,7 +189,7 @@ class Instruction:
 
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
-        """Its backend configuration, or an empty one where it has none in JSON."""
+        """Its backend configuration; empty where there is none in JSON."""
         text = self.attributes.get("backend_config", "")
         try:
             value = json.loads(text)
@@ -200,7 +200,7 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Which element of a tuple a get-tuple-element takes, or which parameter a parameter is."""
+        """The index of a get-tuple-element, or the number of a parameter."""
         return int(self.attributes["index"]) if "index" in self.attributes else int(self.arguments)
 
 
@@ -237,7 +237,7 @@ class Computation:
         return {i.index: i for i in self.instructions if i.opcode == "parameter"}
 
     def operands(self, instruction: Instruction) -> Iterator[Instruction]:
-        """The instructions whose results one of its instructions takes."""
+        """The instructions whose results an instruction reads."""
         return (self.by_name[name] for name in instruction.operands if name in self.by_name)
 
 
@@ -246,10 +246,10 @@ class Module:
     """A program.
 
     Attributes:
-      header: the line that begins with `HloModule`.
-      computations: by name.
-      entry: the computation that runs first.
-      tables: the lines of the tables of source lines, e.g. `FileNames`, by their numbers.
+      header: the line `HloModule ...`.
+      computations: name -> computation.
+      entry: the first computation.
+      tables: table of source lines, e.g. `FileNames` -> number -> line.
     """
 
     header: str
@@ -264,12 +264,12 @@ class Module:
 
     @property
     def num_partitions(self) -> int:
-        """How many devices share each value."""
+        """The number of devices sharing each value."""
         found = re.search(r"\bnum_partitions=(\d+)", self.header)
         return int(found[1]) if found else 1
 
     def source_line(self, instruction: Instruction) -> str:
-        """`file:line (function)` of the code that an instruction was made for, or '' where unknown."""
+        """`file:line (function)` of the source of an instruction, or '' where unknown."""
         metadata = instruction.attributes.get("metadata", "")
         direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', metadata)
         if direct:
@@ -290,16 +290,16 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Reads a program.
+    """Parses a program.
 
     Args:
-      text: what `jax.stages.Compiled.as_text` gives.
+      text: of `jax.stages.Compiled.as_text`.
 
     Returns:
       The `Module`.
 
     Raises:
-      ValueError: for a text that is not a program of XLA's.
+      ValueError: for a text without a program of XLA's.
     """
     header, entry, table, instructions = "", None, None, None
     computations: dict[str, Computation] = {}
@@ -313,7 +313,7 @@ def parse(text: str) -> Module:
                 entry = computation if current[1] else entry
                 instructions = None
             elif line.strip():
-                instructions.append(_instruction(line))
+                instructions.append(_parse_instruction(line))
         elif line.startswith("HloModule"):
             header = line
         elif found := _COMPUTATION.match(line):
@@ -330,19 +330,19 @@ def parse(text: str) -> Module:
     return Module(header, computations, entry, tables)
 
 
-def _instruction(line: str) -> Instruction:
+def _parse_instruction(line: str) -> Instruction:
     start = _INSTRUCTION.match(line)
     if start is None:
         raise ValueError(f"an instruction is written `%name = shape opcode(operands)`; got {line[:120]!r}.")
     at = start.end()
-    # An array's shape has no blanks; a tuple's ends with its parenthesis.
-    end = _close(line, at) + 1 if line[at] == "(" else line.find(" ", at)
+    # The shape of an array has no blanks; the shape of a tuple ends with its parenthesis.
+    end = _find_close(line, at) + 1 if line[at] == "(" else line.find(" ", at)
     opcode = _OPCODE.match(line, end) if end > at else None
     if opcode is None:
         raise ValueError(f"an instruction is written `%name = shape opcode(operands)`; got {line[:120]!r}.")
-    close = _close(line, opcode.end() - 1)
+    close = _find_close(line, opcode.end() - 1)
     arguments = line[opcode.end() : close]
-    operands = () if opcode[1] in ("parameter", "constant") else tuple(_operands(arguments))
+    operands = () if opcode[1] in ("parameter", "constant") else tuple(_parse_operands(arguments))
     return Instruction(
         start[2],
         opcode[1],
@@ -354,10 +354,10 @@ def _instruction(line: str) -> Instruction:
     )
 
 
-def _operands(text: str) -> Iterator[str]:
+def _parse_operands(text: str) -> Iterator[str]:
     if "/*" in text:
         text = _COMMENT.sub("", text)
-    parts = split(text) if any(bracket in text for bracket in '([{"') else text.split(",")
+    parts = split_commas(text) if any(bracket in text for bracket in '([{"') else text.split(",")
     for part in parts:  # `%name`, or with its shape: `f32[8]{0} %name`
         if found := _NAME.match(part.strip().rpartition(" ")[2]):
             yield found[1]

@@ -1,4 +1,4 @@
-"""How the facts of a compiled program look on a terminal and in a file."""
+"""Prints the facts of a compiled program, on a terminal or in a file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jaxoff._report.tables import findings_text, human
 if TYPE_CHECKING:
     from jaxoff._compiled.facts import CompiledFacts, HostCopy
 
+# Columns aligned to the right.
 _RIGHT = ("count", "bytes")
 
 
@@ -23,8 +24,8 @@ def render(facts: CompiledFacts, terminal: bool) -> Iterator[Any]:
     table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, header_style="bold")
     for heading in ("copy", "way", "count", "bytes", "via", "runs in", "beside"):
         table.add_column(heading, justify="right" if heading in _RIGHT else "left", overflow="fold")
-    for row, number in grouped(facts.copies):
-        table.add_row(*map(Text, _cells(row, number)), style=_style(row) if terminal else None)
+    for row, number in group_copies(facts.copies):
+        table.add_row(*map(Text, _format_cells(row, number)), style=_choose_style(row) if terminal else None)
     if facts.copies:
         yield table
     else:
@@ -38,8 +39,8 @@ def render(facts: CompiledFacts, terminal: bool) -> Iterator[Any]:
     yield from findings_text(facts.findings, terminal)
 
 
-def grouped(copies: tuple[HostCopy, ...]) -> list[tuple[HostCopy, int]]:
-    """Copies that differ only in which unrolled layer they belong to, as one row with their number."""
+def group_copies(copies: tuple[HostCopy, ...]) -> list[tuple[HostCopy, int]]:
+    """Groups copies equal but for their unrolled layer: (first copy, number of copies)."""
     groups: dict[Any, list[HostCopy]] = collections.defaultdict(list)
     for copy in copies:
         key = (copy.direction, copy.nbytes, copy.count, copy.via, copy.is_async, copy.loop, copy.captured)
@@ -47,7 +48,7 @@ def grouped(copies: tuple[HostCopy, ...]) -> list[tuple[HostCopy, int]]:
     return [(group[0], len(group)) for group in groups.values()]
 
 
-def _cells(copy: HostCopy, number: int) -> tuple[str, ...]:
+def _format_cells(copy: HostCopy, number: int) -> tuple[str, ...]:
     others = f" and {number - 1} more" if number > 1 else ""
     count = "unknown" if copy.count is None else str(copy.count * number)
     place = (f"loop {copy.loop}" if copy.loop else "entry") + (", CUDA graph" if copy.captured else "")
@@ -58,16 +59,16 @@ def _cells(copy: HostCopy, number: int) -> tuple[str, ...]:
         human(copy.total_bytes * number),
         ("async " if copy.is_async else "sync ") + copy.via,
         place,
-        _beside(copy),
+        _describe_overlaps(copy),
     )
 
 
-def _beside(copy: HostCopy) -> str:
+def _describe_overlaps(copy: HostCopy) -> str:
     if not copy.overlaps:
         return "nothing"
     kinds = collections.Counter(compute.kind for compute in copy.overlaps)
     return ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
 
 
-def _style(copy: HostCopy) -> str:
+def _choose_style(copy: HostCopy) -> str:
     return "bold red" if copy.via == "kernel" else "yellow" if not copy.overlaps else "cyan"

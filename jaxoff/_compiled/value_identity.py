@@ -1,4 +1,4 @@
-"""Says whether two instructions of a compiled program give the same value."""
+"""Identifies values of a compiled program: equal identities mean equal values."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxoff._compiled.hlo import Computation, Instruction
-from jaxoff._compiled.transfers import Scope
+from jaxoff._compiled.transfers import Execution
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-    """Where a value was made.
+class ValueId:
+    """The origin of a value.
 
     Attributes:
-      computation: the name of the computation that makes it.
+      computation: the name of the instruction's computation.
       name: the instruction; for a carried value, the loop's parameter.
-      element: which element of its tuple; -1 for an array.
-      invariant_in: the loop inside which it is used and outside which it was made, or ''.
+      element: the index in the instruction's tuple; -1 for an array.
+      invariant_in: the loop whose body reads the value without a change, or ''.
     """
 
     computation: str
@@ -26,44 +26,44 @@ class Value:
     invariant_in: str = dataclasses.field(default="", compare=False)
 
 
-def value_of(scope: Scope, instruction: Instruction) -> Value:
-    """Where the value of an instruction was made.
+def identify_value(execution: Execution, instruction: Instruction) -> ValueId:
+    """Identifies the value of an instruction.
 
-    A loop's carry and what the body makes of it count as one value: they are, one iteration apart. A value
-    that went to the host and came back is the value it was.
+    A loop's carry and the body's result for the same carry have the same identity: the result is the carry of
+    the next iteration. A value reloaded from the host has the identity of the offloaded value.
     """
-    made = _origin(scope.computation, instruction, -1)
-    if scope.caller is None or scope.caller[1].opcode != "while":
+    made = _find_origin(execution.computation, instruction, -1)
+    if execution.caller is None or execution.caller[1].opcode != "while":
         return made
-    root = scope.computation.root
-    parameter = scope.computation.parameters[0]
-    carried = list(scope.computation.operands(root)) if root.opcode == "tuple" else []
+    root = execution.computation.root
+    parameter = execution.computation.parameters[0]
+    carried = list(execution.computation.operands(root)) if root.opcode == "tuple" else []
     if made.name == parameter.name and 0 <= made.element < len(carried):
-        following = _origin(scope.computation, carried[made.element], -1)
+        following = _find_origin(execution.computation, carried[made.element], -1)
         if following == made:
-            return _outside(scope, made.element)
+            return _identify_outside(execution, made.element)
         return made
     for element, value in enumerate(carried):
-        if _origin(scope.computation, value, -1) == made:
-            return Value(scope.computation.name, parameter.name, element)
+        if _find_origin(execution.computation, value, -1) == made:
+            return ValueId(execution.computation.name, parameter.name, element)
     return made
 
 
-def _outside(scope: Scope, element: int) -> Value:
-    """The value that a loop is given and leaves as it is."""
-    if scope.caller is None:
-        return Value(scope.computation.name, "", element)
-    outer, loop = scope.caller
+def _identify_outside(execution: Execution, element: int) -> ValueId:
+    """Identifies a loop's constant operand."""
+    if execution.caller is None:
+        return ValueId(execution.computation.name, "", element)
+    outer, loop = execution.caller
     (operand,) = outer.computation.operands(loop)
     if operand.opcode == "tuple":
         given = outer.computation.by_name[operand.operands[element]]
-        return dataclasses.replace(value_of(outer, given), invariant_in=scope.loop)
-    made = _origin(outer.computation, operand, element)
-    return dataclasses.replace(made, invariant_in=scope.loop)
+        return dataclasses.replace(identify_value(outer, given), invariant_in=execution.loop)
+    made = _find_origin(outer.computation, operand, element)
+    return dataclasses.replace(made, invariant_in=execution.loop)
 
 
-def _origin(computation: Computation, instruction: Instruction, element: int) -> Value:
-    """Follows a value through instructions that leave it as it is."""
+def _find_origin(computation: Computation, instruction: Instruction, element: int) -> ValueId:
+    """Follows a value back through views, copies and barriers."""
     while True:
         opcode = instruction.opcode
         if opcode == "get-tuple-element" and element < 0:
@@ -77,11 +77,11 @@ def _origin(computation: Computation, instruction: Instruction, element: int) ->
         ):
             instruction = computation.by_name[instruction.operands[0]]
         else:
-            return Value(computation.name, instruction.name, element)
+            return ValueId(computation.name, instruction.name, element)
 
 
-def needs(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
-    """The instructions whose results one takes; of a tuple, only the element that is taken."""
+def find_needed(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
+    """Finds the instructions whose results an instruction reads; of a tuple, only the element read."""
     if instruction.opcode == "get-tuple-element":
         (source,) = computation.operands(instruction)
         if source.opcode == "tuple":

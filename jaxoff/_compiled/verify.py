@@ -1,4 +1,4 @@
-"""`verify`: what a compiled program really moves to the host, how, beside what, and what is wrong with it."""
+"""`verify`: a compiled program's host copies, the compute beside each copy, and the faults of its offload."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 import jax
 
 from jaxoff._compiled import hlo
-from jaxoff._compiled.checks import find
-from jaxoff._compiled.cuda_graphs import SMALL_NBYTES, Graphs, Schedule
+from jaxoff._compiled.checks import find_faults
+from jaxoff._compiled.cuda_graphs import SMALL_NBYTES, GraphCapture, GraphOptions
 from jaxoff._compiled.facts import CompiledFacts, HostCopy
-from jaxoff._compiled.transfers import Transfer, fused, is_structure, transfers
-from jaxoff._compiled.value_identity import value_of
+from jaxoff._compiled.transfers import Transfer, find_fused_body, find_transfers, is_structure
+from jaxoff._compiled.value_identity import identify_value
 from jaxoff._residuals.report import Report
-from jaxoff._runtime.environment import parse_xla_flags
+from jaxoff._runtime.flags import parse_xla_flags
 
-_AGAIN = re.compile(r"\.remat\d*(\.\d+)*$")
+# Names of instructions by XLA's rematerialization pass, as in `fusion.3.remat2`.
+_RECOMPUTED = re.compile(r"\.remat\d*(\.\d+)*$")
 
 
 def verify(
@@ -30,41 +31,41 @@ def verify(
     saved_twin: jax.stages.Compiled | CompiledFacts | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> CompiledFacts:
-    """Says what a compiled program moves between device and host memory, and what is wrong with it.
+    """Finds a compiled program's copies between device and host memory, and the faults of its offload.
 
-    It reads the program's schedule and XLA's memory analysis; nothing runs, and no GPU is needed for a
-    program that was compiled for one ahead of time (`jaxoff.target`).
+    Reads the program's schedule and XLA's memory analysis. Nothing runs, and no GPU is needed for a program
+    compiled ahead of time (`jaxoff.target`).
 
-    Which compute can run beside a copy follows from the schedule: outside of CUDA graphs what stands between
-    its start and its done; inside them, under CONCURRENT, what neither needs the copy nor is needed by it;
-    inside them under XLA's default, nothing. Buffers that are used again order more than the text shows, so
-    an overlap found is one that is possible, and one not found is not.
+    The schedule determines the compute able to run during a copy. Outside of CUDA graphs: the instructions
+    between its start and its done. Inside, under CONCURRENT: the instructions of the same graph, but for
+    ancestors and dependents of the copy. Inside, under XLA's default: nothing. Reuse of buffers adds
+    dependencies absent from the text: an overlap found may not happen, an overlap not found cannot.
 
     Findings:
-      offload-vanished: less goes to the host than was expected.
+      offload-vanished: fewer bytes go to the host than expected.
       device-memory-not-lower: as much device memory as without offload.
-      copy-not-overlapped: nothing can run beside a copy.
-      graph-cut: a copy is out of the CUDA graph of its iteration, for what cannot be in it.
+      copy-not-overlapped: nothing can run during a copy.
+      graph-cut: a copy is outside of its iteration's CUDA graph, because of a command outside of any graph.
       kernel-touches-host: a kernel, and not a copy engine, reads or writes host memory.
-      value-copied-twice: one value goes to the host more than once.
-      computed-again: near the device's limit XLA chose by itself to compute values a second time.
+      value-copied-twice: a value goes to the host more than once.
+      computed-again: near the device's memory limit XLA recomputes values by its own choice.
 
     Args:
-      compiled: what `jax.jit(fun).lower(...).compile()` gives, compiled for a GPU.
-      expected_host_bytes: how many bytes one call is to move to the host, on each device, at least.
-      report: what `jaxoff.explain` says of the same function, in the place of `expected_host_bytes`: its host
+      compiled: of `jax.jit(fun).lower(...).compile()`, for a GPU.
+      expected_host_bytes: the fewest bytes for a call to copy to the host, on each device.
+      report: of `jaxoff.explain` for the same function, in the place of `expected_host_bytes`: its host
         bytes, divided by the devices.
       saved_twin: the same program with its residuals saved on the device (`Policy.on_device()`), compiled, or
         its facts.
-      compiler_options: those that `compiled` was compiled with, beside the process's XLA_FLAGS. A compiled
-        program does not tell them, and whether copies overlap depends on them.
+      compiler_options: the options of the compilation, beside the process's XLA_FLAGS. A compiled program
+        does not hold its options, and the overlap of copies depends on options.
 
     Returns:
       The `CompiledFacts`.
 
     Raises:
-      TypeError: for something that is not a compiled program.
-      ValueError: for a program that is not compiled for a GPU, for negative bytes, or for both
+      TypeError: for an argument other than a compiled program.
+      ValueError: for a program compiled for another platform, for negative bytes, or for both
         `expected_host_bytes` and `report`.
 
     Example:
@@ -86,25 +87,25 @@ def verify(
         raise ValueError("expected_host_bytes and report say the same thing: give one of them; got both.")
     if expected_host_bytes is not None and expected_host_bytes < 0:
         raise ValueError(f"expected_host_bytes is a number of bytes, 0 or more; got {expected_host_bytes}.")
-    graphs = Graphs.of({**parse_xla_flags(os.environ.get("XLA_FLAGS", "")), **(compiler_options or {})})
-    module = _module(compiled)
-    # Every device moves all of a value that is replicated, and its share of one that is not.
+    graphs = GraphOptions.of({**parse_xla_flags(os.environ.get("XLA_FLAGS", "")), **(compiler_options or {})})
+    module = _parse_module(compiled)
+    # A device copies all of a replicated value, and its share of a partitioned value.
     expected = expected_host_bytes or 0 if report is None else report.host_bytes // module.num_partitions
     memory: Any = compiled.memory_analysis()
     facts = CompiledFacts(
         host_bytes=memory.host_temp_size_in_bytes,
         device_temp_bytes=memory.temp_size_in_bytes,
-        device_peak_bytes=held_nbytes(compiled),
-        twin_peak_bytes=_twin_peak(saved_twin),
+        device_peak_bytes=program_nbytes(compiled),
+        twin_peak_bytes=_twin_peak_nbytes(saved_twin),
         scheduling_mode=graphs.mode,
         captured_commands=tuple(sorted(graphs.captured)),
-        copies=host_copies(module, graphs),
-        computed_again=computed_again(module),
+        copies=list_host_copies(module, graphs),
+        computed_again=find_recomputed(module),
     )
-    return dataclasses.replace(facts, findings=tuple(find(facts, expected)))
+    return dataclasses.replace(facts, findings=tuple(find_faults(facts, expected)))
 
 
-def _module(compiled: Any) -> hlo.Module:
+def _parse_module(compiled: Any) -> hlo.Module:
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
             "verify takes a compiled program, jax.jit(fun).lower(...).compile(); got "
@@ -124,42 +125,42 @@ def _platforms(compiled: jax.stages.Compiled) -> set[str]:
     return {device.platform for sharding in shardings for device in sharding.device_set}
 
 
-def _twin_peak(twin: Any) -> int | None:
+def _twin_peak_nbytes(twin: Any) -> int | None:
     if twin is None or isinstance(twin, CompiledFacts):
         return twin and twin.device_peak_bytes
-    return held_nbytes(twin)
+    return program_nbytes(twin)
 
 
-def held_nbytes(compiled: jax.stages.Compiled) -> int:
-    """The device memory that a program takes: arguments, results and temporaries, aliased bytes once."""
+def program_nbytes(compiled: jax.stages.Compiled) -> int:
+    """Device memory of a program: arguments, results and temporaries, aliased bytes once."""
     memory: Any = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return held - memory.alias_size_in_bytes
 
 
-def host_copies(module: hlo.Module, graphs: Graphs) -> tuple[HostCopy, ...]:
-    """All traffic of a program with host memory."""
-    moved = tuple(transfers(module))
-    schedule = Schedule(module, graphs, moved)
-    return tuple(_host_copy(transfer, module, schedule) for transfer in moved)
+def list_host_copies(module: hlo.Module, graphs: GraphOptions) -> tuple[HostCopy, ...]:
+    """Lists all traffic of a program with host memory."""
+    transfers = tuple(find_transfers(module))
+    capture = GraphCapture(module, graphs, transfers)
+    return tuple(_describe_copy(transfer, module, capture) for transfer in transfers)
 
 
-def computed_again(module: hlo.Module) -> tuple[str, ...]:
-    """The large values that XLA's own rematerialization makes a second time, by its names for them."""
-    bodies = (fused(module, i) for c in module.computations.values() for i in c.instructions)
+def find_recomputed(module: hlo.Module) -> tuple[str, ...]:
+    """Finds the instructions by which XLA's own rematerialization recomputes large values."""
+    bodies = (find_fused_body(module, i) for c in module.computations.values() for i in c.instructions)
     inside = {body.name for body in bodies if body is not None}
     return tuple(
         i.name
         for c in module.computations.values()
         if c.name not in inside
         for i in c.instructions
-        if _AGAIN.search(i.name) and i.shape.nbytes >= SMALL_NBYTES and not is_structure(i)
+        if _RECOMPUTED.search(i.name) and i.shape.nbytes >= SMALL_NBYTES and not is_structure(i)
     )
 
 
-def _host_copy(transfer: Transfer, module: hlo.Module, schedule: Schedule) -> HostCopy:
-    scope = transfer.scope
-    value = None if transfer.operand is None else value_of(scope, transfer.operand)
+def _describe_copy(transfer: Transfer, module: hlo.Module, capture: GraphCapture) -> HostCopy:
+    execution = transfer.execution
+    value = None if transfer.operand is None else identify_value(execution, transfer.operand)
     source = ""
     if value is not None:
         maker = module.computations[value.computation].by_name.get(value.name)
@@ -168,13 +169,13 @@ def _host_copy(transfer: Transfer, module: hlo.Module, schedule: Schedule) -> Ho
         name=transfer.start.name,
         direction=transfer.direction,
         nbytes=transfer.nbytes,
-        count=scope.count,
+        count=execution.count,
         via="dma" if transfer.is_dma else "kernel",
         is_async=transfer.done is not None,
-        loop=scope.loop,
-        captured=schedule.is_captured(transfer),
-        overlaps=schedule.overlaps(transfer),
+        loop=execution.loop,
+        captured=capture.is_captured(transfer),
+        overlaps=capture.overlaps(transfer),
         source=source or module.source_line(transfer.start),
         value=value,
-        cut_by=schedule.cut_by(transfer),
+        cut_by=capture.cut_by(transfer),
     )

@@ -5,19 +5,29 @@ from __future__ import annotations
 import itertools
 import math
 
+from jaxoff._device.calibration import H200_CALIBRATION, Calibration
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn
 from jaxoff._jaxpr.inline import inlined
 
+# Products in a pass of attention. Forward: query by key, weights by value. Backward: two gradients of each of
+# these, and query by key again, since the weights are not stored.
+_ATTENTION_PRODUCTS, _ATTENTION_BACKWARD_PRODUCTS = 2, 5
 
-def product_flops(eqn: JaxprEqn) -> float:
-    """Operations of a product, a convolution, attention, or of what looks like a product by its shapes.
 
-    Those of a loop or a condition are what it runs, the largest branch; those of a Pallas kernel with a cost
-    estimate are what that says.
+def product_flops(eqn: JaxprEqn, fitted: Calibration = H200_CALIBRATION) -> float:
+    """Operations of an equation on matrix units, in operations on 16-bit numbers.
+
+    Counts products, convolutions, attention, and kernels whose shapes look like a product. An elementwise
+    equation has none. A loop has the operations of all its iterations, a condition the operations of
+    its largest branch, a Pallas kernel the operations of its cost estimate.
+
+    Args:
+      eqn: an equation.
+      fitted: holds the time of an operation on a wider type, in 16-bit operations.
     """
     if (flow := compat.control_flow(eqn)) is not None:
-        return flow.total(lambda program: sum(map(product_flops, inlined(program.eqns, {}))))
+        return flow.total(lambda jaxpr: sum(product_flops(e, fitted) for e in inlined(jaxpr.eqns, {})))
     if (estimate := eqn.params.get("cost_estimate")) is not None:
         return float(estimate.flops)
     name, shapes = eqn.primitive.name, [compat.shape_of(v.aval) for v in eqn.invars if _has_shape(v.aval)]
@@ -26,30 +36,46 @@ def product_flops(eqn: JaxprEqn) -> float:
     out = max((compat.shape_of(v.aval) for v in eqn.outvars if _has_shape(v.aval)), key=math.prod, default=())
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return _slowdown(eqn) * 2.0 * math.prod(out) * math.prod(shapes[0][i] for i in contracted)
+        return _slowdown(eqn, fitted) * 2.0 * math.prod(out) * math.prod(shapes[0][i] for i in contracted)
     if name == "conv_general_dilated":
         kernel, features = shapes[1], eqn.params["dimension_numbers"].rhs_spec[0]
         # The zeros between the elements of a dilated operand, as in the gradient of a stride, cost nothing.
-        met = math.prod(out) / math.prod(eqn.params["lhs_dilation"])
-        return _slowdown(eqn) * 2.0 * met * math.prod(kernel) / kernel[features]
-    if name.startswith("dot_product_attention"):  # query, key: (batch, length, heads, width); half is masked
-        forward = 2.0 * math.prod(shapes[0]) * shapes[1][1]
-        return forward * (2.5 if "bwd" in name else 1.0)
+        positions = math.prod(out) / math.prod(eqn.params["lhs_dilation"])
+        return _slowdown(eqn, fitted) * 2.0 * positions * math.prod(kernel) / kernel[features]
+    if name.startswith("dot_product_attention"):
+        return _attention_flops(eqn, shapes[0], shapes[1])
     matrices = [shape for shape in shapes if len(shape) > 1]
     return max((_pair_flops(pair, out) for pair in itertools.combinations(matrices, 2)), default=0.0)
 
 
-def _slowdown(eqn: JaxprEqn) -> int:
-    """How many times as long operations on wider numbers than 16 bits take."""
-    return 1 if compat.struct_of(eqn.invars[0].aval).dtype.itemsize <= 2 else 2
+def _attention_flops(eqn: JaxprEqn, query: tuple[int, ...], key: tuple[int, ...]) -> float:
+    """Operations of cuDNN attention over a query and a key of shape (batch, length, heads, width).
+
+    A kernel under a causal mask skips the masked half.
+    """
+    products = _ATTENTION_BACKWARD_PRODUCTS if "bwd" in eqn.primitive.name else _ATTENTION_PRODUCTS
+    product = 2.0 * math.prod(query) * key[1]
+    return products * product * (0.5 if _is_causal(eqn) else 1.0)
+
+
+def _is_causal(eqn: JaxprEqn) -> bool:
+    """Whether cuDNN attention has a causal mask: 16-bit and 8-bit kernels have a parameter each."""
+    mask = getattr(eqn.params.get("mask_type"), "name", "")
+    return "CAUSAL" in mask or bool(eqn.params.get("use_causal_mask"))
+
+
+def _slowdown(eqn: JaxprEqn, fitted: Calibration) -> float:
+    """Time of a product over the time of the same product of 16-bit operands."""
+    is_wide = compat.struct_of(eqn.invars[0].aval).dtype.itemsize > 2
+    return fitted.wide_type_slowdown.value if is_wide else 1
 
 
 def _pair_flops(pair: tuple[tuple[int, ...], tuple[int, ...]], out: tuple[int, ...]) -> float:
-    """Operations of a kernel that multiplies two of its operands, if it does, by their shapes."""
+    """Operations of a product of two operands of these shapes; 0 where no axis is contracted."""
     summed = set(pair[0]) & set(pair[1]) - set(out)
     if not summed:
         return 0.0
-    # An expert's rows meet its own weights only: not every leading axis is a factor.
+    # The rows of an expert meet the weights of the same expert only: not every leading axis is a factor.
     return 2.0 * min(math.prod(out) * math.prod(summed), math.prod({*pair[0], *pair[1]}))
 
 

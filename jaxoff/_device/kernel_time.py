@@ -1,7 +1,7 @@
-"""How long kernels take between the others of a step, for the planner: by operations and by bytes.
+"""The time of a kernel, by its operations or by its bytes, at a device's rates.
 
-The shares of a device's rates are those that traces of dense and MoE steps on an H200 show (bench/LOG.md).
-`jaxoff.jit`, which only asks when a copy is in time, goes by `Device.compute_ms`.
+Two models. `kernel_ms` serves the scheduler and `explain`: a kernel alone at the rates of `Device`.
+`step_kernel_ms` serves the planner: a kernel inside of a training step, by `Device.calibration`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Container, Sequence
 
 from jax import lax
 
+from jaxoff._device.calibration import Calibration, Constant
 from jaxoff._device.flops import product_flops
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -20,25 +21,14 @@ from jaxoff._jaxpr.inline import Renamed, inlined, now
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_attention, is_collective, is_compute, is_pallas
 
-# Of the rate of products in a row, which the card's power limit holds down.
-PRODUCTS, _PALLAS, _ATTENTION, _ATTENTION_BACK, _WHOLE_FLOAT32 = 1.18, 1.09, 0.83, 0.66, 0.13
-# What of the time to read a product's operands and write its result is not hidden.
-TRAFFIC = 0.4
-# Of the rate of products: in a layer with none beside them, and how much less in one of products alone.
-IDLE, LOAD = 1.1, 0.155
-# Of a collective between devices, what products beside it hide.
-BESIDE = 0.5
+# Primitives that read a part of an operand.
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
-
-
-# Between the GPUs of a host values go at about so much of the rate at which memory is read and written.
-_LINK_SHARE = 0.15
 
 
 def kernel_ms(graph: KernelGraph, i: int, device: Device) -> float:
     """The time of a kernel alone, in ms: its operations or its bytes at the device's rates.
 
-    The kernel converts operands of another type itself, as copies. The scheduler and `explain` go by this.
+    A conversion of an operand counts as a copy before the kernel.
     """
     eqn, between = graph.eqns[i], [graph.eqns[j] for j in graph.between[i]]
     if not is_compute(eqn):
@@ -52,22 +42,24 @@ def kernel_ms(graph: KernelGraph, i: int, device: Device) -> float:
 def equation_ms(eqn: JaxprEqn, device: Device) -> float:
     """The time of an equation, in ms: products by operations, other equations by bytes read and written."""
     nbytes = sum(compat.nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
-    return 1e3 * max(product_flops(eqn) / device.flops, nbytes / (device.memory_gbps * 1e9))
+    return 1e3 * max(
+        product_flops(eqn, device.calibration) / device.flops, nbytes / (device.memory_gbps * 1e9)
+    )
 
 
 def collective_ms(nbytes: int, device: Device) -> float:
-    """About how long it takes a collective to bring so many bytes."""
-    return nbytes / (_LINK_SHARE * device.memory_gbps) / 1e6
+    """The time of a collective with a result of `nbytes`, in ms."""
+    return nbytes / (device.calibration.collective_link_share.value * device.memory_gbps) / 1e6
 
 
 def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[Var] = frozenset()) -> float:
-    """About how long a kernel takes, in ms, with the copies of what it reads that are made for it.
+    """The time of a kernel in a training step, in ms, with the copies of its operands made for it.
 
     Args:
-      kernels: of a program.
-      i: one of them.
-      device: speeds.
-      rows: values that a loop takes out of stacks: a kernel that is not elementwise reads a copy.
+      graph: the kernels of a program.
+      i: the kernel.
+      device: rates and calibration.
+      rows: values that a loop slices out of stacks: an opaque kernel reads a copy of such a row.
     """
     eqn, between = graph.eqns[i], [graph.eqns[j] for j in graph.between[i]]
     made = compat.nbytes_of(eqn.outvars)
@@ -81,21 +73,21 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
     if compat.control_flow(eqn) is not None:
         return copies + programs_ms(eqn, device)
     if is_collective(eqn):
-        return copies + (1 - BESIDE) * collective_ms(made, device)
+        return copies + device.calibration.collective_exposed_share.value * collective_ms(made, device)
     traffic = _traffic_ms(made + compat.nbytes_of(variables(eqn)), device)
     if matrix_ms := _matrix_ms(eqn, device):
-        return copies + matrix_ms + TRAFFIC * traffic
+        return copies + matrix_ms + device.calibration.traffic_share.value * traffic
     return copies + traffic
 
 
 def programs_ms(eqn: JaxprEqn, device: Device) -> float:
-    """How long what a loop or a condition runs takes: all iterations, the longest branch; 0 for others."""
+    """The time of a loop's iterations or of a condition's longest branch, in ms; 0 for other equations."""
     flow = compat.control_flow(eqn)
     return flow.total(lambda program: _program_ms(program, device)) if flow else 0.0
 
 
 def _program_ms(program: Jaxpr, device: Device) -> float:
-    """About how long all kernels of a program take, one after the other."""
+    """The time of all kernels of a program in a row, in ms."""
     renamed: Renamed = {}
     eqns = list(inlined(program.eqns, renamed))
     outs = (now(renamed, v) for v in program.outvars)
@@ -103,43 +95,50 @@ def _program_ms(program: Jaxpr, device: Device) -> float:
     return sum(step_kernel_ms(graph, i, device) for i in graph.kernels)
 
 
-def under_load(
+def lower_clock(
     graph: KernelGraph, pass_: Sequence[int], device: Device, rows: Container[Var] = frozenset()
 ) -> Device:
-    """A device at the clock that a layer leaves it: the more of its time products take, the lower.
+    """Lowers a device's rate of products to the clock in a layer: the larger their share, the lower.
 
-    They draw the most power; attention, which does much beside its products, draws less (bench/LOG.md).
+    Products draw the most power. Attention draws less: its products share the time with other work
+    (bench/LOG.md, "Products and the power limit").
 
     Args:
-      kernels: of a program.
-      pass_: those of the layer's backward pass; the forward pass is about the same.
-      device: speeds.
+      graph: the kernels of a program.
+      pass_: the kernels of the layer's backward pass; the forward pass has about the same share.
+      device: rates and calibration.
       rows: as for `step_kernel_ms`.
+
+    Returns:
+      The device with the lower `flops`.
     """
     kernels = sum(step_kernel_ms(graph, i, device, rows) for i in pass_)
     eqns = (graph.eqns[i] for i in pass_)
     products = sum(_matrix_ms(eqn, device) for eqn in eqns if _is_product(eqn))
-    part = products / kernels if kernels else 0.0
-    return dataclasses.replace(device, flops=(IDLE - LOAD * part) * device.flops)
+    share, fitted = products / kernels if kernels else 0.0, device.calibration
+    return dataclasses.replace(
+        device, flops=(fitted.idle_clock.value - fitted.load_slope.value * share) * device.flops
+    )
 
 
 def _is_product(eqn: JaxprEqn) -> bool:
-    """Whether a kernel may be a product, one of Pallas among them: `product_flops` knows if it is."""
+    """Whether a kernel may be a product, by XLA or by Pallas; `product_flops` is 0 for other kernels."""
     return is_compute(eqn) and not (is_collective(eqn) or is_attention(eqn))
 
 
 def _matrix_ms(eqn: JaxprEqn, device: Device) -> float:
-    return 1e3 * product_flops(eqn) / (_share(eqn) * device.flops)
+    fitted = device.calibration
+    return 1e3 * product_flops(eqn, fitted) / (_share_of(eqn, fitted).value * device.flops)
 
 
-def _share(eqn: JaxprEqn) -> float:
-    """What a kernel reaches of a device's rate of 16-bit products."""
+def _share_of(eqn: JaxprEqn, fitted: Calibration) -> Constant:
+    """The share of a device's rate of 16-bit products reached by a kernel."""
     name = eqn.primitive.name
     if is_attention(eqn):
-        return _ATTENTION_BACK if "bwd" in name else _ATTENTION
+        return fitted.attention_backward_share if "bwd" in name else fitted.attention_share
     if name in ("dot_general", "conv_general_dilated") and _is_whole_float32(eqn):
-        return _WHOLE_FLOAT32
-    return _PALLAS if is_pallas(eqn) else PRODUCTS
+        return fitted.float32_share
+    return fitted.pallas_share if is_pallas(eqn) else fitted.product_share
 
 
 def _is_whole_float32(eqn: JaxprEqn) -> bool:
@@ -151,7 +150,7 @@ def _is_whole_float32(eqn: JaxprEqn) -> bool:
 
 
 def _copies_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], rows: Container[Var], device: Device) -> float:
-    """Operands that are copied before, most of them as another type."""
+    """The time of copies of a kernel's operands before the kernel, most of these conversions, in ms."""
     ms, made = 0.0, map_makers(between)
     for v in variables(eqn):
         taken, converted = v, False

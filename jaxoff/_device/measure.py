@@ -1,4 +1,4 @@
-"""Measures what a GPU reaches: products, memory, and the link, alone and beside other GPUs of its host."""
+"""Measures the rates of a GPU: products, memory, and the link, alone and shared with GPUs of its host."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoff._device.calibration import H200_CALIBRATION
 from jaxoff._device.profile import Device, SharedLink
-from jaxoff._runtime.environment import Link, measure_links
+from jaxoff._runtime.link import Link, measure_links
 
-# Rows, width and hidden width of an MLP whose products reach the rate of large ones; a second of them reaches
-# the card's power limit.
-_MLP, _STEADY_S = (16384, 4096, 16384), 1.0
+# Rows, width and hidden width of an MLP. Its products reach the rate of large products.
+_MLP = (16384, 4096, 16384)
+# Seconds of products until an H200 is at its power limit.
+_STEADY_S = 1.0
+# Bytes of the array that times the memory.
 _MEMORY_NBYTES = 1 << 28
-# What of the rate measured here a profile holds: the planner's shares (`_kernel_times`) are of that. H200s
-# had 677 to 699 TFLOP/s, and their steps took as long as by 0.91 to 0.96 of that.
-_OF_PRODUCTS_ALONE = 0.93
 
 
-def measured() -> Device:
+def measure_device() -> Device:
     """See `Device.measure`."""
     gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
     if not gpus:
@@ -34,26 +34,34 @@ def measured() -> Device:
     counts = [n for n in (2, 4, 8) if n <= len(gpus)]
     alone, shared = measure_links(gpus[:1]), [(n, measure_links(gpus[:n])) for n in counts]
     return Device(
-        flops=_OF_PRODUCTS_ALONE * matrix_flops(gpus[0]),
+        flops=H200_CALIBRATION.measured_flops_share.value * matrix_flops(gpus[0]),
         memory_gbps=memory_gbps(gpus[0]),
         d2h_gbps=alone.d2h_gbps,
         h2d_gbps=alone.h2d_gbps,
         both_gbps=alone.both_gbps,
-        shared_links=tuple(_shared(n, link) for n, link in shared),
+        shared_links=tuple(_share_link(n, link) for n, link in shared),
         name=gpus[0].device_kind,
-        source=f"jaxoff.Device.measure(), jax {jax.__version__}, copies of {alone.nbytes} bytes",
+        source=(
+            f"jaxoff.Device.measure(), jax {jax.__version__}, copies of {alone.nbytes} bytes; calibration: "
+            "the H200's"
+        ),
     )
 
 
-def _shared(gpus: int, link: Link) -> SharedLink:
+def _share_link(gpus: int, link: Link) -> SharedLink:
     return SharedLink(gpus, link.d2h_gbps, link.h2d_gbps, link.both_gbps)
 
 
 def matrix_flops(device: Any, mlp: tuple[int, int, int] = _MLP, steady_s: float = _STEADY_S) -> float:
-    """Operations a second of an MLP's 16-bit products, forward and backward, after as long a time of them.
+    """Measures the operations a second of an MLP's 16-bit products, forward and backward.
 
-    Of layers' shapes: square ones are 3% faster on an H200 (682 TFLOP/s, 662 of an MLP's). And of random
-    elements: equal ones take less power, so that the clock stays up (831).
+    The shapes are of layers: square products are 3% faster on an H200 (682 TFLOP/s against 662). The elements
+    are random: equal elements take less power, and the clock stays higher (831 TFLOP/s).
+
+    Args:
+      device: a GPU.
+      mlp: rows, width and hidden width.
+      steady_s: seconds of products before the timed products.
     """
     rows, width, hidden = mlp
     shapes = (rows, width), (rows, hidden), (width, hidden), (hidden, width)
@@ -71,13 +79,19 @@ def matrix_flops(device: Any, mlp: tuple[int, int, int] = _MLP, steady_s: float 
 
 
 def memory_gbps(device: Any, nbytes: int = _MEMORY_NBYTES, steady_s: float = _STEADY_S / 4) -> float:
-    """GB/s of a kernel that reads and writes so many bytes, of float32: of 16 bits XLA's reach less."""
+    """Measures the GB/s of an elementwise float32 kernel; XLA's 16-bit kernels reach less.
+
+    Args:
+      device: a GPU.
+      nbytes: bytes read, and bytes written.
+      steady_s: seconds of kernels before the timed kernels.
+    """
     x = jax.device_put(jnp.zeros(nbytes // 4, jnp.float32), device)
     return 2 * nbytes / _seconds(jax.jit(lambda x: x + 1), (x,), steady_s) / 1e9
 
 
 def _seconds(fun: Callable[..., Any], args: Sequence[Any], steady_s: float, repeats: int = 5) -> float:
-    """The median time of a call, among queued ones, after some time of them."""
+    """The median time of a call in a queue of calls, after `steady_s` seconds of calls."""
     jax.block_until_ready(fun(*args))
 
     def run(calls: int) -> float:

@@ -1,4 +1,4 @@
-"""How long equations and copies take, estimated: enough to say what can hide behind what."""
+"""The profile of a device: measured rates of products, memory and link, and the calibration."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jaxoff._device.calibration import H200_CALIBRATION, Calibration
 from jaxoff._report.near_miss import near_miss
 
+# Of a profile's file in `data/`.
 _SUFFIX = ".json"
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedLink:
-    """The link of one GPU while several of its host copy at once.
+    """The link of a GPU while several GPUs of its host copy at the same time.
 
     Attributes:
-      gpus: how many copy, this one included.
-      d2h_gbps, h2d_gbps: what one of them gets each way, GB/s.
-      both_gbps: the sum of the two directions, copying at once.
+      gpus: the number of copying GPUs, this GPU included.
+      d2h_gbps, h2d_gbps: bandwidth of each GPU in each direction, GB/s.
+      both_gbps: the sum of the two directions, copying at the same time. A measured fact: no model reads
+        this field, and copies in two directions are planned as independent.
     """
 
     gpus: int
@@ -33,18 +36,20 @@ class SharedLink:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Speeds of one accelerator and of its link to the host.
+    """Rates of an accelerator and of its link to the host.
 
-    Profiles that jaxoff knows come with `Device.of("h200")`; `Device.measure()` makes one on a GPU.
+    `Device.of("h200")` reads a known profile; `Device.measure()` measures a GPU.
 
     Attributes:
-      flops: matrix operations a second, 16-bit, as reached by large products in a step, beside other kernels.
-      memory_gbps: device memory bandwidth, GB/s, as reached.
-      d2h_gbps, h2d_gbps: the link each way, GB/s, for copies of pinned memory.
-      both_gbps: the sum of the two directions, copying at once; None where it was not measured.
-      shared_links: the link while several GPUs of the host copy, by their number.
+      flops: matrix operations a second of large 16-bit products in a step, beside other kernels.
+      memory_gbps: reached bandwidth of device memory, GB/s.
+      d2h_gbps, h2d_gbps: bandwidth of the link in each direction, GB/s, for copies of pinned memory.
+      both_gbps: the sum of the two directions, copying at the same time; None without a measurement. No model
+        reads this field: copies in two directions are planned as independent.
+      shared_links: the link while several GPUs of the host copy, an entry for each measured number.
       name: the kind of accelerator.
-      source: where the figures come from.
+      source: the origin of the figures.
+      calibration: efficiencies of kernels in a training step, fitted to traces. The default is the H200's.
 
     Example:
       >>> import jaxoff
@@ -61,6 +66,7 @@ class Device:
     shared_links: tuple[SharedLink, ...] = ()
     name: str = "custom"
     source: str = ""
+    calibration: Calibration = dataclasses.field(default=H200_CALIBRATION, repr=False)
 
     def __post_init__(self):
         for field in ("flops", "memory_gbps", "d2h_gbps", "h2d_gbps"):
@@ -69,13 +75,13 @@ class Device:
 
     @classmethod
     def of(cls, name: str | os.PathLike[str]) -> Device:
-        """A profile that comes with jaxoff, or that of a file.
+        """Reads a profile, known to jaxoff or in a file.
 
         Args:
-          name: of a shipped profile, such as "h200", or the path of a file that `save` wrote.
+          name: "h200", "h100", or the path of a file by `save`.
 
         Raises:
-          ValueError: for an unknown name, and for a file that is no profile.
+          ValueError: for an unknown name, and for a file without a profile.
           FileNotFoundError: for a path without a file.
         """
         folder = importlib.resources.files("jaxoff._device") / "data"
@@ -99,15 +105,19 @@ class Device:
     def from_dict(cls, fields: dict[str, Any]) -> Device:
         """The profile whose `to_dict` this is."""
         links = tuple(SharedLink(**link) for link in fields.get("shared_links", ()))
-        rates: dict[str, Any] = {**fields, "shared_links": links}
+        own = fields.get("calibration")
+        calibration = H200_CALIBRATION if own is None else Calibration.from_dict(own)
+        rates: dict[str, Any] = {**fields, "shared_links": links, "calibration": calibration}
         return cls(**rates)
 
     def to_dict(self) -> dict[str, Any]:
-        """The profile as JSON-ready values."""
-        return {
-            **dataclasses.asdict(self),
-            "shared_links": [dataclasses.asdict(s) for s in self.shared_links],
-        }
+        """The profile as JSON-ready values, with a calibration other than the default."""
+        fields = dataclasses.asdict(self)
+        fields["shared_links"] = [dataclasses.asdict(link) for link in self.shared_links]
+        del fields["calibration"]
+        if self.calibration != H200_CALIBRATION:
+            fields["calibration"] = self.calibration.to_dict()
+        return fields
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the profile to a JSON file, for `Device.of`."""
@@ -117,8 +127,8 @@ class Device:
     def measure(cls) -> Device:
         """Measures the first GPU of this process: products, memory, and the link, alone and shared.
 
-        Takes some seconds and 4 GB of the GPU's memory. The link is shared with two, four, ... of the
-        process's own GPUs, as far as it has them.
+        Takes some seconds and 4 GB of the GPU's memory. The link is shared with two, four, eight GPUs of this
+        process, up to their number. The calibration is the H200's.
 
         Returns:
           A `Device` named as `jax.Device.device_kind` says.
@@ -126,19 +136,22 @@ class Device:
         Raises:
           RuntimeError: where jax has no GPU.
         """
-        from jaxoff._device.measure import measured
+        from jaxoff._device.measure import measure_device
 
-        return measured()
+        return measure_device()
 
     def sharing(self, gpus: int) -> Device:
-        """The device while so many GPUs of its host copy at once, itself included.
+        """The device while several GPUs of its host copy at the same time.
 
-        Where that number was not measured, the next larger one stands for it; beyond all, the host's
-        bandwidth is divided further. Without measurements the link is taken to be shared by none.
+        A number without a measurement takes the next larger measured number; beyond the largest, the GPUs
+        divide its bandwidth further. Without shared links the device is returned as it is.
+
+        Args:
+          gpus: the number of copying GPUs, this GPU included.
 
         Raises:
           ValueError: for a number below 1.
-          TypeError: for what is no whole number, such as a rate.
+          TypeError: for other types than a whole number, e.g. a rate.
         """
         if isinstance(gpus, bool) or not isinstance(gpus, numbers.Integral):
             raise TypeError(
@@ -161,26 +174,27 @@ class Device:
         )
 
     def pass_ms(self, nbytes: int) -> float:
-        """A kernel that makes so many bytes from as many, in milliseconds."""
+        """The time of a kernel with `nbytes` read and `nbytes` written, in ms."""
         return 2 * nbytes / self.memory_gbps / 1e6
 
     def h2d_ms(self, nbytes: int) -> float:
-        """A copy from the host, in milliseconds."""
+        """The time of a copy from the host, in ms."""
         return nbytes / self.h2d_gbps / 1e6
 
     def d2h_ms(self, nbytes: int) -> float:
-        """A copy to the host, in milliseconds."""
+        """The time of a copy to the host, in ms."""
         return nbytes / self.d2h_gbps / 1e6
 
 
+# The default device of `explain`, `jit`, `scan` and `plan`.
 H200 = Device.of("h200")
 
 
 def checked_device(device: object) -> Device:
-    """A device as a caller gave it.
+    """Checks the type of a caller's device, and returns the device.
 
     Raises:
-      TypeError: for what is no `Device`, such as its name.
+      TypeError: for other types than `Device`, e.g. a name.
     """
     if not isinstance(device, Device):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""`target`: compiles for a GPU that need not be there."""
+"""`target`: compiles for an absent GPU, by XLA's description of the GPU."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from jaxoff._report.near_miss import near_miss
 
+# Of a description's file in `data/`.
 _SUFFIX = ".txtpb"
+# Modules of jax's CUDA plugins.
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """GPUs of one kind, by their description, to compile for. See `target`.
+    """GPUs of a kind to compile for, by XLA's description. See `target`.
 
     Attributes:
-      name: as it was asked for.
-      devices: how many GPUs.
-      device_kind: as `jax.Device.device_kind` says it.
+      name: the argument of `target`.
+      devices: the number of GPUs.
+      device_kind: `jax.Device.device_kind` of such a GPU.
       num_cores: streaming multiprocessors.
-      description: what XLA dumped about the GPU.
+      description: XLA's dump about the GPU, as text.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Target:
 
     @functools.cached_property
     def topology(self) -> topologies.TopologyDescription:
-        """The GPUs as jax sees them: `topology.devices` can be compiled for and hold nothing.
+        """The GPUs as jax's topology: programs compile for `topology.devices`, which hold no arrays.
 
         Raises:
           RuntimeError: where jax could not start its CUDA plugin.
@@ -68,7 +70,7 @@ class Target:
         """A mesh of these GPUs.
 
         Args:
-          axis_shapes: its sizes, whose product is `devices`. None: one axis of all.
+          axis_shapes: its sizes, whose product is `devices`. None: a single axis of all.
           axis_names: as for `jax.make_mesh`.
           axis_types: as for `jax.make_mesh`. None: automatic axes.
 
@@ -89,7 +91,7 @@ class Target:
 
         Args:
           tree: a pytree of arrays or structs. A leaf with a `NamedSharding` keeps its partition, over a mesh
-            of the same axes here; any other is replicated. What has no shape is left alone.
+            of the same axes here; other leaves are replicated. A leaf without a shape is left alone.
 
         Returns:
           The pytree of structs.
@@ -101,7 +103,7 @@ class Target:
         meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty]
         whole = self._like(meshes[0]) if meshes else self.mesh()
 
-        def placed(leaf):
+        def place_leaf(leaf):
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
                 return leaf
             sharding = NamedSharding(whole, PartitionSpec())
@@ -111,17 +113,17 @@ class Target:
             weak = getattr(leaf, "weak_type", False)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
-        return jax.tree.map(placed, tree)
+        return jax.tree.map(place_leaf, tree)
 
     def _like(self, mesh: Mesh | AbstractMesh) -> Mesh:
         return self.mesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types)
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """A context in which code that asks for the device it is traced for is told this one.
+        """A context in which the abstract device of jax's mesh is this GPU.
 
-        Code that looks at `jax.sharding.get_abstract_mesh().abstract_device`, as kernels with a GPU path do,
-        takes that path. The mesh in force stays as it is.
+        A kernel with a GPU path reads `jax.sharding.get_abstract_mesh().abstract_device` and takes the path.
+        The mesh in force keeps its axes.
         """
         device = AbstractDevice(device_kind=self.device_kind, num_cores=self.num_cores, platform="cuda")
         mesh = jax.sharding.get_abstract_mesh()
@@ -133,7 +135,7 @@ class Target:
         """Traces and lowers a function for these GPUs.
 
         Args:
-          fun: a function, or what `jax.jit` made of one.
+          fun: a function, or a `jax.jit` function.
           *args, **kwargs: its arguments; arrays and structs are placed as by `place`.
 
         Returns:
@@ -162,13 +164,13 @@ class Target:
     ) -> jax.stages.Compiled:
         """Compiles a function for these GPUs. Without a GPU the result can be read, not run.
 
-        XLA picks kernels without trying them, so they may differ from those of a compilation on the GPU;
-        buffers, memory spaces, copies and their order are what to look at.
+        XLA picks kernels without timing, so a compilation on the GPU may have other kernels. Read buffers,
+        memory spaces, copies and their order.
 
         Args:
-          fun: a function, or what `jax.jit` made of one.
+          fun: a function, or a `jax.jit` function.
           *args, **kwargs: its arguments; arrays and structs are placed as by `place`.
-          compiler_options: as for `jax.stages.Lowered.compile`, on top of those of `jax.jit`.
+          compiler_options: as for `jax.stages.Lowered.compile`, on top of the options of `jax.jit`.
 
         Returns:
           The `jax.stages.Compiled`, e.g. for `jaxoff.verify`.
@@ -181,23 +183,23 @@ class Target:
 
 
 def target(name: str | os.PathLike[str] = "h200", devices: int = 1) -> Target:
-    """GPUs to compile for on a machine that has none, to see where residuals live and how they move.
+    """GPUs to compile for on a machine without a GPU, to see where residuals live and how copies run.
 
-    It needs jax's CUDA plugin, `pip install "jax[cuda13]"`, and no GPU or driver. Without a GPU jax starts
-    that plugin under JAX_PLATFORMS=cpu only.
+    Needs jax's CUDA plugin, `pip install "jax[cuda13]"`, and no GPU or driver. Without a GPU jax starts the
+    plugin under JAX_PLATFORMS=cpu only.
 
     Args:
-      name: of a GPU that jaxoff knows, or the path of a description of another. XLA writes one on a machine
-        with that GPU for every program compiled under `XLA_FLAGS=--xla_dump_to=DIR`: a file whose name ends
+      name: "h200", "h100", or the path of a description of another GPU. On a machine with the GPU, XLA writes
+        a description for every program compiled under `XLA_FLAGS=--xla_dump_to=DIR`: a file whose name ends
         with `gpu_target_config.pbtxt`.
-      devices: how many, all of one host.
+      devices: the number of GPUs, all of the same host.
 
     Returns:
       A `Target`.
 
     Raises:
-      ValueError: for an unknown name, for a file that is not such a description, or for less than one device.
-      TypeError: for devices that are not a whole number.
+      ValueError: for an unknown name, for a file without a description, or for less than 1 device.
+      TypeError: for a `devices` other than a whole number.
       FileNotFoundError: for a path without a file.
       ModuleNotFoundError: without jax's CUDA plugin.
 

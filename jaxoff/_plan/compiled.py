@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxoff._compiled.verify import held_nbytes
+from jaxoff._compiled.verify import program_nbytes
 from jaxoff._plan.result import BudgetError, Plan, fullest
 from jaxoff._report.tables import human
 
@@ -109,7 +109,7 @@ class _Steps:
                 "compile_step returns a compiled step, as in lambda policy: step(policy).lower(*args)"
                 f".compile(); got {type(step).__name__}."
             )
-        held = held_nbytes(step) + self._resident_bytes
+        held = program_nbytes(step) + self._resident_bytes
         if held > self._device_bytes:
             self.refused[plan.policy] = held
         return dataclasses.replace(plan, device_bytes=int(self._device_bytes), compiled_bytes=held)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxoff._device.kernel_time import kernel_ms, programs_ms, step_kernel_ms, under_load
+from jaxoff._device.kernel_time import kernel_ms, lower_clock, programs_ms, step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
@@ -97,7 +97,7 @@ class _Traced:
         made = (v for i in self.forward for v in self.eqns[i].outvars)
         self._number: dict[Var, int] = {}  # of the values
         self._half = max((compat.nbytes(v.aval) for v in made), default=0) / 2
-        self._loaded = loaded or under_load(self.graph, self.backward, device, self._rows)
+        self._loaded = loaded or lower_clock(self.graph, self.backward, device, self._rows)
 
     def _place(self, i: int) -> int:
         """Where a kernel stands: behind the last one whose result it reads, if it only writes gradients."""

@@ -24,7 +24,7 @@ from jaxoff._policy.policy import Placement
 from jaxoff._report.near_miss import near_miss
 from jaxoff._report.tables import human
 from jaxoff._residuals.traced_function import Program
-from jaxoff._runtime.requirements import POOL_VARIABLE, pinned_pool_bytes
+from jaxoff._runtime.pinned_pool import POOL_VARIABLE, pinned_pool_bytes
 
 # What is left free of a budget, less the arguments: predicted peaks have been so much short. The other one is
 # for steps over several devices, and for train steps with layers in no loop.

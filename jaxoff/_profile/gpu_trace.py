@@ -1,4 +1,4 @@
-"""What the profiler saw on the GPUs: every kernel and copy with its time, and which copies nothing hid."""
+"""Reads a GPU profile: the times of kernels and copies, and the times of copies without a kernel beside."""
 
 from __future__ import annotations
 
@@ -6,41 +6,45 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxoff._report.tables import human, printed
+from jaxoff._profile.intervals import Interval, subtract, sum_lengths, unite
+from jaxoff._profile.table import make_times_table
+from jaxoff._report.tables import printed
 
-type Interval = tuple[float, float]
-type Kind = Literal["kernel", "D2H", "H2D", "D2D", "H2H", "memset"]
+type EventKind = Literal["kernel", "D2H", "H2D", "D2D", "H2H", "memset"]
 
+# The plane of a GPU in a profile, and its number.
 _PLANE = re.compile(r"/device:GPU:(\d+)$")
-# A graph of CUDA's spreads its kernels over many streams; lines of other names repeat the same work.
+# The line of a CUDA stream: a CUDA graph has many. Lines of other names repeat the same work.
 _STREAM = re.compile(r"Stream #(\d+)")
+# Statistics of a copy or memset with its size and its ends.
 _DETAILS = ("memcpy_details", "Memset_details")
 _NBYTES = re.compile(r"\b(?:size|num_bytes):(\d+)")
 _ENDS = re.compile(r"kind_src:(\w+) kind_dst:(\w+)")
+# The profiler's words for host memory.
 _HOST_MEMORY = ("pageable", "pinned")
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that ran on a GPU.
+    """A kernel, a copy or a memset on a GPU.
 
     Attributes:
       name: of the kernel, or the profiler's name of the copy.
-      kind: "kernel"; "D2H", "H2D", "D2D" (also from one GPU to another) or "H2H" for a copy by an engine;
-        "memset". A kernel that reads host memory is a kernel: the profiler cannot tell.
-      gpu: the number of the GPU among those of its process.
+      kind: "kernel"; "D2H", "H2D", "D2D" (also between GPUs) or "H2H" for a copy by an engine; "memset". A
+        kernel's read of host memory counts as a kernel: the profiler cannot tell.
+      gpu: the number of the GPU among the GPUs of its process.
       stream: the number of the CUDA stream.
       start_ms: since the profile began.
-      duration_ms: how long it ran.
+      duration_ms: from its start to its end.
       nbytes: copied or set; None for kernels, and where the profiler does not say.
     """
 
     name: str
-    kind: Kind
+    kind: EventKind
     gpu: int
     stream: int
     start_ms: float
@@ -55,13 +59,13 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class CopyTime:
-    """The copies of one direction on one GPU.
+    """The copies of a direction on a GPU.
 
     Attributes:
-      count: how many; of several calls, in one of them.
-      nbytes: how much they moved.
-      busy_ms: while at least one of them ran.
-      exposed_ms: while at least one of them ran and no kernel of that GPU did.
+      count: the number of copies; a mean where `per_call` divided several calls.
+      nbytes: bytes copied.
+      busy_ms: time with a copy running.
+      exposed_ms: time with a copy and no kernel of the same GPU running.
     """
 
     count: float
@@ -75,7 +79,7 @@ class CopyTime:
         return self.nbytes / self.busy_ms / 1e6 if self.busy_ms else 0.0
 
     def per_call(self, calls: int) -> CopyTime:
-        """An equal share of it for each of some calls."""
+        """The mean of several calls, from their sum."""
         return CopyTime(
             self.count / calls, round(self.nbytes / calls), self.busy_ms / calls, self.exposed_ms / calls
         )
@@ -83,16 +87,17 @@ class CopyTime:
 
 @dataclasses.dataclass(frozen=True)
 class GpuTimes:
-    """How long one GPU was busy with what.
+    """Busy times of a GPU.
 
     Attributes:
-      gpu: its number among those of its process.
-      kernel_ms: while at least one kernel ran.
+      gpu: the number of the GPU among the GPUs of its process.
+      kernel_ms: time with a kernel running.
       d2h: copies to the host.
       h2d: copies from the host.
-      d2d_ms: while a copy within device memory, or to another GPU, ran.
-      memset_ms: while a memset ran.
-      exposed_ms: while a copy to or from the host ran and no kernel did. Both directions at once count once.
+      d2d_ms: time with a copy running within device memory, or to another GPU.
+      memset_ms: time with a memset running.
+      exposed_ms: time with a copy to or from the host and no kernel running. Two directions at the same time
+        count once.
     """
 
     gpu: int
@@ -104,7 +109,7 @@ class GpuTimes:
     exposed_ms: float
 
     def per_call(self, calls: int) -> GpuTimes:
-        """An equal share of it for each of some calls."""
+        """The mean of several calls, from their sum."""
         return dataclasses.replace(
             self,
             kernel_ms=self.kernel_ms / calls,
@@ -118,7 +123,7 @@ class GpuTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What ran on the GPUs of one process, in the order of its starts. Prints as a table of times.
+    """The events on the GPUs of a process, in the order of their starts. Prints as a table of times.
 
     Attributes:
       events: kernels, copies and memsets.
@@ -128,7 +133,7 @@ class Trace:
 
     @property
     def gpus(self) -> tuple[int, ...]:
-        """The GPUs on which something ran."""
+        """The GPUs with an event."""
         return tuple(sorted({event.gpu for event in self.events}))
 
     @property
@@ -142,11 +147,11 @@ class Trace:
         return max((event.interval[1] for event in self.events), default=0.0) - self.start_ms
 
     def of_gpu(self, gpu: int) -> Trace:
-        """The events of one GPU."""
+        """The events of a GPU."""
         return Trace(tuple(event for event in self.events if event.gpu == gpu))
 
     def between(self, start_ms: float, end_ms: float) -> Trace:
-        """What ran in a window, cut at its edges. Bytes stay those of the whole copies."""
+        """The events in a window, cut at its edges. Bytes remain of the whole copies."""
         cut = []
         for event in self.events:
             start, end = max(event.interval[0], start_ms), min(event.interval[1], end_ms)
@@ -154,21 +159,21 @@ class Trace:
                 cut.append(dataclasses.replace(event, start_ms=start, duration_ms=end - start))
         return Trace(tuple(cut))
 
-    def busy(self, *kinds: Kind) -> list[Interval]:
-        """When events of some kinds ran, on any of the trace's GPUs: disjoint intervals in ms, in order."""
-        return union(event.interval for event in self.events if event.kind in kinds)
+    def busy(self, *kinds: EventKind) -> list[Interval]:
+        """The times of events of some kinds, on any GPU: disjoint intervals in ms, in order."""
+        return unite(event.interval for event in self.events if event.kind in kinds)
 
-    def exposed(self, *kinds: Kind) -> list[Interval]:
-        """When events of some kinds ran and no kernel of the same GPU did, likewise."""
+    def exposed(self, *kinds: EventKind) -> list[Interval]:
+        """The times of events of some kinds without a kernel on the same GPU, likewise."""
         found: list[Interval] = []
         for gpu in self.gpus:
             of_gpu = self.of_gpu(gpu)
-            found += outside(of_gpu.busy(*kinds), of_gpu.busy("kernel"))
-        return union(found)
+            found += subtract(of_gpu.busy(*kinds), of_gpu.busy("kernel"))
+        return unite(found)
 
     def times(self) -> tuple[GpuTimes, ...]:
-        """How long each GPU was busy with what."""
-        return tuple(_times(self.of_gpu(gpu), gpu) for gpu in self.gpus)
+        """The busy times of each GPU."""
+        return tuple(_measure_times(self.of_gpu(gpu), gpu) for gpu in self.gpus)
 
     def to_dict(self) -> dict[str, Any]:
         """The events and the times as JSON-ready values."""
@@ -184,72 +189,37 @@ class Trace:
     def __rich_console__(self, console, options):
         from rich.text import Text
 
-        yield times_table(self.times(), console.is_terminal)
+        yield make_times_table(self.times(), console.is_terminal)
         yield Text(f"\n{len(self.events)} events in {self.span_ms:.2f} ms")
 
 
-def _times(trace: Trace, gpu: int) -> GpuTimes:
+def _measure_times(trace: Trace, gpu: int) -> GpuTimes:
     return GpuTimes(
         gpu=gpu,
-        kernel_ms=total(trace.busy("kernel")),
-        d2h=_copy_time(trace, "D2H"),
-        h2d=_copy_time(trace, "H2D"),
-        d2d_ms=total(trace.busy("D2D")),
-        memset_ms=total(trace.busy("memset")),
-        exposed_ms=total(trace.exposed("D2H", "H2D")),
+        kernel_ms=sum_lengths(trace.busy("kernel")),
+        d2h=_measure_copies(trace, "D2H"),
+        h2d=_measure_copies(trace, "H2D"),
+        d2d_ms=sum_lengths(trace.busy("D2D")),
+        memset_ms=sum_lengths(trace.busy("memset")),
+        exposed_ms=sum_lengths(trace.exposed("D2H", "H2D")),
     )
 
 
-def _copy_time(trace: Trace, direction: Kind) -> CopyTime:
+def _measure_copies(trace: Trace, direction: EventKind) -> CopyTime:
     copies = [event for event in trace.events if event.kind == direction]
     return CopyTime(
         count=len(copies),
         nbytes=sum(copy.nbytes or 0 for copy in copies),
-        busy_ms=total(trace.busy(direction)),
-        exposed_ms=total(trace.exposed(direction)),
+        busy_ms=sum_lengths(trace.busy(direction)),
+        exposed_ms=sum_lengths(trace.exposed(direction)),
     )
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points in as few intervals as possible, in order; those without a length are left out."""
-    joined: list[Interval] = []
-    for start, end in sorted(intervals):
-        if start >= end:
-            continue
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def outside(intervals: Iterable[Interval], cover: Iterable[Interval]) -> list[Interval]:
-    """The points of some intervals that a cover leaves bare, as `union` gives them."""
-    covers, bare, first = union(cover), [], 0
-    for start, end in union(intervals):
-        while first < len(covers) and covers[first][1] <= start:
-            first += 1
-        for left, right in covers[first:]:
-            if left >= end:
-                break
-            if start < left:
-                bare.append((start, left))
-            start = right
-        if start < end:
-            bare.append((start, end))
-    return bare
-
-
-def total(intervals: Iterable[Interval]) -> float:
-    """The length of disjoint intervals."""
-    return sum((end - start for start, end in intervals), 0.0)
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
     """Reads a profile.
 
     Args:
-      path: an `.xplane.pb` file, or a folder that holds one, such as was given to `jax.profiler.trace`.
+      path: an `.xplane.pb` file, or a folder with such a file, as given to `jax.profiler.trace`.
 
     Returns:
       The `Trace`; without events if the profile has none of a GPU.
@@ -269,13 +239,13 @@ def read(path: str | os.PathLike[str]) -> Trace:
     """
     from jax.profiler import ProfileData
 
-    with warnings.catch_warnings():  # jaxlib's types of a profile lack an attribute that Python asks for
+    with warnings.catch_warnings():  # jaxlib's types of a profile lack `__module__`
         warnings.filterwarnings("ignore", "builtin type .* has no __module__ attribute", DeprecationWarning)
-        events = list(_events(ProfileData.from_file(str(_file(Path(path))))))
+        events = list(_read_events(ProfileData.from_file(str(_find_file(Path(path))))))
     return Trace(tuple(sorted(events, key=lambda event: (event.start_ms, event.gpu, event.stream))))
 
 
-def _file(path: Path) -> Path:
+def _find_file(path: Path) -> Path:
     if path.is_file():
         return path
     found = sorted(path.rglob("*.xplane.pb"))
@@ -290,7 +260,7 @@ def _file(path: Path) -> Path:
     return found[0]
 
 
-def _events(profile: Any) -> Iterator[Event]:
+def _read_events(profile: Any) -> Iterator[Event]:
     for plane in profile.planes:
         if (gpu := _PLANE.match(plane.name)) is None:
             continue
@@ -298,11 +268,11 @@ def _events(profile: Any) -> Iterator[Event]:
             if (stream := _STREAM.match(line.name)) is None:
                 continue
             for event in line.events:
-                details = _details(event)
+                details = _read_details(event)
                 size = _NBYTES.search(details)
                 yield Event(
                     name=event.name,
-                    kind=_kind(event.name, details),
+                    kind=_classify(event.name, details),
                     gpu=int(gpu[1]),
                     stream=int(stream[1]),
                     start_ms=event.start_ns / 1e6,
@@ -311,13 +281,13 @@ def _events(profile: Any) -> Iterator[Event]:
                 )
 
 
-def _details(event: Any) -> str:
+def _read_details(event: Any) -> str:
     if not event.name.startswith("Mem"):
         return ""
     return " ".join(str(value) for name, value in event.stats if name in _DETAILS)
 
 
-def _kind(name: str, details: str) -> Kind:
+def _classify(name: str, details: str) -> EventKind:
     if name.startswith("Memset"):
         return "memset"
     if not name.startswith("Memcpy"):
@@ -325,29 +295,9 @@ def _kind(name: str, details: str) -> Kind:
     for direction in ("D2H", "H2D", "D2D", "H2H"):
         if name == f"Memcpy{direction}":
             return direction
-    # From one GPU to another, or something that the profiler has no name for.
+    # A copy between GPUs, or a copy without a direction in its name.
     ends = _ENDS.search(details)
     from_host, to_host = (end in _HOST_MEMORY for end in ends.groups()) if ends else (False, False)
     if from_host:
         return "H2H" if to_host else "H2D"
     return "D2H" if to_host else "D2D"
-
-
-def times_table(gpus: Sequence[GpuTimes], terminal: bool) -> Any:
-    """How long GPUs were busy with what, as a table."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, header_style="bold")
-    for heading in ("GPU", "what", "busy ms", "exposed ms", "count", "bytes", "GB/s"):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    for times in gpus:
-        table.add_row(str(times.gpu), "kernels", f"{times.kernel_ms:.2f}")
-        for way, copy in (("D2H", times.d2h), ("H2D", times.h2d)):
-            cells = (f"{copy.busy_ms:.2f}", f"{copy.exposed_ms:.2f}", f"{copy.count:g}", human(copy.nbytes))
-            style = "yellow" if terminal and copy.exposed_ms > 0.1 * copy.busy_ms else None
-            table.add_row(str(times.gpu), way, *cells, f"{copy.bandwidth_gbps:.1f}", style=style)
-        for what, busy in (("D2D", times.d2d_ms), ("memset", times.memset_ms)):
-            if busy:
-                table.add_row(str(times.gpu), what, f"{busy:.2f}")
-    return table

@@ -1,4 +1,4 @@
-"""`measure`: what a step takes, in time and in memory, and how much of its copies nothing hid."""
+"""`measure`: the time and memory of a step, and the time of copies without a kernel beside."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxoff._compiled.verify import held_nbytes
+from jaxoff._compiled.verify import program_nbytes
 from jaxoff._profile import gpu_trace
 from jaxoff._profile.gpu_trace import GpuTimes
-from jaxoff._report.tables import human
+from jaxoff._profile.table import make_times_table
+from jaxoff._report.tables import human, printed
 from jaxoff._schedule.jit import jit
 
 type NextArgs = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
 
-# A profile of a step that took this much longer is of another step.
+# Ratio of times, under the profiler to without. Beyond, busy times are of slower calls, and a note says so.
 _SLOWED = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one call of a program takes. Prints as a table.
+    """Time and memory of a call of a program. Prints as a table.
 
     Attributes:
-      device: the kind of device, and how many of them in this process ran the program.
-      times_ms: of the timed calls, from the call until its results are there.
-      program_bytes: device memory that a call holds by the compiler's account, on one device: arguments,
-        results and temporaries, aliased bytes once.
-      host_bytes: pinned host memory that the program takes for its temporaries, for one device.
-      peak_bytes: the most device memory in use during the calls, on the fullest device, with everything else
-        that lay there; None where it is not known.
-      traced_ms: the mean time of the calls under the profiler, which `gpus` is of; None without a trace.
-      gpus: what each GPU was busy with during one call; empty without a trace.
-      notes: what could not be measured, why, and what to do.
+      device: the number and the kind of devices of this process that ran the program.
+      times_ms: the timed calls, each from its start until its results are ready.
+      program_bytes: device memory of a call by the compiler's account, per device: arguments, results and
+        temporaries, aliased bytes once.
+      host_bytes: pinned host memory of the program's temporaries, per device.
+      peak_bytes: the most device memory in use during the calls, on the fullest device, other arrays
+        included; None where unknown.
+      traced_ms: the mean time of the calls under the profiler, from which `gpus` comes; None without a trace.
+      gpus: the busy times of each GPU, means of a call; empty without a trace.
+      notes: missing measurements, each with its cause and its fix.
     """
 
     device: str
@@ -60,7 +61,7 @@ class Measurement:
 
     @property
     def spread_ms(self) -> float:
-        """The width of the middle half of the times; 0 for one call."""
+        """The width of the middle half of the times; 0 for a single call."""
         if len(self.times_ms) < 2:
             return 0.0
         lower, _, upper = statistics.quantiles(self.times_ms, n=4, method="inclusive")
@@ -68,7 +69,7 @@ class Measurement:
 
     @property
     def exposed_ms(self) -> float | None:
-        """How long a copy to or from the host ran and no kernel did, on the GPU where that was longest."""
+        """Time with a copy to or from the host and no kernel running, on the GPU with the most."""
         return max((times.exposed_ms for times in self.gpus), default=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,13 +85,13 @@ class Measurement:
         }
 
     def __str__(self) -> str:
-        return gpu_trace.printed(self)
+        return printed(self)
 
     def __rich_console__(self, console, options):
         from rich.text import Text
 
         if self.gpus:
-            yield gpu_trace.times_table(self.gpus, console.is_terminal)
+            yield make_times_table(self.gpus, console.is_terminal)
             yield Text("")
         calls = f"median of {len(self.times_ms)}" if len(self.times_ms) > 1 else "one call"
         yield Text(
@@ -114,36 +115,36 @@ def measure(
     next_args: NextArgs | None = None,
     trace_dir: str | Path | None = None,
 ) -> Measurement:
-    """Runs a program on a GPU and says what a call takes: time, memory, and the copies that nothing hid.
+    """Runs a program on a GPU and measures a call: time, memory, and copies without a kernel beside.
 
-    With K the times at which some kernel of a GPU ran, and C those at which one of its copies in a direction
-    did, the direction was busy for |C| and exposed for |C - K|, whatever the kernel and its stream.
+    Let K be the times with a kernel of a GPU running, on any stream, and C the times with a copy of the same
+    GPU in a direction running. The direction was busy for |C| and exposed for |C - K|.
 
-    First come calls that nothing is measured of, then the timed ones, then those under the profiler. Each
-    call starts when the results of the one before are there, and are freed. On a CPU there is the time of a
-    step and no more; `notes` says so.
+    Warm-up calls come first, then the timed calls, then the calls under the profiler. A call starts when the
+    results of the previous call are ready and freed. On a CPU only the time of a step is measured; `notes`
+    says so.
 
-    The peak is the allocator's high-water mark, which nothing can reset. It is the peak of these calls, and
-    given, where they raised it. Where the process has used as much before, compiling included, it is not:
-    measure in a process that does nothing else.
+    The peak is the allocator's high-water mark, which no call can reset. If these calls raised the mark, it
+    is their peak. If the process had used as much memory before, compilation included, the peak is None:
+    measure in a process of its own.
 
     Args:
-      fun: what to run. A `jax.jit` or `jaxoff.jit` function, or what `.lower(...).compile()` makes of one;
-        any other function is compiled with `jaxoff.jit`.
-      *args: its arguments, arrays of any shape and dtype in any pytrees. Those of NumPy are sent to the
+      fun: a `jax.jit` or `jaxoff.jit` function, or its `.lower(...).compile()`; any other function is
+        compiled with `jaxoff.jit`.
+      *args: its arguments, arrays of any shape and dtype in any pytrees. NumPy arrays are copied to the
         device in every call.
-      repeats: how many calls to time.
-      warmup: how many calls come before. The first allocates memory and the next few record CUDA graphs.
-      traced: how many calls to profile; 0 for none.
-      next_args: from a call's arguments and results, the arguments of the next. For a function that donates
-        its arguments, which are gone after one call.
-      trace_dir: where to leave the profile, for TensorBoard and the like; without it the profile is deleted.
+      repeats: the number of timed calls.
+      warmup: the number of calls before. The first call allocates memory, the next few record CUDA graphs.
+      traced: the number of profiled calls; 0 for none.
+      next_args: from a call's arguments and results, the arguments of the next call. For a function with
+        donated arguments, which are gone after a call.
+      trace_dir: a folder for the profile, for TensorBoard and the like; None: the profile is deleted.
 
     Returns:
       A `Measurement`. Busy and exposed times, copies and bytes are means of the profiled calls.
 
     Raises:
-      TypeError: for something that cannot be called, and for arguments that are not values.
+      TypeError: for a `fun` that is not callable, and for arguments without values.
       ValueError: for a number of calls out of range, for donated arguments without `next_args`, and for a
         program compiled ahead of time for devices that are not here.
       RuntimeError: from JAX, if a profile is being taken already.
@@ -161,21 +162,21 @@ def measure(
       ...     train, jnp.ones((8, 8)), jnp.ones((4, 8)), next_args=lambda args, w: (w, args[1])
       ... )
     """
-    _check(fun, args, repeats, warmup, traced)
+    _check_arguments(fun, args, repeats, warmup, traced)
     program: Any = fun if _is_program(fun) else jit(fun)
     compiled = program if isinstance(program, jax.stages.Compiled) else program.lower(*args).compile()
-    devices = _devices(compiled)
+    devices = _find_devices(compiled)
     _check_donation(compiled, next_args)
     calls = _Calls(program, args, next_args)
 
-    marks = _marks(devices)
+    marks = _read_marks(devices)
     calls.run(warmup)
     times = calls.run(repeats)
-    peak, notes = _peak(marks, _marks(devices))
+    peak, notes = _peak(marks, _read_marks(devices))
     on_gpu = devices[0].platform == "gpu"
     traced_ms, gpus = None, ()
     if on_gpu and traced:
-        traced_ms, gpus = _profile(calls, traced, trace_dir)
+        traced_ms, gpus = _profile_calls(calls, traced, trace_dir)
         notes += _trace_notes(traced_ms, statistics.median(times), gpus)
     if not on_gpu:
         notes = (
@@ -187,7 +188,7 @@ def measure(
     return Measurement(
         device=f"{len(devices)} x {devices[0].device_kind}",
         times_ms=tuple(times),
-        program_bytes=held_nbytes(compiled),
+        program_bytes=program_nbytes(compiled),
         host_bytes=memory.host_temp_size_in_bytes,
         peak_bytes=peak,
         traced_ms=traced_ms,
@@ -197,18 +198,18 @@ def measure(
 
 
 def _is_program(fun: Any) -> bool:
-    """Whether something is compiled or knows how it is to be; a bound method's `lower` lacks its object."""
+    """Whether a function is jitted or compiled; a bound method's `lower` lacks the object."""
     return isinstance(fun, jax.stages.Compiled) or (hasattr(fun, "lower") and not inspect.ismethod(fun))
 
 
 class _Calls:
-    """Calls one after another, each with the arguments that the one before left."""
+    """Calls in a row, each with the arguments that the previous call left."""
 
     def __init__(self, fun: Any, args: tuple[Any, ...], next_args: NextArgs | None):
         self._fun, self._args, self._next_args = fun, args, next_args
 
     def run(self, number: int) -> list[float]:
-        """The time of each of some calls, in ms."""
+        """Runs calls; returns the time of each, in ms."""
         times = []
         for _ in range(number):
             start = time.perf_counter()
@@ -216,11 +217,11 @@ class _Calls:
             times.append((time.perf_counter() - start) * 1e3)
             if self._next_args is not None:
                 self._args = self._next_args(self._args, results)
-            del results  # or the next call would find them in device memory
+            del results  # before the next call: results occupy device memory
         return times
 
 
-def _check(fun: Any, args: tuple[Any, ...], repeats: int, warmup: int, traced: int) -> None:
+def _check_arguments(fun: Any, args: tuple[Any, ...], repeats: int, warmup: int, traced: int) -> None:
     if not callable(fun):
         raise TypeError(f"measure runs a function or a compiled program; got {type(fun).__name__}.")
     for name, number, least in (("repeats", repeats, 1), ("warmup", warmup, 0), ("traced", traced, 0)):
@@ -250,14 +251,14 @@ def _check_donation(compiled: jax.stages.Compiled, next_args: NextArgs | None) -
         )
 
 
-def _devices(compiled: jax.stages.Compiled) -> list[Any]:
-    """Those of this process that a program runs on."""
+def _find_devices(compiled: jax.stages.Compiled) -> list[Any]:
+    """Finds the devices of this process in a program's shardings."""
     leaves: list[Any] = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     used = {device for sharding in leaves for device in sharding.device_set}
     platforms = sorted({device.platform for device in used})
     try:
         here = {device for platform in platforms for device in jax.devices(platform)}
-    except RuntimeError:  # jax's answer for a platform that it did not find
+    except RuntimeError:  # jax has no such platform here
         here = set()
     if not used <= here:
         kind = next(iter(used)).device_kind
@@ -272,8 +273,8 @@ def _devices(compiled: jax.stages.Compiled) -> list[Any]:
     return local
 
 
-def _marks(devices: list[Any]) -> list[int] | None:
-    """The high-water mark of each device's memory, or None where one of them keeps none."""
+def _read_marks(devices: list[Any]) -> list[int] | None:
+    """The high-water mark of each device's memory, or None where a device keeps none."""
     stats = [device.memory_stats() or {} for device in devices]
     if not all("peak_bytes_in_use" in found for found in stats):
         return None
@@ -281,7 +282,7 @@ def _marks(devices: list[Any]) -> list[int] | None:
 
 
 def _peak(before: list[int] | None, after: list[int] | None) -> tuple[int | None, tuple[str, ...]]:
-    """The peak of what ran in between, and a note where the marks do not tell it."""
+    """The peak of the calls between two readings of the marks, and a note where the peak is unknown."""
     if before is None or after is None:
         return None, (
             "This device's allocator keeps no high-water mark, so there is no peak; program_bytes is the "
@@ -295,12 +296,14 @@ def _peak(before: list[int] | None, after: list[int] | None) -> tuple[int | None
     )
 
 
-def _profile(calls: _Calls, number: int, trace_dir: str | Path | None) -> tuple[float, tuple[GpuTimes, ...]]:
-    """The mean time of some calls under the profiler, and what the GPUs did in one of them, a mean too."""
-    # Not in trace_dir at once: that may hold the profiles of earlier calls, or of other processes.
+def _profile_calls(
+    calls: _Calls, number: int, trace_dir: str | Path | None
+) -> tuple[float, tuple[GpuTimes, ...]]:
+    """Profiles calls; returns their mean time and the mean busy times of each GPU in a call."""
+    # A folder of its own first: trace_dir may hold profiles of earlier calls or of other processes.
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # costs time and tells nothing of the device
+        options.python_tracer_level = 0  # Python's events cost time and are not of the device
         with jax.profiler.trace(folder, profiler_options=options):
             times = calls.run(number)
         trace = gpu_trace.read(folder)

@@ -1,4 +1,4 @@
-"""Says whether this machine and this process can offload activations, rightly and to some use."""
+"""Diagnoses an environment: whether offload computes right gradients and saves memory there."""
 
 from __future__ import annotations
 
@@ -7,28 +7,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxoff._runtime.environment import Environment
-from jaxoff._runtime.requirements import (
-    DEFAULT_POOL_GIB,
-    FIRST_UNKNOWN_JAX,
-    OLDEST_JAX,
-    POOL_VARIABLE,
-    dotted,
-    pinned_pool_bytes,
-    release,
-)
-from jaxoff._runtime.settings import Setting, judge
+from jaxoff._runtime.judgements import Setting, judge
+from jaxoff._runtime.pinned_pool import DEFAULT_POOL_GIB, POOL_VARIABLE, pinned_pool_bytes
+from jaxoff._runtime.versions import FIRST_UNKNOWN_JAX, OLDEST_JAX, format_release, parse_release
 
+# Bytes.
 GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something about an environment that its owner should know.
+    """A fault of an environment.
 
     Attributes:
       code: short and stable, for scripts.
       fatal: whether offload is wrong or useless because of it.
-      message: what it is and what to do.
+      message: the fault and its fix.
     """
 
     code: str
@@ -41,12 +35,12 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """An environment, its settings judged, and what is wrong with it.
+    """An environment, its settings judged, and its problems.
 
     Attributes:
-      environment: what was looked at.
-      settings: the flags and options that matter to offload.
-      pinned_pool_bytes: the most pinned host memory that XLA will hand out.
+      environment: the input.
+      settings: the flags and options with an effect on offload.
+      pinned_pool_bytes: the most pinned host memory that XLA allocates.
       problems: fatal ones first.
     """
 
@@ -66,69 +60,73 @@ class Diagnosis:
 
 
 def diagnose(environment: Environment) -> Diagnosis:
-    """Finds what makes offload wrong or useless in an environment.
+    """Finds the reasons why offload is wrong or useless in an environment.
 
     Args:
       environment: from `jaxoff._runtime.environment.collect`, or made by hand.
 
     Returns:
-      A `Diagnosis`. It depends on the argument alone.
+      A `Diagnosis`, a function of the argument alone.
 
     Example:
-      >>> from jaxoff._runtime.environment import Device, Environment
+      >>> from jaxoff._runtime.environment import DeviceInfo, Environment
       >>> versions = {"jax": "0.11.2", "jaxlib": "0.11.2"}
-      >>> laptop = Environment(python="3.12.1", packages=versions, devices=(Device("cpu", "cpu"),))
+      >>> laptop = Environment(python="3.12.1", packages=versions, devices=(DeviceInfo("cpu", "cpu"),))
       >>> [problem.code for problem in diagnose(laptop).problems]
       ['no-gpu']
     """
     settings = judge(environment)
     pool = pinned_pool_bytes(environment.variables)
     checks = (
-        *_versions(environment),
-        *_backend(environment),
-        *_pool(environment, pool),
-        *_harmful(environment, settings),
+        *_check_versions(environment),
+        *_check_backend(environment),
+        *_check_pool(environment, pool),
+        *_check_settings(environment, settings),
     )
     problems = sorted(checks, key=lambda problem: not problem.fatal)
     return Diagnosis(environment, settings, pool, tuple(problems))
 
 
-def _versions(environment: Environment) -> Iterator[Problem]:
-    supported = f">={dotted(OLDEST_JAX)},<{dotted(FIRST_UNKNOWN_JAX)}"
+def _check_versions(environment: Environment) -> Iterator[Problem]:
+    supported = f">={format_release(OLDEST_JAX)},<{format_release(FIRST_UNKNOWN_JAX)}"
     fix = f"pip install 'jax{supported}'"
     jaxlib = environment.packages.get("jaxlib")
-    if environment.backend == "gpu" and jaxlib is not None and release(jaxlib) < OLDEST_JAX:
+    if environment.backend == "gpu" and jaxlib is not None and parse_release(jaxlib) < OLDEST_JAX:
         yield Problem(
             "wrong-gradients",
             True,
             f"jaxlib {jaxlib} computes wrong gradients from offloaded residuals of scanned layers on a GPU "
-            f"(openxla/xla#46231), {dotted(OLDEST_JAX)} does not: {fix}.",
+            f"(openxla/xla#46231), {format_release(OLDEST_JAX)} does not: {fix}.",
         )
     for package in ("jax", "jaxlib"):
         version = environment.packages.get(package)
         if version is None:
             yield Problem("unsupported-version", True, f"{package} is not installed: {fix}.")
-        elif not OLDEST_JAX <= release(version) < FIRST_UNKNOWN_JAX:
+        elif not OLDEST_JAX <= parse_release(version) < FIRST_UNKNOWN_JAX:
             yield Problem(
                 "unsupported-version",
                 True,
                 f"jaxoff is tested with {package}{supported}, got {version}: {fix}.",
             )
     for package, version in environment.packages.items():
-        if package.startswith("jax-cuda") and jaxlib is not None and release(version) != release(jaxlib):
+        if (
+            package.startswith("jax-cuda")
+            and jaxlib is not None
+            and parse_release(version) != parse_release(jaxlib)
+        ):
             yield Problem(
                 "mixed-versions",
                 True,
                 f"{package} {version} is not of the release of jaxlib {jaxlib}, so jax may leave the GPU "
-                f"unused: pip install '{_extra(package)}=={jaxlib}'.",
+                f"unused: pip install '{_extra_of(package)}=={jaxlib}'.",
             )
 
 
-def _backend(environment: Environment) -> Iterator[Problem]:
+def _check_backend(environment: Environment) -> Iterator[Problem]:
     if environment.backend_error is not None:
         yield Problem("no-backend", True, f"jax could not start a backend: {environment.backend_error}")
     elif environment.backend == "cpu":
-        yield Problem("no-gpu", True, _no_gpu(environment))
+        yield Problem("no-gpu", True, _explain_no_gpu(environment))
     elif not all("pinned_host" in device.memory_kinds for device in environment.devices):
         kinds = ", ".join(sorted({kind for device in environment.devices for kind in device.memory_kinds}))
         yield Problem(
@@ -138,7 +136,7 @@ def _backend(environment: Environment) -> Iterator[Problem]:
         )
 
 
-def _no_gpu(environment: Environment) -> str:
+def _explain_no_gpu(environment: Environment) -> str:
     useless = (
         "no GPU: on the CPU an offloaded program computes the same values and moves nothing, so offload is "
         "useless here."
@@ -155,7 +153,7 @@ def _no_gpu(environment: Environment) -> str:
     )
 
 
-def _pool(environment: Environment, pool: int) -> Iterator[Problem]:
+def _check_pool(environment: Environment, pool: int) -> Iterator[Problem]:
     if environment.backend != "gpu":
         return
     text = environment.variables.get(POOL_VARIABLE)
@@ -181,7 +179,7 @@ def _pool(environment: Environment, pool: int) -> Iterator[Problem]:
         )
 
 
-def _harmful(environment: Environment, settings: tuple[Setting, ...]) -> Iterator[Problem]:
+def _check_settings(environment: Environment, settings: tuple[Setting, ...]) -> Iterator[Problem]:
     for setting in settings:
         gpu_only = setting.name.startswith("xla_gpu") or setting.name == "jax_optimization_level"
         if setting.verdict == "harms" and (environment.backend == "gpu" or not gpu_only):
@@ -190,5 +188,5 @@ def _harmful(environment: Environment, settings: tuple[Setting, ...]) -> Iterato
             )
 
 
-def _extra(package: str) -> str:
+def _extra_of(package: str) -> str:
     return f"jax[{package.split('-')[1]}]"

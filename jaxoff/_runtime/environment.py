@@ -1,4 +1,4 @@
-"""What this machine and this process offer to offload: versions, devices, memory, flags, the link."""
+"""The machine and this process as data: versions, devices, memory, flags, the link."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import shlex
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
+from jaxoff._runtime.flags import parse_xla_flags
+from jaxoff._runtime.link import Link, measure_link
+
+# Packages whose versions are recorded.
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -27,6 +26,7 @@ PACKAGES = (
     "flax",
     "numpy",
 )
+# Environment variables with an effect on offload.
 VARIABLES = (
     "JAX_PLATFORMS",
     "XLA_CLIENT_MEM_FRACTION",
@@ -34,19 +34,19 @@ VARIABLES = (
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
 )
+# Options of `jax.config` with an effect on offload.
 CONFIG = ("jax_compiler_enable_remat_pass", "jax_optimization_level", "jax_remat3")
-LINK_NBYTES = 512 * 10**6  # smaller copies are bound by their launch: 64 MB runs at 70% of the link
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
-    """One device that jax computes on.
+class DeviceInfo:
+    """A device of jax.
 
     Attributes:
       platform: "gpu", "tpu" or "cpu".
-      kind: the maker's name for it.
-      memory_bytes: what jax may use of its memory; None where the backend does not tell.
-      memory_kinds: the memories that a sharding can name.
+      kind: the maker's name for the device.
+      memory_bytes: device memory that jax may use; None where the backend does not tell.
+      memory_kinds: names of memories, for a sharding.
     """
 
     platform: str
@@ -56,43 +56,26 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
-    """Measured bandwidth between one device and pinned host memory, in GB/s (10^9 bytes).
-
-    Attributes:
-      d2h_gbps: device to host.
-      h2d_gbps: host to device.
-      both_gbps: the sum of the two directions, copying at once.
-      nbytes: the size of each copy.
-    """
-
-    d2h_gbps: float
-    h2d_gbps: float
-    both_gbps: float
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Environment:
-    """Everything that `diagnose` looks at.
+    """The input of `diagnose`.
 
     Attributes:
       python: the interpreter's version.
-      packages: version by name, of those that are installed.
-      devices: what `jax.devices()` gave.
+      packages: installed package -> version.
+      devices: the devices of `jax.devices()`.
       backend_error: why there are no devices, where jax could not start its backend.
-      nvidia_gpu: whether the machine has an NVIDIA GPU, whether or not jax uses it.
+      nvidia_gpu: whether the machine has an NVIDIA GPU, whether or not jax uses the GPU.
       host_bytes: the memory that this process may use, physical or its container's; None where unknown.
-      xla_flags: value by name, without dashes, from `XLA_FLAGS`.
-      config: value by name, of jax's own options.
-      variables: value by name, of the environment variables that are set.
-      link: measured on the first device; None where it was not.
-      link_skipped: why it was not.
+      xla_flags: flag of `XLA_FLAGS`, without dashes -> value.
+      config: jax's own option -> value.
+      variables: environment variable, if set -> value.
+      link: measured on the first device; None without a measurement.
+      link_skipped: why there is no measurement.
     """
 
     python: str
     packages: Mapping[str, str]
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceInfo, ...]
     backend_error: str | None = None
     nvidia_gpu: bool = False
     host_bytes: int | None = None
@@ -104,23 +87,24 @@ class Environment:
 
     @property
     def backend(self) -> str:
+        """The platform of the first device, or "none"."""
         return self.devices[0].platform if self.devices else "none"
 
 
 def collect(*, link: bool = True) -> Environment:
-    """Looks at this process.
+    """Reads the environment of this process.
 
     Args:
       link: whether to measure the link, on a GPU: a few seconds and 2 GB of its memory.
 
     Returns:
-      An `Environment`. A backend that does not start and a link that cannot be measured are recorded in it.
+      An `Environment`. The record includes the error of a backend, and why the link was not measured.
     """
-    devices, backend_error = _devices()
-    speed, skipped = _link(devices, link)
+    devices, backend_error = _find_devices()
+    speed, skipped = _measure_first_link(devices, link)
     return Environment(
         python=platform.python_version(),
-        packages={name: version for name in PACKAGES if (version := _version(name)) is not None},
+        packages={name: version for name in PACKAGES if (version := _version_of(name)) is not None},
         devices=tuple(map(_describe, devices)),
         backend_error=backend_error,
         nvidia_gpu=any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists(),
@@ -133,77 +117,24 @@ def collect(*, link: bool = True) -> Environment:
     )
 
 
-def parse_xla_flags(text: str) -> dict[str, str]:
-    """The flags that XLA reads in `XLA_FLAGS`.
-
-    They stand in the text itself or, where it does not begin with a dash, in the file that it names. A flag
-    without a value is "true". The last of two settings counts.
-    """
-    text = text.strip()
-    if text and not text.startswith("-"):
-        path = Path(text)
-        text = path.read_text() if path.is_file() else ""
-    flags = (word.lstrip("-").partition("=") for word in shlex.split(text) if word.startswith("-"))
-    return {name: value if equals else "true" for name, equals, value in flags}
-
-
-def measure_link(device: Any, *, nbytes: int = LINK_NBYTES, repeats: int = 7) -> Link:
-    """Times copies between a device and pinned host memory, each way and both ways at once.
-
-    Args:
-      device: a `jax.Device` with a `pinned_host` memory.
-      nbytes: the size of each copy, in bytes.
-      repeats: how many timings the median is taken of.
-
-    Returns:
-      A `Link`.
-    """
-    return measure_links([device], nbytes=nbytes, repeats=repeats)
-
-
-def measure_links(devices: Sequence[Any], *, nbytes: int = LINK_NBYTES, repeats: int = 7) -> Link:
-    """Times copies of several devices at once, as `measure_link` does those of one.
-
-    Returns:
-      A `Link`: what one of the devices gets.
-    """
-    down, up = [], []
-    for device in devices:
-        on_device = SingleDeviceSharding(device, memory_kind="device")
-        on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
-        below = jax.device_put(jnp.zeros(nbytes, jnp.uint8), on_device)
-        down.append((below, on_host))
-        up.append((jax.device_put(below, on_host), on_device))
-
-    def seconds(moves) -> float:
-        times = []
-        for _ in range(repeats + 2):  # the first ones allocate pinned memory
-            start = time.perf_counter()
-            jax.block_until_ready([jax.device_put(x, sharding) for x, sharding in moves])
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[2:])
-
-    d2h, h2d, both = seconds(down), seconds(up), seconds([*down, *up])
-    gb = nbytes / 1e9
-    return Link(d2h_gbps=gb / d2h, h2d_gbps=gb / h2d, both_gbps=2 * gb / both, nbytes=nbytes)
-
-
-def _devices() -> tuple[list[Any], str | None]:
+def _find_devices() -> tuple[list[Any], str | None]:
+    """The devices of jax, or the reason why there are none."""
     try:
         return jax.devices(), None
-    except RuntimeError as error:  # a platform of JAX_PLATFORMS that does not start
+    except RuntimeError as error:  # a platform of JAX_PLATFORMS does not start
         return [], str(error).splitlines()[0]
-    except AssertionError:  # one that no plugin offers: jax says nothing more
+    except AssertionError:  # no plugin offers the platform: jax's error has no text
         return [], f"no plugin offers a platform of JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
 
 
-def _describe(device: Any) -> Device:
+def _describe(device: Any) -> DeviceInfo:
     stats = device.memory_stats() or {}
     kinds = tuple(memory.kind for memory in device.addressable_memories())
-    return Device(device.platform, device.device_kind, stats.get("bytes_limit"), kinds)
+    return DeviceInfo(device.platform, device.device_kind, stats.get("bytes_limit"), kinds)
 
 
-def _link(devices: list[Any], wanted: bool) -> tuple[Link | None, str | None]:
+def _measure_first_link(devices: list[Any], wanted: bool) -> tuple[Link | None, str | None]:
+    """The link of the first device, or the reason why the link was not measured."""
     if not devices or devices[0].platform != "gpu":
         return None, "no GPU"
     if not wanted:
@@ -216,7 +147,7 @@ def _link(devices: list[Any], wanted: bool) -> tuple[Link | None, str | None]:
         return None, str(error).splitlines()[0]
 
 
-def _version(package: str) -> str | None:
+def _version_of(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

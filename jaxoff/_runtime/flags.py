@@ -1,75 +1,122 @@
-"""XLA options by what a program contains, and options that harm it."""
+"""XLA's flags: their names and values, the options for an ordered program, and harmful options."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from jaxoff._runtime import requirements
-from jaxoff._runtime.settings import (
-    CAPTURED_BY_DEFAULT,
-    COMMAND_BUFFER,
-    DISABLED_PASSES,
-    PIPELINING,
-    PIPELINING_LEVELS,
-    SCHEDULING_MODE,
-    is_true,
+from jaxoff._runtime.versions import parse_release
+
+# Kinds of command captured into CUDA graphs, with commas between.
+COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
+# The order of commands inside of a CUDA graph.
+SCHEDULING_MODE = "xla_gpu_command_buffer_scheduling_mode"
+# Passes left out, with commas between.
+DISABLED_PASSES = "xla_disable_hlo_passes"
+# Software pipelining of host copies by XLA.
+PIPELINED_HOST_COPIES = "xla_gpu_enable_pipelined_host_offloading"
+# The commands captured where COMMAND_BUFFER is not set (jaxlib 0.11.2).
+CAPTURED_BY_DEFAULT = frozenset(
+    {"CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION"}
+)
+# Values of jax_optimization_level with pipelining passes, and their effect.
+PIPELINING_LEVELS = ("O1", "O2", "O3")
+PIPELINING = (
+    "switches on pipelining passes, that of host copies among them, which has a history of wrong results. "
+    "Leave it unset and set the passes you want by their own flags."
 )
 
-# Edges of CUDA graphs by use of data instead of by the scheduler's order. Collectives have to be in the
-# graph, too, or the copies of a loop wait for them.
+# CUDA graphs whose edges follow the use of data instead of the scheduler's order. Collectives have to be in
+# the graph, too, or the copies of a loop wait for the collectives.
 _CONCURRENT = (
     (SCHEDULING_MODE, "CONCURRENT"),
     (COMMAND_BUFFER, ",".join(sorted(CAPTURED_BY_DEFAULT | {"COLLECTIVES"}))),
 )
-# Where collectives have kernels of their own, and at CUB's sorts, XLA cuts the graph of an iteration. Copies,
-# those on the device, too, and collectives then share a few streams and wait for each other: 8% of a step on
-# two H200s, a copy of each iteration on one (bench/LOG.md).
+# XLA cuts the graph of an iteration at collectives with kernels of their own and at CUB's sorts. Copies,
+# device-to-device copies too, and collectives then share a few streams and wait for each other: 8% of a step
+# on two H200s, a copy of each iteration on a single H200 (bench/LOG.md).
 _ONE_GRAPH = (("xla_gpu_experimental_use_collective_kernels", ""), ("xla_gpu_enable_cub_radix_sort", False))
-# Passes that undo an order. Near the device's limit XLA computes values again by itself, which took up to
-# 2.9 GB more (bench/LOG.md). When memory is assigned, a tuple is what is left of a barrier, and the order
-# that is seen; from jaxlib 0.12 on a pass takes such tuples away before, which nothing else needs.
+# Passes against an order. Near the device's memory limit XLA recomputes values by itself, which took up to
+# 2.9 GB more (bench/LOG.md).
 _REMATERIALIZATION = "rematerialization"
+# During buffer assignment a barrier is a tuple, which keeps the order. From jaxlib 0.12 on this pass removes
+# these tuples before; no other pass needs their removal.
 _TUPLES = "tuple-simplifier"
-_PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
 
 
-def for_program(
+def parse_xla_flags(text: str) -> dict[str, str]:
+    """The flags in `XLA_FLAGS`: name -> value.
+
+    The text holds the flags or, where its first character is no dash, names a file of flags. A flag without
+    a value is "true". The last of two settings counts.
+    """
+    text = text.strip()
+    if text and not text.startswith("-"):
+        path = Path(text)
+        text = path.read_text() if path.is_file() else ""
+    flags = (word.lstrip("-").partition("=") for word in shlex.split(text) if word.startswith("-"))
+    return {name: value if equals else "true" for name, equals, value in flags}
+
+
+def is_true(value: str | None) -> bool:
+    """Whether a flag is set to a value that XLA reads as true."""
+    return value is not None and value.lower() in ("true", "1", "t", "y", "yes")
+
+
+def is_false(value: str | None) -> bool:
+    """Whether a flag is set to a value that XLA reads as false."""
+    return value is not None and value.lower() in ("false", "0", "f", "n", "no")
+
+
+def parse_captured_commands(value: str | None) -> frozenset[str]:
+    """The kinds of command captured into CUDA graphs; `+X` and `-X` edit the default list."""
+    if value is None:
+        return CAPTURED_BY_DEFAULT
+    words = [word.strip().upper() for word in value.split(",") if word.strip()]
+    if not any(word[0] in "+-" for word in words):
+        return frozenset(words)
+    added = {word.lstrip("+") for word in words if word[0] != "-"}
+    return (CAPTURED_BY_DEFAULT | added) - {word[1:] for word in words if word[0] == "-"}
+
+
+def choose_options(
     *, loops: int = 0, scanned: int = 0, flat: bool = False, jaxlib: str, disabled: str = ""
 ) -> tuple[tuple[str, Any], ...]:
-    """The options for a program that was put in order, pairs of a name and a value; none for another.
+    """The compiler options for an ordered program, pairs of a name and a value; none for other programs.
 
-    Outside of loops the scheduler's order stands, which barriers fix.
+    Outside of loops barriers fix the scheduler's order, which no option changes.
 
     Args:
-      loops: how many are written out.
-      scanned: how many move residuals.
-      flat: whether it moves residuals outside of loops.
+      loops: the number of loops written out.
+      scanned: the number of loops with offloaded residuals.
+      flat: whether residuals are offloaded outside of loops.
       jaxlib: its version.
-      disabled: the passes that the process leaves out of all programs, with commas between.
+      disabled: passes left out of all programs of the process, with commas between.
     """
     if not (loops or scanned or flat):
         return ()
     passes = [*filter(None, disabled.split(",")), _REMATERIALIZATION]
-    if (loops or scanned) and requirements.release(jaxlib) >= (0, 12):
+    if (loops or scanned) and parse_release(jaxlib) >= (0, 12):
         passes.append(_TUPLES)
     return (*(_CONCURRENT + _ONE_GRAPH if scanned else ()), (DISABLED_PASSES, ",".join(passes)))
 
 
-def harms(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterator[str]:
-    """What is wrong with the settings of a caller whose program moves residuals.
+def find_harmful_options(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterator[str]:
+    """Explains options harmful to a program with offloaded residuals.
 
     Args:
       given: the caller's compiler options.
-      scanned: whether it moves them in loops.
+      scanned: whether residuals are offloaded in loops.
       level: jax's own, `jax.config.jax_optimization_level`.
     """
     if level in PIPELINING_LEVELS:
         yield f"jax_optimization_level={level} {PIPELINING}"
-    if is_true(str(given.get(_PIPELINED, "false"))):
+    if is_true(str(given.get(PIPELINED_HOST_COPIES, "false"))):
         yield (
-            f"{_PIPELINED} is on: it computed wrong results in several releases of XLA. Leave it out: the "
-            "copies overlap without it."
+            f"{PIPELINED_HOST_COPIES} is on: it computed wrong results in several releases of XLA. Leave it "
+            "out: the copies overlap without it."
         )
     mode = given.get(SCHEDULING_MODE)
     if mode is not None and scanned and mode != "CONCURRENT":
@@ -81,22 +128,4 @@ def harms(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterat
         yield (
             f"{SCHEDULING_MODE}=CONCURRENT on a program without a loop gives up the reuse of memory. Leave "
             "it out, or put the layers into jaxoff.scan."
-        )
-
-
-def refuse_wrong_jaxlib(version: str, platform: str) -> None:
-    """Raises where offloaded residuals get wrong gradients.
-
-    Args:
-      version: of jaxlib.
-      platform: that the program runs on, e.g. "gpu".
-
-    Raises:
-      RuntimeError: for a GPU and a jaxlib that is too old.
-    """
-    if platform == "gpu" and requirements.release(version) < requirements.OLDEST_JAX:
-        oldest = requirements.dotted(requirements.OLDEST_JAX)
-        raise RuntimeError(
-            f"Offloading on a GPU needs jaxlib {oldest} or newer, got {version}: older ones compute wrong "
-            "gradients for offloaded residuals of scanned layers (openxla/xla#46231). Upgrade jax."
         )

@@ -1,4 +1,4 @@
-"""How a diagnosis looks on a terminal and in a file."""
+"""Prints a diagnosis as a table, on a terminal or in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from jaxoff._report.tables import human
 from jaxoff._runtime.doctor import GIB, Diagnosis
 from jaxoff._runtime.environment import Environment
 
+# Verdict -> style of a rich text.
 _COLOURS = {"helps": "green", "harms": "bold red", "neutral": ""}
+# Columns of a table in a file.
 _PLAIN_WIDTH = 160
 
 
@@ -32,10 +34,10 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> Non
 
 
 def _render(diagnosis: Diagnosis, console: Console) -> None:
-    facts = _table(console, "", "")
-    for name, value in _facts(diagnosis):
+    facts = _make_table(console, "", "")
+    for name, value in _facts_of(diagnosis):
         facts.add_row(Text(name), Text(value))
-    settings = _table(console, "setting", "value", "offload", "why")
+    settings = _make_table(console, "setting", "value", "offload", "why")
     for s in diagnosis.settings:
         value = "unset" if s.value is None else s.value or "''"
         settings.add_row(Text(s.name), Text(value), Text(s.verdict, style=_COLOURS[s.verdict]), Text(s.why))
@@ -47,7 +49,7 @@ def _render(diagnosis: Diagnosis, console: Console) -> None:
         console.print(Text("OK    offload is right and of use here.", style="green"))
 
 
-def _table(console: Console, *headings: str) -> Table:
+def _make_table(console: Console, *headings: str) -> Table:
     plain = not console.is_terminal
     table = Table(
         box=None if plain else box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_header=any(headings)
@@ -57,7 +59,7 @@ def _table(console: Console, *headings: str) -> Table:
     return table
 
 
-def _facts(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+def _facts_of(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     environment = diagnosis.environment
     yield "python", environment.python
     yield from environment.packages.items()
@@ -69,10 +71,10 @@ def _facts(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "memory kinds", ", ".join(environment.devices[0].memory_kinds) or "none"
     host = f"{environment.host_bytes / GIB:.0f} GiB" if environment.host_bytes is not None else "unknown"
     yield "pinned pool", f"at most {diagnosis.pinned_pool_bytes / GIB:.0f} GiB of {host} host memory"
-    yield "link", _link(environment)
+    yield "link", _describe_link(environment)
 
 
-def _link(environment: Environment) -> str:
+def _describe_link(environment: Environment) -> str:
     link = environment.link
     if link is None:
         return f"not measured: {environment.link_skipped or 'not asked for'}"

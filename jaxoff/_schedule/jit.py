@@ -14,9 +14,10 @@ from jax.core import Tracer
 
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._jaxpr import compat
-from jaxoff._runtime import flags, requirements
-from jaxoff._runtime.environment import parse_xla_flags
-from jaxoff._runtime.settings import DISABLED_PASSES
+from jaxoff._runtime import flags
+from jaxoff._runtime.flags import DISABLED_PASSES, parse_xla_flags
+from jaxoff._runtime.pinned_pool import refuse_small_pool
+from jaxoff._runtime.versions import refuse_wrong_jaxlib
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 
@@ -158,7 +159,7 @@ class Jitted:
             closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
             program = rewrite(closed, device, one_device=devices == 1)
             disabled = parse_xla_flags(os.environ.get("XLA_FLAGS", "")).get(DISABLED_PASSES, "")
-            wanted = flags.for_program(
+            wanted = flags.choose_options(
                 loops=program.loops,
                 scanned=program.scanned,
                 flat=program.flat,
@@ -179,12 +180,12 @@ class Jitted:
         nbytes = (
             (peak_host_nbytes(given) + program.spare_nbytes) * jax.local_device_count() // jax.device_count()
         )
-        requirements.refuse_small_pool(nbytes, os.environ, platform)
+        refuse_small_pool(nbytes, os.environ, platform)
         if not (program.scanned or program.flat):
             return
-        flags.refuse_wrong_jaxlib(_JAXLIB, platform)
+        refuse_wrong_jaxlib(_JAXLIB, platform)
         level = jax.config.jax_optimization_level
-        for text in flags.harms(self._given, scanned=bool(program.scanned), level=level):
+        for text in flags.find_harmful_options(self._given, scanned=bool(program.scanned), level=level):
             warnings.warn(text, stacklevel=2)
 
 

@@ -18,7 +18,7 @@ from bench.step_models import Workload
 from jaxoff._device.profile import H200
 from jaxoff._plan.layer import of_others
 from jaxoff._plan.plan import Planner
-from jaxoff._runtime.settings import DISABLED_PASSES
+from jaxoff._runtime.flags import DISABLED_PASSES
 from tests.aot import programs, swiglu
 
 pytestmark = pytest.mark.aot

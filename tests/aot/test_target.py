@@ -22,14 +22,16 @@ def test_a_target_knows_its_gpu():
     h200 = target()
     assert (h200.name, h200.devices, h200.device_kind, h200.num_cores) == ("h200", 1, "NVIDIA H200", 132)
     assert "gpu_device_info" not in repr(h200)
+    h100 = target("h100")
+    assert (h100.name, h100.device_kind, h100.num_cores) == ("h100", "NVIDIA H100 80GB HBM3", 132)
     assert [d.device_kind for d in target("h200", 4).topology.devices] == ["NVIDIA H200"] * 4
 
 
 def test_functions_and_jitted_functions_compile_with_all_kinds_of_arguments():
     x = np.ones((8, 128), np.float32)
     h200 = target()
-    for fun in (double, jax.jit(double, static_argnames="times")):
-        program = h200.compile(fun, x, shift=jax.ShapeDtypeStruct((8, 128), jnp.float32))
+    for gpu, fun in ((h200, double), (target("h100"), jax.jit(double, static_argnames="times"))):
+        program = gpu.compile(fun, x, shift=jax.ShapeDtypeStruct((8, 128), jnp.float32))
         (device,) = program.output_shardings.device_set
         assert device.platform == "gpu" and program.as_text().startswith("HloModule")
     assert "constant(7)" in h200.compile(jax.jit(double, static_argnums=1), x, 7).as_text()

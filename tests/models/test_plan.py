@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxoff
-from jaxoff._compiled.verify import held_nbytes
+from jaxoff._compiled.verify import program_nbytes
 from models import planning, policy_text, train
 from models.errors import InputError
 from models.options import Options, parse_overrides
@@ -159,7 +159,7 @@ def test_a_plan_is_checked_by_the_step_that_is_then_taken():
     budget = 10 * program.state_bytes
     plan, planned = planning.plan_within(budget / 1e9, program, compiled=True)
     step = planned.__dict__["compiled_step"]  # compiled already
-    assert plan.compiled_bytes == held_nbytes(step) <= budget
+    assert plan.compiled_bytes == program_nbytes(step) <= budget
     assert planned.policy == plan.policy
     assert planned.options.policy == policy_text.render(plan.policy)
     assert planning.plan_within(budget / 1e9, program, compiled=False)[0].compiled_bytes is None

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxoff._runtime.settings import DISABLED_PASSES, SCHEDULING_MODE
+from jaxoff._runtime.flags import DISABLED_PASSES, SCHEDULING_MODE
 from models import policy_text
 from models.options import POLICY, Options, parse_overrides
 from models.program import Program

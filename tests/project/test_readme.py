@@ -47,6 +47,7 @@ def test_commands_run(tmp_path):
                 readme.compare(block, printed)
 
 
+@pytest.mark.usefixtures("card")
 @pytest.mark.parametrize(
     "gpus", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(8, marks=pytest.mark.multi_gpu(8))]
 )

@@ -11,7 +11,8 @@ from jaxoff._policy.policy import Decision, Either, Policy, as_given
 from jaxoff._policy.policy import decide as decide_any
 from jaxoff._residuals.residuals import Analysis, Row
 from jaxoff._residuals.traced_function import Site
-from jaxoff._runtime.requirements import pinned_pool_bytes, release
+from jaxoff._runtime.pinned_pool import pinned_pool_bytes
+from jaxoff._runtime.versions import parse_release
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Runtime:
     @classmethod
     def current(cls) -> Runtime:
         """The software and limits of this process."""
-        jaxlib = release(importlib.metadata.version("jaxlib"))
+        jaxlib = parse_release(importlib.metadata.version("jaxlib"))
         return cls(jaxlib, pinned_pool_bytes(os.environ), compat.remat3_enabled())
 
 

@@ -12,7 +12,8 @@ from jaxoff._policy.presets import DEFAULT_MIN_BYTES
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._residuals.findings.finding import Runtime, called, decide, host_rows, parts, row_name
 from jaxoff._residuals.residuals import Analysis, site_of
-from jaxoff._runtime.requirements import OLDEST_JAX, POOL_VARIABLE, dotted, pool_to_set
+from jaxoff._runtime.pinned_pool import POOL_VARIABLE, pool_to_set
+from jaxoff._runtime.versions import OLDEST_JAX, format_release
 
 
 def refused_by_the_compiler(analysis: Analysis) -> Iterator[Finding]:
@@ -158,8 +159,8 @@ def runtime_findings(analysis: Analysis, runtime: Runtime) -> Iterator[Finding]:
     if runtime.jaxlib < OLDEST_JAX:
         yield Finding(
             FindingCode.JAXLIB_COMPUTES_WRONGLY,
-            f"jaxlib {dotted(runtime.jaxlib)} computes wrong gradients for offloaded scan "
-            f"residuals on a GPU (openxla/xla#46231). Install jaxlib >= {dotted(OLDEST_JAX)}.",
+            f"jaxlib {format_release(runtime.jaxlib)} computes wrong gradients for offloaded scan "
+            f"residuals on a GPU (openxla/xla#46231). Install jaxlib >= {format_release(OLDEST_JAX)}.",
         )
     if runtime.remat3:
         yield Finding(

@@ -76,7 +76,7 @@ def test_what_is_no_shape_is_refused(text):
 
 @given(st.lists(st.sampled_from(["a", "f(x, y)", '"p,(q"', "{1, [2]}", r'"\"],"', "%z.1"]), max_size=6))
 def test_commas_in_brackets_and_strings_do_not_split(parts):
-    assert hlo.split(", ".join(parts)) == parts
+    assert hlo.split_commas(", ".join(parts)) == parts
 
 
 @st.composite
@@ -167,9 +167,9 @@ def test_a_program_with_a_loop():
     assert set(module.computations) == {"body", "cond", "main"}
     assert module.entry.name == "main" and module.num_partitions == 4
     loop = module.entry.by_name["while.1"]
-    assert loop.called == ("cond", "body")
+    assert loop.callees == ("cond", "body")
     assert loop.config["known_trip_count"]["n"] == "6"
-    assert module.entry.by_name["either"].called == ("cond", "body")
+    assert module.entry.by_name["either"].callees == ("cond", "body")
     body = module.computations["body"]
     assert [i.index for i in body.instructions[:3]] == [0, 0, 1]
     assert body.root.name == "t" and body.parameters[0].name == "p.1"
@@ -206,7 +206,7 @@ def test_a_compiled_program_is_read_whole():
     for computation in module.computations.values():
         for instruction in computation.instructions:
             assert len(list(computation.operands(instruction))) == len(instruction.operands)
-            assert all(name in module.computations for name in instruction.called)
+            assert all(name in module.computations for name in instruction.callees)
             assert str(instruction.shape) in instruction.shape_text or instruction.shape.dtype == "tuple"
             trips += [instruction.config["known_trip_count"]["n"]] if instruction.opcode == "while" else []
     assert trips == ["5", "5"]

@@ -6,12 +6,12 @@ import json
 import pytest
 
 from jaxoff._compiled import hlo
-from jaxoff._compiled.checks import find
-from jaxoff._compiled.cuda_graphs import Graphs, Schedule
+from jaxoff._compiled.checks import find_faults
+from jaxoff._compiled.cuda_graphs import GraphCapture, GraphOptions
 from jaxoff._compiled.facts import CompiledFacts
-from jaxoff._compiled.transfers import transfers
-from jaxoff._compiled.value_identity import value_of
-from jaxoff._compiled.verify import computed_again, host_copies
+from jaxoff._compiled.transfers import find_transfers
+from jaxoff._compiled.value_identity import identify_value
+from jaxoff._compiled.verify import find_recomputed, list_host_copies
 
 DEVICE, HOST = "bf16[8,4096]{1,0}", "bf16[8,4096]{1,0:S(5)}"
 NBYTES = 8 * 4096 * 2
@@ -34,12 +34,14 @@ def program(body, *, computations="", parameters=(DEVICE, HOST, STACK)):
 
 
 def moved(module):
-    return [(t.start.name, t.direction, t.nbytes, t.is_dma, t.done is not None) for t in transfers(module)]
+    return [
+        (t.start.name, t.direction, t.nbytes, t.is_dma, t.done is not None) for t in find_transfers(module)
+    ]
 
 
 def overlaps(module, mode="LHS", captured=()):
-    found = tuple(transfers(module))
-    schedule = Schedule(module, Graphs(mode, frozenset(captured)), found)
+    found = tuple(find_transfers(module))
+    schedule = GraphCapture(module, GraphOptions(mode, frozenset(captured)), found)
     return {t.start.name: [compute.name for compute in schedule.overlaps(t)] for t in found}
 
 
@@ -117,7 +119,7 @@ def test_slices_are_copied_by_dma_only_with_an_offset_that_xla_knows(config, is_
         computations=computations,
     )
     assert moved(module) == [("out", "H2D", NBYTES, is_dma, False), ("in", "D2H", NBYTES, is_dma, False)]
-    stored = next(t for t in transfers(module) if t.direction == "D2H")
+    stored = next(t for t in find_transfers(module) if t.direction == "D2H")
     assert stored.operand.name == "d"
 
 
@@ -191,10 +193,10 @@ def test_loops_count_where_they_tell_how_often_they_run(config, count):
         """,
         computations=LOOP,
     )
-    found = {t.start.name: t for t in transfers(module)}
-    assert {(t.scope.count, t.scope.loop) for t in found.values()} == {(count, "loop")}
+    found = {t.start.name: t for t in find_transfers(module)}
+    assert {(t.execution.count, t.execution.loop) for t in found.values()} == {(count, "loop")}
     before, after, constant = (
-        value_of(found[n].scope, found[n].operand) for n in ("before", "after", "constant")
+        identify_value(found[n].execution, found[n].operand) for n in ("before", "after", "constant")
     )
     assert before == after  # what a loop carries is what its body made of it
     assert (constant.computation, constant.name, constant.invariant_in) == ("main", "d", "loop")
@@ -210,7 +212,9 @@ def test_a_value_that_came_back_is_the_value_it_was():
         %one = {DEVICE} get-tuple-element(%ordered), index=0
         ROOT %again = {HOST} copy(%one)
     """)
-    there, again = (value_of(t.scope, t.operand) for t in transfers(module) if t.direction == "D2H")
+    there, again = (
+        identify_value(t.execution, t.operand) for t in find_transfers(module) if t.direction == "D2H"
+    )
     assert there == again and there.name == "d"
 
 
@@ -290,13 +294,13 @@ def test_a_sort_of_cub_in_a_loop_is_found(target, codes):
         ROOT %e = {DEVICE} fusion(%c), kind=kLoop, calls=%k
     """
     module = program(text, computations=SEND)
-    graphs = Graphs("CONCURRENT", frozenset({*ALL, "CUSTOM_CALL"}))
-    (copy,) = (dataclasses.replace(copy, loop="while") for copy in host_copies(module, graphs))
+    graphs = GraphOptions("CONCURRENT", frozenset({*ALL, "CUSTOM_CALL"}))
+    (copy,) = (dataclasses.replace(copy, loop="while") for copy in list_host_copies(module, graphs))
     assert (copy.captured, copy.cut_by) == ((False, "sort") if codes else (True, ""))
     facts = CompiledFacts(NBYTES, 0, 0, None, graphs.mode, tuple(graphs.captured), (copy,))
-    assert [finding.code for finding in find(facts, NBYTES)] == codes
+    assert [finding.code for finding in find_faults(facts, NBYTES)] == codes
     in_order = dataclasses.replace(facts, scheduling_mode="LHS")
-    assert "graph-cut" not in [finding.code for finding in find(in_order, NBYTES)]
+    assert "graph-cut" not in [finding.code for finding in find_faults(in_order, NBYTES)]
 
 
 def test_the_end_of_a_copy_that_is_not_captured_splits_a_graph():
@@ -330,9 +334,9 @@ def test_few_commands_make_no_graph():
 
 
 def findings(module):
-    copies = host_copies(module, Graphs("LHS", frozenset()))
+    copies = list_host_copies(module, GraphOptions("LHS", frozenset()))
     facts = CompiledFacts(0, 0, 0, None, "LHS", (), copies)
-    return [(finding.code, finding.message) for finding in find(facts, 0)]
+    return [(finding.code, finding.message) for finding in find_faults(facts, 0)]
 
 
 def test_synchronous_copies_and_copies_within_the_host_are_found():
@@ -382,9 +386,9 @@ def test_what_xla_computes_again_by_itself_is_found():
         """,
         computations=f"%inner (p: f32[8]) -> f32[8] {{\n  ROOT %part.remat = {DEVICE} negate(%p)\n}}\n",
     )
-    names = computed_again(module)
+    names = find_recomputed(module)
     assert names == ("a.remat", "b.remat2.1")
     facts = CompiledFacts(0, 0, 0, None, "LHS", (), (), names)
-    (finding,) = find(facts, 0)
+    (finding,) = find_faults(facts, 0)
     assert finding.code == "computed-again" and "a.remat, b.remat2.1 (2 in all)" in finding.message
     assert json.loads(json.dumps(facts.to_dict()))["computed_again"] == list(names)

@@ -8,8 +8,9 @@ import pytest
 
 import jaxoff
 from jaxoff import Device, SharedLink
+from jaxoff._device.calibration import Constant
 from jaxoff._device.measure import matrix_flops, memory_gbps
-from jaxoff._runtime.environment import measure_links
+from jaxoff._runtime.link import measure_links
 
 PROFILE = Device(
     flops=1e12,
@@ -30,6 +31,41 @@ def test_the_shipped_profile_is_what_everything_is_planned_with_by_default():
     assert H200.source
 
 
+def test_the_h100s_profile_is_what_one_measured():
+    h100 = Device.of("h100")
+    assert (h100.flops, h100.memory_gbps, h100.d2h_gbps, h100.h2d_gbps) == (652.5e12, 2918, 50.7, 50.6)
+    assert (h100.name, h100.both_gbps, h100.shared_links) == ("NVIDIA H100 80GB HBM3", 85.4, ())
+    assert "calibration: the H200's" in h100.source
+    assert h100.calibration == Device.of("h200").calibration
+
+
+def test_every_fitted_constant_says_its_unit_and_its_origin():
+    fitted = Device.of("h200").calibration
+    constants = {field.name: getattr(fitted, field.name) for field in dataclasses.fields(fitted)}
+    assert constants["product_share"].value == 1.18
+    for name, constant in constants.items():
+        assert constant.unit and constant.origin, name
+        low, high = constant.range or (constant.value, constant.value)
+        assert low <= constant.value <= high, name
+    assert "origin" not in repr(fitted) and len(repr(Device.of("h200"))) < 1000
+
+
+def test_a_calibration_of_its_own_is_saved_and_the_default_is_not(tmp_path):
+    assert "calibration" not in PROFILE.to_dict()
+    share = Constant(1.0, "share of flops", (0.9, 1.1), "made up")
+    mine = dataclasses.replace(
+        PROFILE, calibration=dataclasses.replace(PROFILE.calibration, product_share=share)
+    )
+    mine.save(tmp_path / "mine.json")
+    assert Device.of(tmp_path / "mine.json") == mine != PROFILE
+    assert mine.to_dict()["calibration"]["product_share"]["range"] == [0.9, 1.1]
+    fields = mine.to_dict()
+    del fields["calibration"]["idle_clock"]
+    (tmp_path / "mine.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"JSON that Device.save wrote, got .*idle_clock"):
+        Device.of(tmp_path / "mine.json")
+
+
 def test_a_file_gives_back_what_was_saved(tmp_path):
     PROFILE.save(tmp_path / "mine.json")
     assert Device.of(tmp_path / "mine.json") == Device.of(str(tmp_path / "mine.json")) == PROFILE
@@ -47,7 +83,7 @@ def test_a_link_is_shared_with_the_next_measured_number_of_gpus(gpus, rates):
 
 
 def test_bad_input_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"one of h200, or the path .* got 'h20'. Did you mean 'h200'"):
+    with pytest.raises(ValueError, match=r"one of h100, h200, or the path .* got 'h20'. Did you mean 'h200'"):
         Device.of("h20")
     with pytest.raises(FileNotFoundError):
         Device.of(tmp_path / "nowhere.json")

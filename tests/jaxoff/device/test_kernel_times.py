@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 
+from jaxoff._device.calibration import H200_CALIBRATION, Constant
 from jaxoff._device.flops import product_flops
-from jaxoff._device.kernel_time import IDLE, LOAD, PRODUCTS, TRAFFIC, step_kernel_ms, under_load
+from jaxoff._device.kernel_time import lower_clock, step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inlined, now
@@ -21,6 +24,8 @@ ROWS, WIDTH, HIDDEN = 256, 64, 128
 DEVICE = Device(flops=1e12, memory_gbps=1.0, d2h_gbps=1.0, h2d_gbps=1.0)
 QUICK = Device(flops=1e12, memory_gbps=1e9, d2h_gbps=1.0, h2d_gbps=1.0)  # bytes take no time
 FLOPS = 2 * ROWS * WIDTH * HIDDEN
+PRODUCTS, TRAFFIC = H200_CALIBRATION.product_share.value, H200_CALIBRATION.traffic_share.value
+IDLE, LOAD = H200_CALIBRATION.idle_clock.value, H200_CALIBRATION.load_slope.value
 
 
 def milliseconds(fun, *args, device=DEVICE, rows=()):
@@ -173,14 +178,61 @@ def test_an_update_in_place_writes_what_is_new():
 def test_attention_is_slower_than_products_and_slower_still_going_back():
     def attention(name):
         primitive = Primitive(name)
-        primitive.def_abstract_eval(lambda q, k: q)
+        primitive.def_abstract_eval(lambda q, k, **params: q)
         q = array(2, 64, 4, 32)
-        return milliseconds(primitive.bind, q, q, device=QUICK)
+        bind = functools.partial(primitive.bind, mask_type=MaskType.CAUSAL)
+        return milliseconds(bind, q, q, device=QUICK)
 
     forward, back = (attention(f"dot_product_attention_{way}_wrapper") for way in ("fwd", "bwd"))
     flops = 2 * 2 * 64 * 4 * 32 * 64  # half of both products
     assert forward > 1e3 * flops / QUICK.flops
     assert back > 2.5 * forward
+
+
+@pytest.mark.parametrize(
+    ("mask", "part"),
+    [
+        (MaskType.CAUSAL, 0.5),
+        (MaskType.PADDING_CAUSAL, 0.5),
+        (MaskType.NO_MASK, 1.0),
+        (MaskType.PADDING, 1.0),
+        (MaskType.ALIBI, 1.0),
+    ],
+)
+def test_only_a_causal_mask_halves_the_operations_of_cudnn_attention(monkeypatch, mask, part):
+    """Of JAX's own attention, whose primitive is traced for a GPU that need not be there."""
+    query, key = array(2, 64, 4, 32), array(2, 128, 4, 32)
+    product = 2 * query.size * key.shape[1]
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91900)
+    lengths = [jnp.full(2, n, jnp.int32) if cudnn.has_padding(mask) else None for n in (64, 128)]
+
+    def loss(query, key, value):
+        out = cudnn.dot_product_attention(query, key, value, None, None, *lengths, mask_type=mask)
+        return out.astype(jnp.float32).sum()
+
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1, 2)))(query, key, key).jaxpr
+    kernels = [e for e in inlined(jaxpr.eqns, {}) if "dot_product_attention" in e.primitive.name]
+    assert [product_flops(e) for e in kernels] == [part * 2 * product, part * 5 * product]
+
+
+@pytest.mark.parametrize(("is_causal", "part"), [(True, 0.5), (False, 1.0)])
+def test_only_a_causal_mask_halves_the_operations_of_attention_in_8_bits(is_causal, part):
+    primitive = Primitive("dot_product_attention_fp8_fwd_wrapper")
+    primitive.def_abstract_eval(lambda q, k, **params: q)
+    q = array(2, 64, 4, 32)
+    jaxpr = jax.make_jaxpr(functools.partial(primitive.bind, use_causal_mask=is_causal))(q, q).jaxpr
+    assert product_flops(jaxpr.eqns[0]) == part * 2 * 2 * q.size * 64
+
+
+def test_efficiencies_are_those_of_the_devices_calibration():
+    fitted = dataclasses.replace(
+        H200_CALIBRATION, product_share=Constant(2 * PRODUCTS), wide_type_slowdown=Constant(4)
+    )
+    mine = dataclasses.replace(QUICK, calibration=fitted)
+    wide = array(ROWS, WIDTH, dtype=jnp.float32), array(WIDTH, HIDDEN, dtype=jnp.float32)
+    for operands, times in (((X, W), 0.5), (wide, 1.0)):
+        usual = milliseconds(jnp.matmul, *operands, device=QUICK)
+        assert milliseconds(jnp.matmul, *operands, device=mine) == pytest.approx(times * usual)
 
 
 def test_what_is_no_product_goes_by_its_bytes():
@@ -193,7 +245,7 @@ def loaded(fun, *args, device):
     """What part of its rate of products a device has in a layer."""
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
     graph = KernelGraph(jaxpr.eqns, frozenset(jaxpr.outvars))
-    found = under_load(graph, graph.kernels, device)
+    found = lower_clock(graph, graph.kernels, device)
     assert found == dataclasses.replace(device, flops=found.flops)
     return found.flops / device.flops
 

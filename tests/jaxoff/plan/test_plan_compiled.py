@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoff
-from jaxoff._compiled.verify import held_nbytes
+from jaxoff._compiled.verify import program_nbytes
 from jaxoff._plan import compiled as compiled_plans
 from tests.jaxoff.plan.planned import arguments, scanned
 from tests.jaxoff.plan.test_plan import HOST, planned, smallest
@@ -22,13 +22,13 @@ def test_a_compiled_plan_fits_where_a_predicted_one_may_not(share):
     """Programs for a CPU take more than is predicted for a GPU."""
     whole = planned(compile_step=compiled, host_bytes=HOST)
     assert whole.policy == planned(host_bytes=HOST).policy
-    assert whole.compiled_bytes == held_nbytes(compiled(whole.policy)) > whole.peak_bytes
+    assert whole.compiled_bytes == program_nbytes(compiled(whole.policy)) > whole.peak_bytes
     budget = share * whole.compiled_bytes - 1
     tried = []
 
     def compile_step(policy):
         step = compiled(policy)
-        tried.append(held_nbytes(step))
+        tried.append(program_nbytes(step))
         return step
 
     found = planned(device_bytes=budget, compile_step=compile_step, host_bytes=HOST)
@@ -47,7 +47,7 @@ def test_the_smallest_plan_is_tried_before_a_budget_is_given_up(monkeypatch, exc
     """However much more than predicted another one took."""
     budget = int(1.5 * smallest(margin=0))
     held = iter([10 * budget, budget + excess])
-    monkeypatch.setattr(compiled_plans, "held_nbytes", lambda _: next(held, 10 * budget))
+    monkeypatch.setattr(compiled_plans, "program_nbytes", lambda _: next(held, 10 * budget))
     some_program = jax.jit(jnp.sin).lower(1.0).compile()
 
     def found():
@@ -74,7 +74,7 @@ def test_one_plan_that_takes_too_much_does_not_cost_the_others(monkeypatch):
     def held(_):
         return 10 * budget if len(tried) == 1 else budget
 
-    monkeypatch.setattr(compiled_plans, "held_nbytes", held)
+    monkeypatch.setattr(compiled_plans, "program_nbytes", held)
     found = planned(device_bytes=budget, compile_step=compile_step)
     refused = planned(device_bytes=budget, margin=0.0)
     assert tried[0] == refused.policy != found.policy
@@ -97,7 +97,7 @@ def test_what_compiled_plans_leave_is_used(monkeypatch, share):
         tried.append(policy)
         return some_program
 
-    monkeypatch.setattr(compiled_plans, "held_nbytes", lambda _: round(share * peaks[tried[-1]]))
+    monkeypatch.setattr(compiled_plans, "program_nbytes", lambda _: round(share * peaks[tried[-1]]))
     budget = (least + most) // 2
     found = planned(device_bytes=budget, host_bytes=HOST, compile_step=compile_step)
     assert tried[0] == by_prediction(device_bytes=budget).policy

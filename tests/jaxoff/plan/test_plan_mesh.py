@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from jaxoff._plan.plan import MARGIN, WIDE_MARGIN
-from jaxoff._runtime.requirements import POOL_VARIABLE
+from jaxoff._runtime.pinned_pool import POOL_VARIABLE
 from tests.jaxoff.plan.planned import LAYERS, ROWS, W_NBYTES, WIDTH, X_NBYTES, arguments, layer, scanned
 from tests.jaxoff.plan.test_plan_step import CHOICES, NOTHING, planner
 

@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff._device import kernel_time
-from jaxoff._device.kernel_time import PRODUCTS, TRAFFIC
+from jaxoff._device.calibration import H200_CALIBRATION, Constant
 from jaxoff._device.profile import Device
 from jaxoff._plan.layer import UNNAMED_DOTS, Layer, Step, Value
 from jaxoff._plan.layer_cost import APART, LAST, SLOWED, LayerModel
@@ -35,6 +34,9 @@ from tests.jaxoff.plan.planned import (
 )
 
 SAVE, MOVE, AGAIN = "device", "host", "recompute"
+PRODUCTS, TRAFFIC = H200_CALIBRATION.product_share.value, H200_CALIBRATION.traffic_share.value
+UNLOADED = dataclasses.replace(H200_CALIBRATION, idle_clock=Constant(1.0), load_slope=Constant(0.0))
+STEADY = dataclasses.replace(DEVICE, calibration=UNLOADED)
 INSTANT = dataclasses.replace(DEVICE, d2h_gbps=1e9, h2d_gbps=1e9)
 
 
@@ -74,11 +76,9 @@ def test_a_function_without_checkpoints_is_refused():
         divided(flat_scan, *arguments())
 
 
-def test_making_again_takes_what_is_not_kept_before_it(monkeypatch):
+def test_making_again_takes_what_is_not_kept_before_it():
     """A product each for act and out; out is not needed, nor is act if it is kept."""
-    monkeypatch.setattr(kernel_time, "IDLE", 1.0)
-    monkeypatch.setattr(kernel_time, "LOAD", 0.0)
-    kind = model().layers[0]
+    kind = model(device=STEADY).layers[0]
 
     def again_ms(**choice):
         return kind.times(kind.use(choice)).recomputed
@@ -95,10 +95,8 @@ def test_making_again_takes_what_is_not_kept_before_it(monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["scan", "at once"])
-def test_of_a_loop_only_what_is_needed_is_made_again(form, monkeypatch):
+def test_of_a_loop_only_what_is_needed_is_made_again(form):
     """The second product of each iteration makes what the layer returns, which no gradient reads."""
-    monkeypatch.setattr(kernel_time, "IDLE", 1.0)
-    monkeypatch.setattr(kernel_time, "LOAD", 0.0)
 
     def body(x, w):
         x = jaxoff.name(x, "x_in")
@@ -110,7 +108,7 @@ def test_of_a_loop_only_what_is_needed_is_made_again(form, monkeypatch):
             return x + chunk(x), None
         return x + lax.scan(lambda c, x: (c, chunk(x)), 0, x.reshape(4, -1, WIDTH))[1].reshape(x.shape), None
 
-    quick = dataclasses.replace(DEVICE, memory_gbps=1e12)
+    quick = dataclasses.replace(STEADY, memory_gbps=1e12)
     kind = LayerModel(iteration(scanned(body), *arguments(), device=quick), 1, quick)
     times = kind.times(kind.use({}))
     product = 1e3 * 2 * 2 * ROWS * WIDTH * HIDDEN / quick.flops / PRODUCTS
@@ -327,7 +325,6 @@ def test_marks_decide():
 
 def test_the_dense_step_takes_about_what_was_measured():
     """FACTS of an H200: width 4096, batch 4, 12 layers, without attention's own kernels (about 50 ms)."""
-    assert Device.of("h200").compute_ms is not None
     wide = jax.ShapeDtypeStruct((12, 4096, 16384), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((4 * 4096, 4096), jnp.bfloat16)
     weights = {"up": wide, "down": jax.ShapeDtypeStruct((12, 16384, 4096), jnp.bfloat16)}

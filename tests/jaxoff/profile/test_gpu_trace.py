@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jax.profiler import ProfileData
 
 from bench import timeline
-from jaxoff._profile.gpu_trace import CopyTime, Event, Trace, outside, read, total, union
+from jaxoff._profile.gpu_trace import CopyTime, Event, Trace, read
+from jaxoff._profile.intervals import subtract, sum_lengths, unite
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STOCK, CONCURRENT = (TRACES / f"scan_offloaded_{kind}.xplane.pb" for kind in ("default", "conc"))
@@ -33,19 +34,19 @@ def points(some):
 
 @given(intervals)
 def test_a_union_covers_the_same_points_once(some):
-    joined = union(some)
+    joined = unite(some)
     assert points(joined) == points(some)
-    assert total(joined) == len(points(some))
+    assert sum_lengths(joined) == len(points(some))
     assert all(start < end for start, end in joined)
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(joined))
 
 
 @given(intervals, intervals)
 def test_what_lies_outside_is_the_difference(some, cover):
-    bare = outside(some, cover)
+    bare = subtract(some, cover)
     assert points(bare) == points(some) - points(cover)
-    assert union(bare) == bare
-    assert total(bare) == total(union([*some, *cover])) - total(union(cover))
+    assert unite(bare) == bare
+    assert sum_lengths(bare) == sum_lengths(unite([*some, *cover])) - sum_lengths(unite(cover))
 
 
 def event(kind, start, end, gpu=0, stream=1, nbytes=None):
@@ -72,14 +73,14 @@ def test_copies_are_exposed_where_no_kernel_of_their_own_gpu_runs():
     assert first.exposed_ms == 5, "from 10 to 15: both directions at once count once"
     assert (second.gpu, second.kernel_ms, second.h2d.exposed_ms, second.d2h.count) == (1, 5, 2, 0)
     assert trace.span_ms == 23
-    assert total(trace.exposed("D2H", "H2D")) == 7, "GPU 0 from 10 to 15, GPU 1 from 15 to 17"
+    assert sum_lengths(trace.exposed("D2H", "H2D")) == 7, "GPU 0 from 10 to 15, GPU 1 from 15 to 17"
 
 
 def test_a_window_cuts_what_reaches_over_its_edges():
     trace = Trace((event("kernel", 0, 10), event("D2H", 8, 14, nbytes=600), event("kernel", 15, 20)))
     cut = trace.between(9, 15)
     assert [(e.kind, *e.interval) for e in cut.events] == [("kernel", 9, 10), ("D2H", 9, 14)]
-    assert total(cut.exposed("D2H")) == 4
+    assert sum_lengths(cut.exposed("D2H")) == 4
 
 
 def test_bandwidth_is_bytes_over_busy_time():

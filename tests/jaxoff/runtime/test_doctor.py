@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 
 from jaxoff._runtime import doctor
-from jaxoff._runtime.environment import Device, Environment, Link, collect, measure_link, parse_xla_flags
-from jaxoff._runtime.settings import CAPTURED_BY_DEFAULT, captured_commands
+from jaxoff._runtime.environment import DeviceInfo, Environment, collect
+from jaxoff._runtime.flags import CAPTURED_BY_DEFAULT, parse_captured_commands, parse_xla_flags
+from jaxoff._runtime.link import Link, measure_link
 from jaxoff._runtime.table import print_diagnosis
 
-GPU = Device("gpu", "NVIDIA H200", 105_000_000_000, ("device", "pinned_host", "unpinned_host"))
+GPU = DeviceInfo("gpu", "NVIDIA H200", 105_000_000_000, ("device", "pinned_host", "unpinned_host"))
 PACKAGES = {
     "jax": "0.11.2",
     "jaxlib": "0.11.2",
@@ -36,7 +37,7 @@ HEALTHY = Environment(
 CPU = dataclasses.replace(
     HEALTHY,
     packages={"jax": "0.11.2", "jaxlib": "0.11.2"},
-    devices=(Device("cpu", "cpu", None, ("device", "pinned_host")),),
+    devices=(DeviceInfo("cpu", "cpu", None, ("device", "pinned_host")),),
     nvidia_gpu=False,
     link=None,
     link_skipped="no GPU",
@@ -224,10 +225,10 @@ def test_either_name_of_the_memory_fraction():
 
 
 def test_captured_commands():
-    assert captured_commands(None) == CAPTURED_BY_DEFAULT
-    assert captured_commands("") == frozenset()
-    assert captured_commands("fusion, CUBLAS") == {"FUSION", "CUBLAS"}
-    assert captured_commands("+WHILE,-FUSION") == CAPTURED_BY_DEFAULT - {"FUSION"} | {"WHILE"}
+    assert parse_captured_commands(None) == CAPTURED_BY_DEFAULT
+    assert parse_captured_commands("") == frozenset()
+    assert parse_captured_commands("fusion, CUBLAS") == {"FUSION", "CUBLAS"}
+    assert parse_captured_commands("+WHILE,-FUSION") == CAPTURED_BY_DEFAULT - {"FUSION"} | {"WHILE"}
 
 
 def test_xla_flags_are_read_as_xla_reads_them(tmp_path):
@@ -321,6 +322,7 @@ def test_measure_link_counts_bytes_and_seconds():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("card")
 def test_the_command_on_a_gpu():
     run = subprocess.run(
         [sys.executable, "-m", "jaxoff", "doctor", "--json"],

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff._runtime.requirements import POOL_VARIABLE, refuse_small_pool
+from jaxoff._runtime.pinned_pool import POOL_VARIABLE, refuse_small_pool
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from tests.jaxoff.policy import placement
 from tests.jaxoff.schedule.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, layer, loss_of

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
-from jaxoff._runtime import flags
-from jaxoff._runtime.settings import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
+from jaxoff._runtime import flags, versions
+from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
 from tests.jaxoff.policy.matrix import assert_close, assert_equal, inputs
 from tests.jaxoff.schedule.test_order import BOTH, arguments, layer, loss_of
 
@@ -48,14 +48,16 @@ def test_nothing_cuts_the_graph_of_a_turn_on_one_device_or_on_several():
 @pytest.mark.parametrize(("jaxlib", "kept"), [("0.11.2", False), ("0.12.0.1", True), ("0.13.0rc1", True)])
 def test_what_is_left_of_barriers_stays_where_xla_would_take_it_away(jaxlib, kept):
     for scanned in (1, 0):  # in order, with copies or without
-        passes = dict(flags.for_program(loops=2, scanned=scanned, jaxlib=jaxlib))[DISABLED_PASSES].split(",")
+        passes = dict(flags.choose_options(loops=2, scanned=scanned, jaxlib=jaxlib))[DISABLED_PASSES].split(
+            ","
+        )
         assert ("tuple-simplifier" in passes) == kept
 
 
 def test_xla_recomputes_nothing_by_itself_in_a_program_in_order():
-    assert flags.for_program(jaxlib="0.11.2") == ()
+    assert flags.choose_options(jaxlib="0.11.2") == ()
     for program in [dict(loops=2, scanned=1), dict(loops=2), dict(flat=True)]:
-        assert dict(flags.for_program(**program, jaxlib="0.11.2"))[DISABLED_PASSES] == "rematerialization"
+        assert dict(flags.choose_options(**program, jaxlib="0.11.2"))[DISABLED_PASSES] == "rematerialization"
 
 
 def test_passes_that_the_process_leaves_out_stay_left_out(monkeypatch):
@@ -84,12 +86,14 @@ def test_the_callers_options_win():
 
 
 def test_options_known_to_harm_are_warned_of():
-    assert not list(flags.harms({}, scanned=True))
-    assert not list(flags.harms({SCHEDULING_MODE: "CONCURRENT"}, scanned=True))
-    (text,) = flags.harms({SCHEDULING_MODE: "CONCURRENT"}, scanned=False)
+    assert not list(flags.find_harmful_options({}, scanned=True))
+    assert not list(flags.find_harmful_options({SCHEDULING_MODE: "CONCURRENT"}, scanned=True))
+    (text,) = flags.find_harmful_options({SCHEDULING_MODE: "CONCURRENT"}, scanned=False)
     assert "gives up the reuse of memory" in text
     for value in (True, "true"):
-        (text,) = flags.harms({"xla_gpu_enable_pipelined_host_offloading": value}, scanned=True)
+        (text,) = flags.find_harmful_options(
+            {"xla_gpu_enable_pipelined_host_offloading": value}, scanned=True
+        )
         assert "wrong results" in text
 
 
@@ -106,9 +110,9 @@ def test_a_level_that_pipelines_host_copies_is_warned_of(level):
 
 def test_a_jaxlib_that_computes_wrong_gradients_is_refused_on_a_gpu():
     with pytest.raises(RuntimeError, match=r"needs jaxlib 0\.11\.1 or newer, got 0\.11\.0.*xla#46231"):
-        flags.refuse_wrong_jaxlib("0.11.0", "gpu")
+        versions.refuse_wrong_jaxlib("0.11.0", "gpu")
     for version, platform in (("0.11.0", "cpu"), ("0.11.1", "gpu"), ("0.12.0.1", "gpu")):
-        flags.refuse_wrong_jaxlib(version, platform)
+        versions.refuse_wrong_jaxlib(version, platform)
 
 
 def test_static_and_named_arguments_and_donation():

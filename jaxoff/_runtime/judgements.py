@@ -1,4 +1,7 @@
-"""The settings of XLA and JAX that matter to offload, and whether they help or harm it."""
+"""Judges the settings of XLA and JAX: whether each helps or harms offload, and by how much.
+
+Percentages are of a training step on H200s, with jaxlib 0.11.2 (bench/LOG.md).
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,32 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from jaxoff._runtime.environment import Environment
+from jaxoff._runtime.flags import (
+    COMMAND_BUFFER,
+    PIPELINED_HOST_COPIES,
+    PIPELINING,
+    PIPELINING_LEVELS,
+    SCHEDULING_MODE,
+    is_false,
+    is_true,
+    parse_captured_commands,
+)
 
 Verdict = Literal["helps", "harms", "neutral"]
 Source = Literal["XLA_FLAGS", "jax.config", "environment"]
 Judgement = tuple[Verdict, str]
 
-PIPELINING_LEVELS = ("O1", "O2", "O3")
-PIPELINING = (
-    "switches on pipelining passes, that of host copies among them, which has a history of wrong results. "
-    "Leave it unset and set the passes you want by their own flags."
-)
-COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
-SCHEDULING_MODE = "xla_gpu_command_buffer_scheduling_mode"
-DISABLED_PASSES = "xla_disable_hlo_passes"
-CAPTURED_BY_DEFAULT = frozenset(
-    {"CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION"}
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting, its value here and what it does to offload.
+    """A setting, its value in an environment, and its effect on offload.
 
     Attributes:
       name: of the flag, option or environment variable.
-      source: where it is set.
-      value: as it was given; None where it is not set.
+      source: where a user sets a value.
+      value: as given; None where unset.
       verdict: "helps", "harms" or "neutral".
-      why: one sentence, with what was measured (one H200, jaxlib 0.11.2) where it was.
+      why: a sentence, with the measured cost where there is a measurement.
     """
 
     name: str
@@ -45,11 +46,12 @@ class Setting:
 
 
 def judge(environment: Environment) -> tuple[Setting, ...]:
-    """Every setting that matters, as it is in an environment."""
+    """Judges every setting with an effect on offload."""
     return tuple(_judge_one(environment, *rule) for rule in _RULES)
 
 
 def _judge_one(environment: Environment, source: Source, names: tuple[str, ...], rule: Rule) -> Setting:
+    """Judges the first of a setting's names with a value."""
     values = {
         "XLA_FLAGS": environment.xla_flags,
         "jax.config": environment.config,
@@ -64,28 +66,9 @@ def _judge_one(environment: Environment, source: Source, names: tuple[str, ...],
 Rule = Callable[[str | None, Environment], Judgement]
 
 
-def is_true(value: str | None) -> bool:
-    return value is not None and value.lower() in ("true", "1", "t", "y", "yes")
-
-
-def is_false(value: str | None) -> bool:
-    return value is not None and value.lower() in ("false", "0", "f", "n", "no")
-
-
-def captured_commands(value: str | None) -> frozenset[str]:
-    """The kinds of command that XLA captures into CUDA graphs; `+X` and `-X` edit the default list."""
-    if value is None:
-        return CAPTURED_BY_DEFAULT
-    words = [word.strip().upper() for word in value.split(",") if word.strip()]
-    if not any(word[0] in "+-" for word in words):
-        return frozenset(words)
-    added = {word.lstrip("+") for word in words if word[0] != "-"}
-    return (CAPTURED_BY_DEFAULT | added) - {word[1:] for word in words if word[0] == "-"}
-
-
-def _scheduling_mode(value: str | None, environment: Environment) -> Judgement:
+def _judge_scheduling_mode(value: str | None, environment: Environment) -> Judgement:
     mode = (value or "LHS").upper()
-    captured = captured_commands(environment.xla_flags.get(COMMAND_BUFFER))
+    captured = parse_captured_commands(environment.xla_flags.get(COMMAND_BUFFER))
     if mode == "CONCURRENT" and not captured:
         return (
             "harms",
@@ -114,8 +97,8 @@ def _scheduling_mode(value: str | None, environment: Environment) -> Judgement:
     return "harms", f"Under {mode} the commands of a CUDA graph, copies among them, wait for one another."
 
 
-def _command_buffer(value: str | None, environment: Environment) -> Judgement:
-    captured = captured_commands(value)
+def _judge_command_buffer(value: str | None, environment: Environment) -> Judgement:
+    captured = parse_captured_commands(value)
     if not captured:
         return "neutral", (
             "Without CUDA graphs copies overlap in part (+12 to 17% of a step with scanned layers; by "
@@ -131,7 +114,7 @@ def _command_buffer(value: str | None, environment: Environment) -> Judgement:
     return "neutral", f"Captured: {', '.join(sorted(captured))}."
 
 
-def _pipelined_host_offloading(value: str | None, _: Environment) -> Judgement:
+def _judge_pipelined_host_copies(value: str | None, _: Environment) -> Judgement:
     if is_true(value):
         return (
             "harms",
@@ -140,13 +123,13 @@ def _pipelined_host_offloading(value: str | None, _: Environment) -> Judgement:
     return "neutral", "Off: right."
 
 
-def _optimization_level(value: str | None, _: Environment) -> Judgement:
+def _judge_optimization_level(value: str | None, _: Environment) -> Judgement:
     if value in PIPELINING_LEVELS:
         return "harms", f"{value} {PIPELINING}"
     return "neutral", "No pipelining passes switched on: right."
 
 
-def _collective_overlap(value: str | None, _: Environment) -> Judgement:
+def _judge_collective_overlap(value: str | None, _: Environment) -> Judgement:
     if value is not None and value.strip().isdigit() and int(value) > 1:
         return (
             "harms",
@@ -155,7 +138,7 @@ def _collective_overlap(value: str | None, _: Environment) -> Judgement:
     return "neutral", "One collective at a time: right."
 
 
-def _latency_hiding(value: str | None, _: Environment) -> Judgement:
+def _judge_latency_hiding(value: str | None, _: Environment) -> Judgement:
     if is_true(value):
         return (
             "helps",
@@ -168,12 +151,12 @@ def _latency_hiding(value: str | None, _: Environment) -> Judgement:
     )
 
 
-def _memory_fraction(value: str | None, _: Environment) -> Judgement:
+def _judge_memory_fraction(value: str | None, _: Environment) -> Judgement:
     share = "75%" if value is None else value
     return "neutral", f"jax uses {share} of the device's memory; what offload frees can be used within that."
 
 
-def _preallocate(value: str | None, _: Environment) -> Judgement:
+def _judge_preallocate(value: str | None, _: Environment) -> Judgement:
     if is_false(value):
         return (
             "neutral",
@@ -182,7 +165,7 @@ def _preallocate(value: str | None, _: Environment) -> Judgement:
     return "neutral", "The pool is taken at once: nvidia-smi shows the pool, not what a step needs."
 
 
-def _deterministic(value: str | None, _: Environment) -> Judgement:
+def _judge_deterministic(value: str | None, _: Environment) -> Judgement:
     if is_true(value):
         return "neutral", "The same bits in every run, offloaded or saved; some kernels are slower."
     return (
@@ -191,7 +174,7 @@ def _deterministic(value: str | None, _: Environment) -> Judgement:
     )
 
 
-def _excess_precision(value: str | None, _: Environment) -> Judgement:
+def _judge_excess_precision(value: str | None, _: Environment) -> Judgement:
     if is_false(value):
         return (
             "neutral",
@@ -203,7 +186,7 @@ def _excess_precision(value: str | None, _: Environment) -> Judgement:
     )
 
 
-def _remat_pass(value: str | None, _: Environment) -> Judgement:
+def _judge_remat_pass(value: str | None, _: Environment) -> Judgement:
     if is_false(value):
         return "neutral", "XLA recomputes nothing on its own: memory is what policies make it."
     return (
@@ -213,7 +196,7 @@ def _remat_pass(value: str | None, _: Environment) -> Judgement:
     )
 
 
-def _remat3(value: str | None, _: Environment) -> Judgement:
+def _judge_remat3(value: str | None, _: Environment) -> Judgement:
     if is_true(value):
         return (
             "harms",
@@ -223,16 +206,16 @@ def _remat3(value: str | None, _: Environment) -> Judgement:
 
 
 _RULES: Iterable[tuple[Source, tuple[str, ...], Rule]] = (
-    ("XLA_FLAGS", (SCHEDULING_MODE,), _scheduling_mode),
-    ("XLA_FLAGS", (COMMAND_BUFFER,), _command_buffer),
-    ("XLA_FLAGS", ("xla_gpu_enable_pipelined_host_offloading",), _pipelined_host_offloading),
-    ("XLA_FLAGS", ("xla_gpu_experimental_parallel_collective_overlap_limit",), _collective_overlap),
-    ("XLA_FLAGS", ("xla_gpu_enable_latency_hiding_scheduler",), _latency_hiding),
-    ("XLA_FLAGS", ("xla_gpu_deterministic_ops",), _deterministic),
-    ("XLA_FLAGS", ("xla_allow_excess_precision",), _excess_precision),
-    ("jax.config", ("jax_optimization_level",), _optimization_level),
-    ("jax.config", ("jax_compiler_enable_remat_pass",), _remat_pass),
-    ("jax.config", ("jax_remat3",), _remat3),
-    ("environment", ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"), _memory_fraction),
-    ("environment", ("XLA_PYTHON_CLIENT_PREALLOCATE",), _preallocate),
+    ("XLA_FLAGS", (SCHEDULING_MODE,), _judge_scheduling_mode),
+    ("XLA_FLAGS", (COMMAND_BUFFER,), _judge_command_buffer),
+    ("XLA_FLAGS", (PIPELINED_HOST_COPIES,), _judge_pipelined_host_copies),
+    ("XLA_FLAGS", ("xla_gpu_experimental_parallel_collective_overlap_limit",), _judge_collective_overlap),
+    ("XLA_FLAGS", ("xla_gpu_enable_latency_hiding_scheduler",), _judge_latency_hiding),
+    ("XLA_FLAGS", ("xla_gpu_deterministic_ops",), _judge_deterministic),
+    ("XLA_FLAGS", ("xla_allow_excess_precision",), _judge_excess_precision),
+    ("jax.config", ("jax_optimization_level",), _judge_optimization_level),
+    ("jax.config", ("jax_compiler_enable_remat_pass",), _judge_remat_pass),
+    ("jax.config", ("jax_remat3",), _judge_remat3),
+    ("environment", ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"), _judge_memory_fraction),
+    ("environment", ("XLA_PYTHON_CLIENT_PREALLOCATE",), _judge_preallocate),
 )
