@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from jaxoff._compiled.cuda_graphs import SMALL_NBYTES
 from jaxoff._compiled.facts import CompiledFacts, HostCopy
 from jaxoff._report.finding import Finding, FindingCode
-from jaxoff._report.tables import human
+from jaxoff._report.tables import format_nbytes as human
 from jaxoff._runtime.settings import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
 
 

@@ -9,7 +9,7 @@ from jaxoff._compiled.cuda_graphs import Compute
 from jaxoff._compiled.transfers import Direction
 from jaxoff._compiled.value_identity import Value
 from jaxoff._report.finding import Finding
-from jaxoff._report.tables import printed
+from jaxoff._report.tables import render_text as printed
 
 
 @dataclasses.dataclass(frozen=True)

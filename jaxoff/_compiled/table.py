@@ -6,7 +6,8 @@ import collections
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxoff._report.tables import findings_text, human
+from jaxoff._report.tables import format_nbytes as human
+from jaxoff._report.tables import render_findings as findings_text
 
 if TYPE_CHECKING:
     from jaxoff._compiled.facts import CompiledFacts, HostCopy

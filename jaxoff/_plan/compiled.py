@@ -10,7 +10,7 @@ import jax
 
 from jaxoff._compiled.verify import held_nbytes
 from jaxoff._plan.result import BudgetError, Plan, fullest
-from jaxoff._report.tables import human
+from jaxoff._report.tables import format_nbytes as human
 
 type CompileStep = Callable[[Any], jax.stages.Compiled]
 

@@ -12,7 +12,7 @@ from jaxoff._device.profile import Device, SharedLink
 from jaxoff._plan.plan import Planner, no_host_memory
 from jaxoff._plan.result import Plan, Verb
 from jaxoff._plan.search import fastest, smallest
-from jaxoff._report.tables import printed
+from jaxoff._report.tables import render_text as printed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Frontier:
         from rich import box
         from rich.table import Table
 
-        from jaxoff._report.tables import human
+        from jaxoff._report.tables import format_nbytes as human
 
         table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
         for heading in ("peak", "host", "step", "save", "offload"):

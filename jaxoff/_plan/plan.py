@@ -22,7 +22,7 @@ from jaxoff._plan.search import fastest, smallest
 from jaxoff._plan.step_cost import Cost, Model
 from jaxoff._policy.policy import Placement
 from jaxoff._report.near_miss import near_miss
-from jaxoff._report.tables import human
+from jaxoff._report.tables import format_nbytes as human
 from jaxoff._residuals.traced_function import Program
 from jaxoff._runtime.requirements import POOL_VARIABLE, pinned_pool_bytes
 

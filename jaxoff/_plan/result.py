@@ -13,7 +13,8 @@ from jaxoff._plan.layer import UNNAMED, UNNAMED_DOTS
 from jaxoff._plan.layer_cost import Times
 from jaxoff._plan.step_cost import Moment
 from jaxoff._policy.policy import FirstLayers, Policy, Unmarked
-from jaxoff._report.tables import human, printed
+from jaxoff._report.tables import format_nbytes as human
+from jaxoff._report.tables import render_text as printed
 
 type Verb = Literal["save", "offload", "recompute"]
 type Layers = Literal["all", "first", "others"]

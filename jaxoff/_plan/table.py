@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxoff._plan.result import split
-from jaxoff._report.tables import human
+from jaxoff._report.tables import format_nbytes as human
 
 if TYPE_CHECKING:
     from jaxoff._plan.result import Plan

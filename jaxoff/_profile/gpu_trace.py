@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxoff._report.tables import human, printed
+from jaxoff._report.tables import format_nbytes as human
+from jaxoff._report.tables import render_text as printed
 
 type Interval = tuple[float, float]
 type Kind = Literal["kernel", "D2H", "H2D", "D2D", "H2H", "memset"]

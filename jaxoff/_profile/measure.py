@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jaxoff._compiled.verify import held_nbytes
 from jaxoff._profile import gpu_trace
 from jaxoff._profile.gpu_trace import GpuTimes
-from jaxoff._report.tables import human
+from jaxoff._report.tables import format_nbytes as human
 from jaxoff._schedule.jit import jit
 
 type NextArgs = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]

@@ -10,7 +10,7 @@ from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._jaxpr import compat
 from jaxoff._policy.policy import Placement
 from jaxoff._report.finding import Finding
-from jaxoff._report.tables import printed
+from jaxoff._report.tables import render_text
 from jaxoff._residuals.findings.finding import Runtime
 from jaxoff._residuals.findings.registry import find
 from jaxoff._residuals.residuals import Residual, analyse
@@ -70,7 +70,7 @@ class Report:
         }
 
     def __str__(self) -> str:
-        return printed(self)
+        return render_text(self)
 
     def __rich_console__(self, console, options):
         from jaxoff._residuals.table import render

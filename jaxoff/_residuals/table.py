@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxoff._report.tables import findings_text, human
+from jaxoff._report.tables import format_nbytes, render_findings
 from jaxoff._residuals.residuals import Residual
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
             label,
             f"{r.dtype}{list(r.shape)}",
             str(r.count),
-            human(r.nbytes),
+            format_nbytes(r.nbytes),
             r.placement,
             r.rule,
             _short(r.source),
@@ -44,16 +44,16 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
     else:
         yield Text("The backward pass keeps nothing from the forward pass but its inputs.")
     yield Text(
-        f"\ndevice {human(report.device_bytes)}, host {human(report.host_bytes)}, recomputed "
-        f"{human(report.recompute_bytes)} (named values)"
+        f"\ndevice {format_nbytes(report.device_bytes)}, host {format_nbytes(report.host_bytes)}, recomputed "
+        f"{format_nbytes(report.recompute_bytes)} (named values)"
     )
     for t in report.traffic:
         iteration = f" an iteration, {t.iterations} iterations" if t.source else ""
         yield Text(
-            f"{t.part}: {human(t.nbytes)}{iteration}, {t.copy_ms:.2f} ms of the link beside about "
+            f"{t.part}: {format_nbytes(t.nbytes)}{iteration}, {t.copy_ms:.2f} ms of the link beside about "
             f"{t.compute_ms:.2f} ms of compute"
         )
-    yield from findings_text(report.findings, terminal)
+    yield from render_findings(report.findings, terminal)
 
 
 def grouped(residuals: tuple[Residual, ...]) -> list[Residual]:

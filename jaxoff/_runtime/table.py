@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxoff._report.tables import human
+from jaxoff._report.tables import format_nbytes as human
 from jaxoff._runtime.doctor import GIB, Diagnosis
 from jaxoff._runtime.environment import Environment
 
