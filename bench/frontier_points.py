@@ -20,7 +20,7 @@ from jaxoff._plan.compiled import CompileStep
 from jaxoff._plan.layer import UNNAMED_DOTS, of_others
 from jaxoff._plan.plan import MARGIN, Planner
 from jaxoff._plan.search import fastest, smallest
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 
 type Role = Literal["plan", "layers", "stock", "maxtext", "single", "bound", "every"]
 

@@ -21,10 +21,10 @@ from jaxoff._plan.plan import plan as plan
 from jaxoff._plan.result import BudgetError as BudgetError
 from jaxoff._plan.result import Plan as Plan
 from jaxoff._plan.result import Planned as Planned
+from jaxoff._policy.combinators import FirstLayers as FirstLayers
 from jaxoff._policy.marks import mark_not_offload as mark_not_offload
 from jaxoff._policy.marks import mark_offload as mark_offload
 from jaxoff._policy.marks import name as name
-from jaxoff._policy.policy import FirstLayers as FirstLayers
 from jaxoff._policy.policy import Policy as Policy
 from jaxoff._policy.presets import policies as policies
 from jaxoff._policy.presets import policy as policy

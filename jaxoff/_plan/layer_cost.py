@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from jaxoff._device.profile import Device
 from jaxoff._plan.layer import Layer, Shared, Step, Value
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 from jaxoff._schedule.copy_times import LEAST_SLACK, SEND_SLACK, SLACK, Long, unhindered
 
 type Choice = Mapping[str, Placement]

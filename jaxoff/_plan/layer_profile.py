@@ -16,7 +16,7 @@ from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import DOTS, is_collective, is_compute, is_pallas
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._plan.layer import UNNAMED_DOTS, Layer, Shared, Step, Value
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 from jaxoff._schedule.copy_times import fills_device
 
 _NAMES = frozenset({"name", "reduce_precision", "reshape", "optimization_barrier", "squeeze"})

@@ -20,10 +20,10 @@ from jaxoff._plan.layer_cost import Choice, LayerModel
 from jaxoff._plan.result import BudgetError, Plan, Planned, Verb, fullest
 from jaxoff._plan.search import fastest, smallest
 from jaxoff._plan.step_cost import Cost, Model
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 from jaxoff._report.near_miss import near_miss
 from jaxoff._report.tables import format_nbytes as human
-from jaxoff._residuals.traced_function import Program
+from jaxoff._residuals.traced_function import TracedFunction
 from jaxoff._runtime.requirements import POOL_VARIABLE, pinned_pool_bytes
 
 # What is left free of a budget, less the arguments: predicted peaks have been so much short. The other one is
@@ -186,7 +186,7 @@ class Planner:
             device = dataclasses.replace(device, **rates)
         elif link is not None:
             device = device.sharing(link)
-        program = Program.trace(fun, args, kwargs, argnums, has_aux)
+        program = TracedFunction.trace(fun, args, kwargs, argnums, has_aux)
         is_step = is_train_step(program.primal.jaxpr)
         if is_step and (has_aux or argnums is not None):
             raise ValueError(

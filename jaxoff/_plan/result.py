@@ -12,7 +12,8 @@ from jaxoff._device.profile import Device
 from jaxoff._plan.layer import UNNAMED, UNNAMED_DOTS
 from jaxoff._plan.layer_cost import Times
 from jaxoff._plan.step_cost import Moment
-from jaxoff._policy.policy import FirstLayers, Policy, Unmarked
+from jaxoff._policy.combinators import FirstLayers
+from jaxoff._policy.policy import PLAN_PRESET, Policy, Unmarked
 from jaxoff._report.tables import format_nbytes as human
 from jaxoff._report.tables import render_text as printed
 
@@ -113,7 +114,7 @@ class Plan:
             save=named("save"),
             recompute=named("recompute"),
             unmarked=_UNMARKED[dots[0]] if dots else "recompute",
-            preset="plan",
+            preset=PLAN_PRESET,
         )
 
     @property

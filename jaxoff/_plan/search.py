@@ -19,7 +19,7 @@ from jaxoff._plan.integer_program import IntegerProgram
 from jaxoff._plan.layer import UNNAMED_DOTS, name_of
 from jaxoff._plan.layer_cost import APART, LAST, Choice, LayerModel
 from jaxoff._plan.step_cost import Model
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 
 # Bytes are counted in this, and for small models in a part of their own size: what HiGHS can tell apart.
 _GB, _PART = 1e9, 0.1

@@ -17,7 +17,7 @@ _COLOURS = {"host": "cyan", "device": "yellow", "recompute": "dim"}
 
 
 def render(report: Report, terminal: bool) -> Iterator[Any]:
-    """The renderables of a report: its table, its totals, its findings."""
+    """Renders a report: a table of residuals, totals, traffic, findings."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -27,7 +27,7 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
         table.add_column(
             heading, justify="right" if heading in ("count", "bytes") else "left", overflow="fold"
         )
-    for r in grouped(report.residuals):
+    for r in merge_layers(report.residuals):
         label = r.name or (f"(mark_{r.mark})" if r.mark else f"({r.made_by})")
         cells = (
             label,
@@ -56,8 +56,8 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
     yield from render_findings(report.findings, terminal)
 
 
-def grouped(residuals: tuple[Residual, ...]) -> list[Residual]:
-    """Residuals that differ only in which unrolled layer made them, as one row."""
+def merge_layers(residuals: tuple[Residual, ...]) -> list[Residual]:
+    """Merges residuals of unrolled layers, equal but for count and bytes, into a row for all layers."""
     groups: dict[Any, Residual] = {}
     for r in residuals:
         key = dataclasses.replace(r, count=0, nbytes=0)

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxoff
+from jaxoff._layers.scan import scan_by_strategy
 from tests.jaxoff.policy import placement
 from tests.jaxoff.policy.matrix import assert_close, inputs
 
@@ -39,7 +40,7 @@ def loss(scan, w, x):
 
 def ours(policy=None, **more):
     policy = policy or jaxoff.FirstLayers(4, MOVED, KEPT)
-    return functools.partial(loss, functools.partial(jaxoff.scan, policy=policy, **more))
+    return functools.partial(loss, functools.partial(scan_by_strategy, policy=policy, **more))
 
 
 def differentiated(fun):

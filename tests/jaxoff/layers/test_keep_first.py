@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 import jaxoff
+from jaxoff._layers.scan import scan_by_strategy
 from tests.jaxoff.policy import placement
 from tests.jaxoff.policy.matrix import assert_close
 from tests.jaxoff.schedule.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, layer
@@ -18,7 +19,7 @@ STRATEGIES = ["captured", "ordered", "plain"]
 
 def scanned(body=layer, **options):
     def loss(w, x):
-        return jnp.sum(jaxoff.scan(body, x, w, **({"policy": BOTH} | options))[0])
+        return jnp.sum(scan_by_strategy(body, x, w, **({"policy": BOTH} | options))[0])
 
     return loss
 
