@@ -1,4 +1,4 @@
-"""`jaxoff.FirstLayers`: two policies for the layers of one scan, whose stacks stay in one piece."""
+"""`jaxoff.FirstLayers`: two policies for the layers of a scan, with undivided stacks."""
 
 import functools
 

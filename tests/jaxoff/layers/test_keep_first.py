@@ -1,4 +1,4 @@
-"""`keep_first`: what the backward pass needs first stays on the device, where it is to, and nothing else."""
+"""`keep_first`: the residual at the start of the backward pass stays on the device, and no other."""
 
 import functools
 
@@ -13,7 +13,7 @@ from tests.jaxoff.policy import placement
 from tests.jaxoff.policy.matrix import assert_close
 from tests.jaxoff.schedule.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, layer
 
-X, ACT = (ROWS, WIDTH), (ROWS, HIDDEN)  # what a layer makes, in this order
+X, ACT = (ROWS, WIDTH), (ROWS, HIDDEN)  # the values of a layer, in this order
 STRATEGIES = ["captured", "ordered", "plain"]
 
 
@@ -163,7 +163,7 @@ def test_of_two_values_of_one_name_the_last_stays_if_they_can_be_told_apart(seco
 
 
 def test_what_moves_without_a_name():
-    """Of the dots that te_v2 moves the last one stays."""
+    """Of the dots offloaded by te_v2 the last stays."""
 
     def body(x, w):
         up, down = w
@@ -207,7 +207,7 @@ def test_the_saved_twin_and_policies_that_move_nothing_stay_as_they_are():
 
 
 def test_weights_that_the_body_closes_over_count():
-    """Only their gradient reads the value that is made last."""
+    """Only their gradient reads the last value."""
 
     def loss(w, x):
         up, down = w[0][0], w[1][0]
@@ -222,7 +222,7 @@ def test_weights_that_the_body_closes_over_count():
 
 
 def test_a_policy_of_other_checkpoints_too_is_one_policy():
-    """A rule that has its names in the layers has them."""
+    """Rules find their names inside the layers."""
 
     def loss(w, x):
         policy = jaxoff.policy(offload=["x_in", "act", "head"])

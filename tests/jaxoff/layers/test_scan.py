@@ -1,4 +1,4 @@
-"""`jaxoff.scan` and `jaxoff.layers`: a drop-in for `lax.scan`, with the residuals that the policy says."""
+"""`jaxoff.scan` and `jaxoff.layers`: a drop-in for `lax.scan`, with the residuals of the policy."""
 
 import itertools
 

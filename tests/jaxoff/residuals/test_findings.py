@@ -1,4 +1,4 @@
-"""Every finding: a program that has the failure, and its neighbour that does not."""
+"""Every finding: a program with the failure, and its neighbour without."""
 
 import dataclasses
 
@@ -165,7 +165,7 @@ def test_name_lost_in_vmap():
     assert codes(loss, W, X) == set()  # JAX's default keeps the name
     jax.config.update("jax_remat3", True)
     try:
-        lost = jax.__version_info__ < (0, 12)  # from 0.12 on the rewrite keeps it too
+        lost = jax.__version_info__ < (0, 12)  # from 0.12 on the rewrite keeps the name, too
         assert codes(loss, W, X) == ({"name-lost-in-vmap", "rule-matched-nothing"} if lost else {"remat3"})
     finally:
         jax.config.update("jax_remat3", False)
