@@ -77,7 +77,7 @@ def choose_last_policy(
         looped = _wrap_in_loop(block.layer, policy)
         function = TracedFunction.trace(looped, block.args, {}, None, False).with_closure()
         kept = list_kept(function, function.trace_kept())
-        offloaded = [row for row in kept if row.residual.placement == "host"]
+        offloaded = [row for row in kept if row.residual.placement == "offload"]
         if not offloaded:
             return policy
         kind = _kind_of(offloaded[-1])

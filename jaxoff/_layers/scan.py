@@ -73,7 +73,7 @@ def scan(
       ...     return jaxoff.scan(layer, x, w, policy=policy, keep_first=False)[0].sum()
       >>> w, x = jnp.ones((12, 16, 16)), jnp.ones((8, 16))
       >>> [(r.name, r.count, r.placement) for r in jaxoff.residuals(loss, w, x)]
-      [('x_in', 12, 'host')]
+      [('x_in', 12, 'offload')]
     """
     return scan_by_strategy(
         body,

@@ -76,7 +76,7 @@ def _label_of(eqn: JaxprEqn) -> tuple[str | None, Placement | None]:
     if text is None:
         return (UNNAMED_DOTS if eqn.primitive.name in DOTS else None), None
     tag = Tag.of(text)
-    placed: dict[Any, Placement] = {"not_offload": "device", "offload": "host"}
+    placed: dict[Any, Placement] = {"not_offload": "save", "offload": "offload"}
     return tag.label or f"({tag.mark})", placed.get(tag.mark)
 
 

@@ -45,7 +45,7 @@ class Either(DecidingPolicy):
 
     def decide(self, prim, *in_avals, **params) -> Decision:
         if _is_exempt(prim, params):
-            return Decision("device", Rule(RuleKind.MARK, "mark_not_offload"))
+            return Decision("save", Rule(RuleKind.MARK, "mark_not_offload"))
         first = ask_policy(self.first, prim, *in_avals, **params)
         return first if first.placement != "recompute" else ask_policy(self.second, prim, *in_avals, **params)
 
@@ -173,10 +173,10 @@ class KeepFirst(DecidingPolicy):
 
     def decide(self, prim, *in_avals, **params) -> Decision:
         decision = ask_policy(self.policy, prim, *in_avals, **params)
-        if decision.placement != "host" or not self._covers(prim, in_avals, params):
+        if decision.placement != "offload" or not self._covers(prim, in_avals, params):
             return decision
         rule = decision.rule.append("kept by keep_first")
-        return Decision("device", dataclasses.replace(rule, kind=RuleKind.KEEP_FIRST))
+        return Decision("save", dataclasses.replace(rule, kind=RuleKind.KEEP_FIRST))
 
     def on_device(self) -> Callable[..., Any]:
         return keep_on_device(self.policy)

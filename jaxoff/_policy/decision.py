@@ -6,7 +6,8 @@ import dataclasses
 import enum
 from typing import Literal
 
-Placement = Literal["device", "host", "recompute"]
+Placement = Literal["save", "offload", "recompute"]
+"""Between forward and backward: on the device, in pinned host memory, or recomputed."""
 
 
 class RuleKind(enum.Enum):
@@ -58,7 +59,7 @@ class Decision:
     """Where a value waits for the backward pass, and why.
 
     Attributes:
-      placement: "device", "host" or "recompute".
+      placement: "save", "offload" or "recompute".
       rule: the reason.
     """
 

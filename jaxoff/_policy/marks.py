@@ -53,7 +53,7 @@ def name[T](x: T, label: str) -> T:
       >>> policy = jaxoff.policy(offload=["mlp.*"])
       >>> w, x = jnp.ones((8, 16)), jnp.ones((4, 8))
       >>> [(r.name, r.placement) for r in jaxoff.residuals(jax.checkpoint(block, policy=policy), w, x)]
-      [('mlp.act', 'host')]
+      [('mlp.act', 'offload')]
 
     References:
       `jax.ad_checkpoint.checkpoint_name`, whose names stock policies of `jax.checkpoint_policies` select by.
@@ -87,7 +87,7 @@ def mark_offload[T](x: T) -> T:
       >>> block = jax.checkpoint(block, policy=jaxoff.policy())
       >>> w, x = jnp.ones((8, 16)), jnp.ones((4, 8))
       >>> [(r.mark, r.placement, r.rule) for r in jaxoff.residuals(block, w, x)]
-      [('offload', 'host', 'mark_offload')]
+      [('offload', 'offload', 'mark_offload')]
 
     References:
       TransformerEngine, `mark_activation_offload` (cpu_offload v1): an attribute of the tensor.
@@ -113,7 +113,7 @@ def mark_not_offload[T](x: T) -> T:
       >>> block = jax.checkpoint(block, policy=jaxoff.policy(offload=["mlp.*"]))
       >>> w, x = jnp.ones((8, 16)), jnp.ones((4, 8))
       >>> [(r.name, r.placement, r.rule) for r in jaxoff.residuals(block, w, x)]
-      [('mlp.act', 'device', 'mark_not_offload')]
+      [('mlp.act', 'save', 'mark_not_offload')]
 
     References:
       TransformerEngine, `mark_not_offload`.

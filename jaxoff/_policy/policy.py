@@ -88,40 +88,40 @@ class Policy(DecidingPolicy):
 
     def __call__(self, prim, *in_avals, **params) -> Any:
         placement = self.decide(prim, *in_avals, **params).placement
-        if placement == "host":
+        if placement == "offload":
             return compat.Offloadable(src="device", dst="pinned_host")
-        return compat.Saveable if placement == "device" else compat.Recompute
+        return compat.Saveable if placement == "save" else compat.Recompute
 
     def decide(self, prim, *in_avals, **params) -> Decision:
         if compat.is_name(prim):
             decision = self._decide_tag(Tag.of(params["name"]), functools.partial(_count_nbytes, in_avals))
         else:
             decision = self._decide_primitive(prim, in_avals, params)
-        if decision.placement == "host" and self.memory_kind == "device":
-            return Decision("device", decision.rule.append("kept on the device"))
+        if decision.placement == "offload" and self.memory_kind == "device":
+            return Decision("save", decision.rule.append("kept on the device"))
         return decision
 
     def _decide_tag(self, tag: Tag, nbytes: Callable[[], int | None]) -> Decision:
         if tag.mark == "not_offload":
-            return Decision("device", Rule(RuleKind.MARK, "mark_not_offload"))
+            return Decision("save", Rule(RuleKind.MARK, "mark_not_offload"))
         if tag.label is not None:
             if pattern := self.find_pattern("recompute", tag.label):
                 return Decision("recompute", _list_rule("recompute", pattern))
             if pattern := self.find_pattern("save", tag.label):
-                return Decision("device", _list_rule("save", pattern))
+                return Decision("save", _list_rule("save", pattern))
             if pattern := self.find_pattern("offload", tag.label):
                 return self._offload_if_large(nbytes(), _list_rule("offload", pattern))
         if tag.mark == "offload":
-            return Decision("host", Rule(RuleKind.MARK, "mark_offload"))
+            return Decision("offload", Rule(RuleKind.MARK, "mark_offload"))
         if self.unmarked == "offload":
             return self._offload_if_large(nbytes(), self._default_rule)
-        return Decision("device" if self.unmarked == "save" else "recompute", self._default_rule)
+        return Decision("save" if self.unmarked == "save" else "recompute", self._default_rule)
 
     def _decide_primitive(self, prim, in_avals, params) -> Decision:
         if self.unmarked == "save" and prim.name not in VIEWS:
-            return Decision("device", self._default_rule)
+            return Decision("save", self._default_rule)
         if self.unmarked == "dots" and prim.name in DOTS:
-            return Decision("device", self._default_rule)
+            return Decision("save", self._default_rule)
         if prim.name in _OFFLOADED_PRIMITIVES.get(self.unmarked, ()):
             nbytes = _count_nbytes(infer_out_avals(prim, in_avals, params))
             return self._offload_if_large(nbytes, self._default_rule)
@@ -133,8 +133,8 @@ class Policy(DecidingPolicy):
 
     def _offload_if_large(self, nbytes: int | None, rule: Rule) -> Decision:
         if nbytes is not None and nbytes < self.min_bytes:
-            return Decision("device", rule.append(f"{nbytes} < min_bytes={self.min_bytes}"))
-        return Decision("host", rule)
+            return Decision("save", rule.append(f"{nbytes} < min_bytes={self.min_bytes}"))
+        return Decision("offload", rule)
 
     def find_pattern(self, field: ListName, label: str) -> str | None:
         """Finds the first pattern of a list with a match for a name, or None."""

@@ -49,7 +49,7 @@ def ask_policy(policy: Callable[..., Any] | None, prim, *in_avals, **params) -> 
     name = getattr(policy, "__name__", None) or repr(policy)
     if isinstance(answer, compat.Offloadable) and answer.dst != "pinned_host":
         text = f"{name}: JAX keeps on the device what goes to the memory kind {answer.dst!r}"
-        return Decision("device", Rule(RuleKind.WRONG_MEMORY_KIND, text))
+        return Decision("save", Rule(RuleKind.WRONG_MEMORY_KIND, text))
     return Decision(read_answer(answer), Rule(RuleKind.OTHER_POLICY, name))
 
 
@@ -61,12 +61,12 @@ def read_answer(answer: Any) -> Placement:
       ValueError: for an offload to a memory kind other than "pinned_host".
     """
     if isinstance(answer, bool):
-        return "device" if answer else "recompute"
+        return "save" if answer else "recompute"
     if isinstance(answer, compat.Offloadable):
         check_choice("the host memory kind of Offloadable(dst=)", answer.dst, ("pinned_host",))
-        return "host"
+        return "offload"
     if isinstance(answer, type(compat.Saveable)):
-        return "device"
+        return "save"
     if isinstance(answer, type(compat.Recompute)):
         return "recompute"
     raise TypeError(

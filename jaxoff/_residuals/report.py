@@ -17,7 +17,10 @@ from jaxoff._residuals.residuals import Residual, analyse
 from jaxoff._residuals.traced_function import TracedFunction
 from jaxoff._residuals.traffic import Traffic, estimate_traffic, find_late_offloads, find_slow_links
 
-PLACEMENTS: tuple[Placement, ...] = ("device", "host", "recompute")
+PLACEMENTS: tuple[Placement, ...] = ("save", "offload", "recompute")
+
+_JSON_KEYS: dict[Placement, str] = {"save": "device", "offload": "host", "recompute": "recompute"}
+"""Placement -> key of its bytes in `Report.to_dict`: the memory of the bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +41,12 @@ class Report:
     @property
     def device_bytes(self) -> int:
         """Bytes of residuals on the device."""
-        return self.nbytes("device")
+        return self.nbytes("save")
 
     @property
     def host_bytes(self) -> int:
         """Bytes of residuals in pinned host memory."""
-        return self.nbytes("host")
+        return self.nbytes("offload")
 
     @property
     def recompute_bytes(self) -> int:
@@ -55,7 +58,7 @@ class Report:
         return sum(r.nbytes for r in self.residuals if r.placement == placement and name in (None, r.name))
 
     @property
-    def by_name(self) -> dict[str, dict[str, int]]:
+    def by_name(self) -> dict[str, dict[Placement, int]]:
         """Name -> placement -> bytes, in order of appearance."""
         names = dict.fromkeys(r.name for r in self.residuals if r.name is not None)
         return {n: {p: b for p in PLACEMENTS if (b := self.nbytes(p, n))} for n in names}
@@ -64,8 +67,8 @@ class Report:
         """Returns the report as JSON-ready values."""
         return {
             "residuals": [r.to_dict() for r in self.residuals],
-            "bytes": {p: self.nbytes(p) for p in PLACEMENTS},
-            "bytes_by_name": self.by_name,
+            "bytes": {_JSON_KEYS[p]: self.nbytes(p) for p in PLACEMENTS},
+            "bytes_by_name": {n: {_JSON_KEYS[p]: b for p, b in of.items()} for n, of in self.by_name.items()},
             "findings": [dataclasses.asdict(f) for f in self.findings],
             "traffic": [t.to_dict() for t in self.traffic],
         }

@@ -25,7 +25,7 @@ class Residual:
       shape, dtype: of an instance, such as the value of a single layer of a scan.
       count: the number of instances: the product of the lengths of the loops around the value.
       nbytes: bytes of all instances; of sharded arrays, the bytes on all devices together.
-      placement: "device", "host", or "recompute" for a named value recomputed in the backward pass.
+      placement: "save", "offload", or "recompute" for a named value recomputed in the backward pass.
       rule: the mark, list entry or default behind the placement.
       made_by: the primitive behind the value; "name" for named values, "carry" for the carried input of a
         scanned body.
@@ -82,7 +82,7 @@ def residuals(
       >>> x, w = jax.ShapeDtypeStruct((8, 64), "bfloat16"), jax.ShapeDtypeStruct((12, 64, 64), "bfloat16")
       >>> (r,) = jaxoff.residuals(lambda x, w: jax.lax.scan(layer, x, w)[0], x, w)
       >>> r.name, r.shape, r.count, r.nbytes, r.placement, r.rule
-      ('x_in', (8, 64), 12, 12288, 'host', "offload='x_in'")
+      ('x_in', (8, 64), 12, 12288, 'offload', "offload='x_in'")
     """
     return tuple(
         item.residual for item in analyse(TracedFunction.trace(fun, args, kwargs, argnums, has_aux)).rows
@@ -127,7 +127,7 @@ def list_kept(function: TracedFunction, kept: KeptValues) -> list[Row]:
 
 
 def _make_kept_row(function: TracedFunction, var, origin: Origin) -> Row:
-    placement: Placement = "host" if compat.is_host(var.aval) else "device"
+    placement: Placement = "offload" if compat.is_host(var.aval) else "save"
     return _make_row(var, origin, placement, _find_decision(function, origin, placement))
 
 

@@ -13,7 +13,7 @@ from jaxoff._residuals.residuals import Residual
 if TYPE_CHECKING:
     from jaxoff._residuals.report import Report
 
-_COLOURS = {"host": "cyan", "device": "yellow", "recompute": "dim"}
+_COLOURS = {"offload": "cyan", "save": "yellow", "recompute": "dim"}
 
 
 def render(report: Report, terminal: bool) -> Iterator[Any]:

@@ -35,7 +35,7 @@ def describe_row(row: Row) -> str:
 
 def list_offloaded(analysis: Analysis) -> list[Row]:
     """Lists the offloaded residuals."""
-    return [row for row in analysis.rows if row.residual.placement == "host"]
+    return [row for row in analysis.rows if row.residual.placement == "offload"]
 
 
 def policies_in(policy: Any) -> list[Policy]:

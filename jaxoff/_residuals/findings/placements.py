@@ -92,8 +92,8 @@ def find_overridden_checkpoints(analysis: Analysis) -> Iterator[Finding]:
             if inner.placement not in ("recompute", outer.placement):
                 yield Finding(
                     FindingCode.CHECKPOINT_OVERRIDDEN,
-                    f"An inner jax.checkpoint places {describe_site(site)} on the {inner.placement} "
-                    f"({inner.rule}), but the checkpoint around it decides: {outer.placement} "
+                    f"An inner jax.checkpoint answers {inner.placement!r} for {describe_site(site)} "
+                    f"({inner.rule}), but the checkpoint around it decides: {outer.placement!r} "
                     f"({outer.rule}). The inner rule holds only within the backward pass, where an offload "
                     f"is a round trip for nothing. Give the outer one this rule, or drop one of the two.",
                     site.line,
@@ -123,7 +123,7 @@ def find_large_unnamed(analysis: Analysis) -> Iterator[Finding]:
     for row in analysis.rows:
         size = compat.nbytes(row.origin.aval)
         if (
-            row.residual.placement == "device"
+            row.residual.placement == "save"
             and not row.rule.is_explicit
             and row.origin.tag is None
             and size >= floor

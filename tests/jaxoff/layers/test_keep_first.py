@@ -60,10 +60,10 @@ def test_the_last_value_that_moves_in_each_layer_stays(make):
     report = jaxoff.explain(make(keep_first=True), *arguments())
     placed = {(r.name, r.placement, r.rule) for r in report.residuals if r.name}
     assert placed == {
-        ("x_in", "host", "offload='x_in'"),
-        ("act", "device", "offload='act', kept by keep_first"),
+        ("x_in", "offload", "offload='x_in'"),
+        ("act", "save", "offload='act', kept by keep_first"),
     }
-    assert report.nbytes("device", "act") == LAYERS * ROWS * HIDDEN * 4
+    assert report.nbytes("save", "act") == LAYERS * ROWS * HIDDEN * 4
     assert report.findings == ()
 
 
@@ -114,7 +114,7 @@ def test_auto_keeps_it_where_the_step_waits_with_it_and_not_without(make, block)
         more = {"block": block} if block > 1 else {}
         report = jaxoff.explain(make(wide_layer, policy=WIDE, device=link(gbps), **more), W, ROWS_8K)
         kept = any("keep_first" in r.rule for r in report.residuals)
-        assert report.nbytes("device", "z") == (4 // block * Z_NBYTES if kept else 0)
+        assert report.nbytes("save", "z") == (4 // block * Z_NBYTES if kept else 0)
         return kept
 
     both = (X_NBYTES + Z_NBYTES) / layer_ms() / 1e6
@@ -140,7 +140,7 @@ def test_policies_of_jax_work_too():
     loss = scanned(policy=policy, keep_first=True)
     assert moved(loss) == {X: LAYERS}
     (kept,) = (r for r in jaxoff.explain(loss, *arguments()).residuals if r.name == "act")
-    assert (kept.placement, kept.rule.endswith("kept by keep_first")) == ("device", True)
+    assert (kept.placement, kept.rule.endswith("kept by keep_first")) == ("save", True)
     assert moved(scanned(policy=policy | BOTH, keep_first=True)) == {X: LAYERS}
 
 
@@ -175,7 +175,7 @@ def test_what_moves_without_a_name():
     assert moved(scanned(body, policy=policy)) == {X: 2 * LAYERS, ACT: LAYERS}
     assert moved(scanned(body, **options)) == {X: LAYERS, ACT: LAYERS}
     report = jaxoff.explain(scanned(body, **options), *arguments())
-    (kept,) = (r for r in report.residuals if r.placement == "device")
+    (kept,) = (r for r in report.residuals if r.placement == "save")
     assert (kept.made_by, kept.rule) == ("dot_general", "unmarked='offload', kept by keep_first")
 
 

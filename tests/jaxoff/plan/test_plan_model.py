@@ -34,7 +34,7 @@ from tests.jaxoff.plan.planned import (
     unrolled,
 )
 
-SAVE, MOVE, AGAIN = "device", "host", "recompute"
+SAVE, MOVE, AGAIN = "save", "offload", "recompute"
 INSTANT = dataclasses.replace(DEVICE, d2h_gbps=1e9, h2d_gbps=1e9)
 
 
@@ -46,8 +46,7 @@ def model(fun=None, device=DEVICE, resident=0):
 
 def residuals(choice, fun=scanned):
     """What jax itself keeps, by placement."""
-    lists = {"device": "save", "host": "offload", "recompute": "recompute"}
-    given = {field: [k for k, v in choice.items() if v == place] for place, field in lists.items()}
+    given = {p: [k for k, v in choice.items() if v == p] for p in ("save", "offload", "recompute")}
     report = jaxoff.explain(fun(policy=jaxoff.policy(**given)), *arguments())
     return report.device_bytes, report.host_bytes
 

@@ -132,9 +132,9 @@ def test_ffi_calls_go_under_te_v2():
     (eqn,) = jax.make_jaxpr(call)(X).eqns
     policy = jaxoff.policy("te_v2", min_bytes=8 * 16 * 4)
     avals = [v.aval for v in eqn.invars]
-    assert policy.decide(eqn.primitive, *avals, **eqn.params).placement == "host"
+    assert policy.decide(eqn.primitive, *avals, **eqn.params).placement == "offload"
     larger = jaxoff.policy("te_v2", min_bytes=8 * 16 * 4 + 1)
-    assert larger.decide(eqn.primitive, *avals, **eqn.params).placement == "device"
+    assert larger.decide(eqn.primitive, *avals, **eqn.params).placement == "save"
 
 
 def test_cheap_values_are_recomputed_under_te_v2():
