@@ -20,7 +20,7 @@ from jaxoff._plan.compiled import CompileStep
 from jaxoff._plan.layer import UNNAMED_DOTS, of_others
 from jaxoff._plan.plan import MARGIN, Planner
 from jaxoff._plan.search import fastest, smallest
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 
 type Role = Literal["plan", "layers", "stock", "maxtext", "single", "bound", "every"]
 
@@ -29,12 +29,12 @@ ROLES: tuple[Role, ...] = ("plan", "layers", "stock", "maxtext", "single", "boun
 EVERY: Role = "every"
 FEW_NAMES = ("mlp",)
 STOCK = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "offload_dots")
-_PLACES: dict[str, Placement] = {"save": "device", "offload": "host"}
-_DOTS: dict[str, Placement] = {"dots": "device", "offload_dots": "host"}
+_KEPT: tuple[Placement, ...] = ("save", "offload")
+_DOTS: dict[str, Placement] = {"dots": "save", "offload_dots": "offload"}
 _STOCK_CHOICES: dict[str, dict[str, Placement]] = {
     "nothing_saveable": {},
-    "dots_saveable": {UNNAMED_DOTS: "device"},
-    "offload_dots": {UNNAMED_DOTS: "host"},
+    "dots_saveable": {UNNAMED_DOTS: "save"},
+    "offload_dots": {UNNAMED_DOTS: "offload"},
 }
 # MaxText's remat_policy (decoders.py, get_remat_policy): the saved or offloaded values, by MaxText's names.
 _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
@@ -190,9 +190,7 @@ def _choice(point: Point) -> dict[str, Placement] | None:
 
 def _place_by_label(policy: dict[str, Any]) -> dict[str, Placement]:
     if "count" not in policy:
-        placed: dict[str, Placement] = {
-            label: place for verb, place in _PLACES.items() for label in policy.get(verb, ())
-        }
+        placed: dict[str, Placement] = {label: place for place in _KEPT for label in policy.get(place, ())}
         if (place := _DOTS.get(policy.get("unmarked", ""))) is not None:
             placed[UNNAMED_DOTS] = place
         return placed
@@ -276,7 +274,7 @@ def _singles(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
     every = [
         predicted_anew(planner, Point(f"{verb} {label}", "single", {verb: (label,)}))
         for label in _names(planner)
-        for verb in _PLACES
+        for verb in _KEPT
     ]
     known = {}
     for budget in budgets:
@@ -290,8 +288,8 @@ def _singles(planner: Planner, budgets: Sequence[int]) -> Iterator[Point]:
 def _every(planner: Planner) -> Iterator[Point]:
     """All placements of the names of a layer: three times as many for each further name."""
     labels = sorted(_names(planner))
-    for placed in itertools.product((None, *_PLACES), repeat=len(labels)):
-        verbs = {verb: tuple(k for k, v in zip(labels, placed, strict=True) if v == verb) for verb in _PLACES}
+    for placed in itertools.product((None, *_KEPT), repeat=len(labels)):
+        verbs = {verb: tuple(k for k, v in zip(labels, placed, strict=True) if v == verb) for verb in _KEPT}
         name = "; ".join(f"{verb} {', '.join(kept)}" for verb, kept in verbs.items() if kept)
         yield predicted_anew(planner, Point(name or "recompute all", EVERY, verbs))
 

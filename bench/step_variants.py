@@ -16,6 +16,7 @@ import jaxoff
 from bench.grouped_mlp import describe
 from bench.step_models import Form, Layer, Naming, PlacedNames, Workload, loss
 from jaxoff import Policy
+from jaxoff._layers.scan import scan_by_strategy
 
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 # Without this option XLA computes a kernel twice whose result a scan saves and reads: once for each.
@@ -38,7 +39,7 @@ class Variant:
       form: a loop over layers, or a Python loop.
       placement: the placement of the named residuals; "none" is no checkpoint at all.
       naming: the way to name values, a `Naming`.
-      strategy: of `jaxoff.scan`, or "layers" for `jaxoff.layers`; None for `jax.jit` and JAX's own loops.
+      strategy: of `scan_by_strategy`, or "layers": `jaxoff.layers`; None for `jax.jit` and JAX's own loops.
       options: compiler options beside the defaults.
     """
 
@@ -141,7 +142,7 @@ def _ours(strategy: str, policy: Policy) -> Callable[[Layer, Any, Any], Any]:
         def body(carry, w):
             return layer(w, carry), None
 
-        return jaxoff.scan(body, carry, weights, policy=policy, strategy=strategy)[0]  # pyright: ignore
+        return scan_by_strategy(body, carry, weights, policy=policy, strategy=strategy)[0]  # pyright: ignore
 
     return scan_layers
 

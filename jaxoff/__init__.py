@@ -1,4 +1,10 @@
-"""Activation offload in JAX: named residuals, placed at trace time, moved to pinned host memory, proven."""
+"""Activation offload in JAX: named residuals, placed at trace time, copied to pinned host memory, proven.
+
+`name` and the marks tag values, `policy` decides where each value waits for the backward pass, and `jit`
+overlaps the copies with compute. `plan` chooses the placements for a budget of memory. `explain` reads the
+program before its compilation, `verify` the compiled program, `measure` the running program, and `diagnose`
+the machine.
+"""
 
 from jaxoff._compiled.facts import CompiledFacts as CompiledFacts
 from jaxoff._compiled.facts import HostCopy as HostCopy
@@ -15,10 +21,10 @@ from jaxoff._plan.plan import plan as plan
 from jaxoff._plan.result import BudgetError as BudgetError
 from jaxoff._plan.result import Plan as Plan
 from jaxoff._plan.result import Planned as Planned
+from jaxoff._policy.combinators import FirstLayers as FirstLayers
 from jaxoff._policy.marks import mark_not_offload as mark_not_offload
 from jaxoff._policy.marks import mark_offload as mark_offload
 from jaxoff._policy.marks import name as name
-from jaxoff._policy.policy import FirstLayers as FirstLayers
 from jaxoff._policy.policy import Policy as Policy
 from jaxoff._policy.presets import policies as policies
 from jaxoff._policy.presets import policy as policy
@@ -31,10 +37,16 @@ from jaxoff._profile.gpu_trace import read as read_trace
 from jaxoff._profile.measure import Measurement as Measurement
 from jaxoff._profile.measure import measure as measure
 from jaxoff._report.finding import Finding as Finding
+from jaxoff._report.finding import FindingCode as FindingCode
 from jaxoff._residuals.report import Report as Report
 from jaxoff._residuals.report import explain as explain
 from jaxoff._residuals.residuals import Residual as Residual
 from jaxoff._residuals.residuals import residuals as residuals
+from jaxoff._residuals.traffic import Traffic as Traffic
+from jaxoff._runtime.doctor import Diagnosis as Diagnosis
+from jaxoff._runtime.doctor import diagnose as diagnose
+from jaxoff._runtime.environment import Environment as Environment
+from jaxoff._runtime.environment import collect as collect_environment
 from jaxoff._schedule.jit import jit as jit
 
 __version__ = "0.1.0"

@@ -24,7 +24,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     link: Annotated[bool, typer.Option(help="Measure the link to host memory, on a GPU.")] = True,
 ) -> None:
-    """Print what offload finds here: versions, devices, memory, link speed, flags that help or harm it.
+    """Print versions, devices, memory, link speed, and the flags with an effect on offload.
 
     Exit status 1, with the reasons, where offload would be wrong or useless.
     """
@@ -52,12 +52,12 @@ def plan(
     device_gb: Annotated[float, typer.Option(help="Budget of device memory, GB (10^9 bytes).")],
     host_gb: Annotated[float | None, typer.Option(help="Budget of pinned host memory, GB.")] = None,
     resident_gb: Annotated[
-        float, typer.Option(help="What else is on the device: with a loss, an optimizer's state, GB.")
+        float, typer.Option(help="Other bytes on the device: with a loss, the optimizer's state, GB.")
     ] = 0.0,
-    device: Annotated[str, typer.Option(help="A shipped profile or the path of one.")] = "h200",
+    device: Annotated[str, typer.Option(help="A shipped profile or the path of a profile.")] = "h200",
     gpus: Annotated[int, typer.Option(help="How many GPUs of the host copy at once.")] = 1,
     first_layers: Annotated[
-        bool, typer.Option(help="Whether first layers may be placed otherwise than the others.")
+        bool, typer.Option(help="Whether the first layers may have a placement of their own.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[
@@ -69,10 +69,10 @@ def plan(
     Exit status 2, with the reason, where there is no plan.
     """
     import jaxoff
-    from jaxoff._cli.user_function import user_function
+    from jaxoff._cli.user_function import load_user_function
 
     try:
-        fun, *arguments = user_function(function)
+        fun, *arguments = load_user_function(function)
         given: dict[str, Any] = dict(
             host_bytes=None if host_gb is None else host_gb * 1e9,
             resident_bytes=resident_gb * 1e9,
@@ -80,8 +80,8 @@ def plan(
             device=jaxoff.Device.of(device),
             first_layers=first_layers,
         )
-        found = jaxoff.plan(fun, *arguments, device_bytes=device_gb * 1e9, **given)
-        print(found.to_json() if as_json else found)
+        planned = jaxoff.plan(fun, *arguments, device_bytes=device_gb * 1e9, **given)
+        print(planned.to_json() if as_json else planned)
         if picture is not None:
             jaxoff.frontier(fun, *arguments, **given).draw(picture)
     except (ValueError, FileNotFoundError) as error:

@@ -1,1 +1,9 @@
-"""TODO."""
+"""The command line's own code: `python -m jaxoff COMMAND`.
+
+`jaxoff/__main__.py` declares the commands; `load_user_function` imports a user's `MODULE:FUNCTION`, calls the
+function and checks the result: a loss or a train step, and its arguments.
+
+In: text of the command line. Out: Python objects, or a `ValueError` with the reason.
+
+Invariant: commands hold no logic of their own. Each calls a public function of jaxoff and prints the result.
+"""

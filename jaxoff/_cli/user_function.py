@@ -1,4 +1,4 @@
-"""A function of the user's, named on a command line."""
+"""A user's function, given on the command line as `MODULE:FUNCTION`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from typing import Any
 from jaxoff._report.near_miss import near_miss
 
 
-def user_function(text: str) -> tuple[Any, ...]:
-    """What a function returns that `module:function` names: a loss or a train step, and its arguments.
+def load_user_function(text: str) -> tuple[Any, ...]:
+    """Imports a user's module, calls a function of the module, and returns its checked result.
 
-    Modules of the current folder are found, too.
+    Python's path and the current folder are searched for the module.
+
+    Args:
+      text: "module:function". The function takes no arguments.
+
+    Returns:
+      A loss or a train step, followed by its arguments: arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: for other text, a module or function that there is not, and another result, such as
-        arguments that what it returns does not take.
+      ValueError: for text without both parts, an unknown module or function, a result other than a tuple of a
+        function and arguments, and arguments unfit for the function.
     """
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
@@ -28,7 +34,7 @@ def user_function(text: str) -> tuple[Any, ...]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{text}: {error}. It is looked for in this folder and on Python's path.") from None
+        raise ValueError(f"{text}: {error}. Python's path and this folder were searched.") from None
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{module_name} has no function {name!r}.{near_miss(name, dir(module))}")
@@ -47,6 +53,6 @@ def user_function(text: str) -> tuple[Any, ...]:
             f"other, as in `return loss, weights, tokens`; got {len(arguments)} for "
             f"{getattr(fun, '__name__', fun)}{inspect.signature(fun)}: {error}."
         ) from None
-    except ValueError:  # a callable of C, which has no signature
+    except ValueError:  # a callable written in C has no signature
         pass
     return found

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from jaxoff._compiled.cuda_graphs import SMALL_NBYTES
 from jaxoff._compiled.facts import CompiledFacts, HostCopy
 from jaxoff._report.finding import Finding, FindingCode
-from jaxoff._report.tables import human
+from jaxoff._report.tables import format_nbytes
 from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
 
 
@@ -34,10 +34,11 @@ def _check_vanished(facts: CompiledFacts, expected: int) -> Iterator[Finding]:
     is_twin_of_itself = facts.twin_peak_bytes is not None and not facts.copies
     if (facts.d2h_bytes >= expected or unknown) and not is_twin_of_itself:
         return
-    copied = human(facts.d2h_bytes) if facts.d2h_bytes else "nothing"
+    copied = format_nbytes(facts.d2h_bytes) if facts.d2h_bytes else "nothing"
     yield Finding(
         FindingCode.OFFLOAD_VANISHED,
-        f"A call is to copy {human(expected) if expected else 'residuals'} to the host; the compiled program "
+        f"A call is to copy {format_nbytes(expected) if expected else 'residuals'} to the host; the compiled "
+        "program "
         f"copies {copied}. XLA folds a send to the host with its reload where no loop and no barrier stands "
         "between the two: keep prevent_cse=True in jax.checkpoint around layers outside of a scan, or scan "
         "the layers.",
@@ -50,8 +51,10 @@ def _check_memory(facts: CompiledFacts) -> Iterator[Finding]:
         return
     yield Finding(
         FindingCode.DEVICE_MEMORY_NOT_LOWER,
-        f"Offload is to lower device memory: the program holds {human(facts.device_peak_bytes)}, its twin "
-        f"that saves the same residuals on the device {human(twin)}. Where layers are not scanned XLA starts "
+        f"Offload is to lower device memory: the program holds {format_nbytes(facts.device_peak_bytes)}, its "
+        "twin "
+        f"that saves the same residuals on the device {format_nbytes(twin)}. Where layers are not scanned "
+        "XLA starts "
         "copies to the host late and keeps the device's buffers until then: scan the layers, or order the "
         "copies with jax.lax.optimization_barrier.",
     )
@@ -131,7 +134,8 @@ def _check_copied_twice(copies: list[HostCopy]) -> Iterator[Finding]:
         if value is not None and value.invariant_in and copy.loop and copy.count != 1:
             yield Finding(
                 FindingCode.VALUE_COPIED_TWICE,
-                f"A value is to go to the host once; {copy.name} copies {human(copy.nbytes)} in every "
+                f"A value is to go to the host once; {copy.name} copies {format_nbytes(copy.nbytes)} in "
+                "every "
                 f"iteration of the loop {copy.loop}, which does not change them. Name the value outside of "
                 "the loop, or do not offload it.",
                 copy.source,
@@ -183,5 +187,5 @@ def _group_by_direction(copies) -> Iterator[tuple[str, list[HostCopy]]]:
 def _list_copies(copies: list[HostCopy]) -> str:
     """Lists the names of the first three copies, and the bytes of all copies in a call."""
     names = ", ".join(copy.name for copy in copies[:3]) + (" and others" if len(copies) > 3 else "")
-    total = human(sum(copy.total_bytes for copy in copies))
+    total = format_nbytes(sum(copy.total_bytes for copy in copies))
     return f"{names} ({len(copies)} instruction{'s' * (len(copies) > 1)}, {total} a call)"

@@ -9,7 +9,7 @@ from jaxoff._compiled.cuda_graphs import Compute
 from jaxoff._compiled.transfers import Direction
 from jaxoff._compiled.value_identity import ValueId
 from jaxoff._report.finding import Finding
-from jaxoff._report.tables import printed
+from jaxoff._report.tables import render_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ class CompiledFacts:
         }
 
     def __str__(self) -> str:
-        return printed(self)
+        return render_text(self)
 
     def __rich_console__(self, console, options):
         from jaxoff._compiled.table import render

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxoff._report.tables import findings_text, human
+from jaxoff._report.tables import format_nbytes, render_findings
 
 if TYPE_CHECKING:
     from jaxoff._compiled.facts import CompiledFacts, HostCopy
@@ -30,13 +30,14 @@ def render(facts: CompiledFacts, terminal: bool) -> Iterator[Any]:
         yield table
     else:
         yield Text("Nothing moves between device and host memory.")
-    twin = "" if facts.twin_peak_bytes is None else f" (saved twin {human(facts.twin_peak_bytes)})"
+    twin = "" if facts.twin_peak_bytes is None else f" (saved twin {format_nbytes(facts.twin_peak_bytes)})"
     yield Text(
-        f"\nto the host {human(facts.d2h_bytes)}, back {human(facts.h2d_bytes)}; host memory "
-        f"{human(facts.host_bytes)}; device peak {human(facts.device_peak_bytes)}{twin}, of it temporaries "
-        f"{human(facts.device_temp_bytes)}; CUDA graphs {facts.scheduling_mode}"
+        f"\nto the host {format_nbytes(facts.d2h_bytes)}, back {format_nbytes(facts.h2d_bytes)}; host memory "
+        f"{format_nbytes(facts.host_bytes)}; device peak {format_nbytes(facts.device_peak_bytes)}{twin}, of "
+        "it temporaries "
+        f"{format_nbytes(facts.device_temp_bytes)}; CUDA graphs {facts.scheduling_mode}"
     )
-    yield from findings_text(facts.findings, terminal)
+    yield from render_findings(facts.findings, terminal)
 
 
 def group_copies(copies: tuple[HostCopy, ...]) -> list[tuple[HostCopy, int]]:
@@ -56,7 +57,7 @@ def _format_cells(copy: HostCopy, number: int) -> tuple[str, ...]:
         copy.name + others,
         copy.direction,
         count,
-        human(copy.total_bytes * number),
+        format_nbytes(copy.total_bytes * number),
         ("async " if copy.is_async else "sync ") + copy.via,
         place,
         _describe_overlaps(copy),

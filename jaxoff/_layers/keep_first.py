@@ -1,4 +1,8 @@
-"""The residual that a layer's backward pass needs first, and whether it had better stay on the device."""
+"""`keep_first`: whether the residual at the start of a layer's backward pass stays on the device.
+
+The backward pass of a layer begins with the residual offloaded last, and no compute hides the copy back.
+Where the link is busy for longer than the kernels, a step waits for this copy.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoff._device.profile import Device
-from jaxoff._policy.policy import KeepFirst, Kind
-from jaxoff._residuals.residuals import Row, kept_rows
-from jaxoff._residuals.traced_function import Program
-from jaxoff._residuals.traffic import Traffic, traffic_of
+from jaxoff._policy.combinators import EquationKind, KeepFirst
+from jaxoff._policy.policy import Policy
+from jaxoff._residuals.residuals import Row, list_kept
+from jaxoff._residuals.traced_function import TracedFunction
+from jaxoff._residuals.traffic import Traffic, estimate_traffic
 
-type Choice = bool | Literal["auto"]
+type KeepFirstOption = bool | Literal["auto"]
 
 
-def check(keep_first: Any) -> None:
-    """Raises for what is no choice.
+def check_keep_first(keep_first: Any) -> None:
+    """Checks the option `keep_first`.
 
     Raises:
       ValueError: for anything but True, False and "auto".
@@ -31,13 +36,13 @@ def check(keep_first: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Layers that run together: an iteration of a loop, or a layer that is in none.
+    """The layers of an iteration of a loop, or a single layer outside of loops.
 
     Attributes:
-      layer: a function of arrays, without its `jax.checkpoint`.
-      args: what it is called with: pytrees of arrays, or of tracers.
-      num_layers: how many layers a block has.
-      iterations: how many such blocks there are.
+      layer: the function of a layer, without `jax.checkpoint`.
+      args: the arguments of the function: pytrees of arrays, tracers or `jax.ShapeDtypeStruct`s.
+      num_layers: the number of layers of the block.
+      iterations: the number of blocks.
     """
 
     layer: Callable[..., Any]
@@ -46,64 +51,72 @@ class Block:
     iterations: int = 1
 
 
-def policy_of_last(block: Block, policy: Callable[..., Any], keep_first: Choice, device: Device) -> Any:
-    """The policy of the last layer of a block, with which its backward pass begins.
+def choose_last_policy(
+    block: Block, policy: Callable[..., Any], keep_first: KeepFirstOption, device: Device
+) -> Any:
+    """Chooses the policy of the last layer of a block. The backward pass of the block begins with this layer.
 
     Args:
       block: the layers.
-      policy: that of the others.
-      keep_first: whether to keep on the device what the backward pass needs first; "auto": where a step would
-        wait for the copies back, and does not without that one.
-      device: speeds that the times are estimated with.
+      policy: the policy of the other layers.
+      keep_first: whether the residual offloaded last stays on the device; "auto": if a step waits for the
+        copies back with this residual, and does not wait without.
+      device: speeds for the estimates of times.
 
     Returns:
-      `policy`, or one that keeps the value.
+      `policy`, or a `KeepFirst` around `policy`.
+
+    Raises:
+      NotImplementedError, TypeError, ValueError: from JAX, for a layer without a gradient and keep_first
+        True.
     """
-    planned = getattr(policy, "preset", None) == "plan"  # that has weighed it
-    if keep_first is False or (keep_first == "auto" and planned):
+    is_planned = isinstance(policy, Policy) and policy.is_planned
+    if keep_first is False or (keep_first == "auto" and is_planned):
         return policy
     try:
-        program = Program.trace(
-            _an_iteration(block.layer, policy), block.args, {}, None, False
-        ).with_closure()
-        moved = [row for row in kept_rows(program, program.kept()) if row.residual.placement == "host"]
-        if not moved:
+        looped = _wrap_in_loop(block.layer, policy)
+        function = TracedFunction.trace(looped, block.args, {}, None, False).with_closure()
+        kept = list_kept(function, function.trace_kept())
+        offloaded = [row for row in kept if row.residual.placement == "offload"]
+        if not offloaded:
             return policy
-        kind = _kind(moved[-1])
-        if keep_first == "auto" and not _frees_the_link(block, program, moved, kind, device):
+        kind = _kind_of(offloaded[-1])
+        if keep_first == "auto" and not _frees_the_link(block, function, offloaded, kind, device):
             return policy
     except (NotImplementedError, TypeError, ValueError):
-        if keep_first == "auto":  # what has no gradient has nothing to keep
+        if keep_first == "auto":  # a layer without a gradient has no residuals
             return policy
         raise
     return KeepFirst(policy, kind)
 
 
-def _an_iteration(layer: Callable[..., Any], policy) -> Callable[..., Any]:
-    """A loop of one iteration around a layer: what is estimated for a loop is told by the iteration."""
+def _wrap_in_loop(layer: Callable[..., Any], policy) -> Callable[..., Any]:
+    """Puts a layer into a loop of a single iteration: estimates of traffic are made by the iteration."""
     checkpointed = jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
-    def once(_, args):
+    def iterate(_, args):
         outs = jax.tree.leaves(checkpointed(*args))
         return None, [out for out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
 
-    return lambda *args: lax.scan(once, None, jax.tree.map(lambda x: jnp.asarray(x)[None], args), 1)[1]
+    return lambda *args: lax.scan(iterate, None, jax.tree.map(lambda x: jnp.asarray(x)[None], args), 1)[1]
 
 
-def _kind(row: Row) -> Kind:
+def _kind_of(row: Row) -> EquationKind:
     eqn = row.origin.eqn
-    assert eqn is not None  # an equation made what moves
-    return Kind.of(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    assert eqn is not None  # policies offload outputs of equations only
+    return EquationKind.of(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
 
 
-def _frees_the_link(block: Block, program: Program, moved: list[Row], kind: Kind, device: Device) -> bool:
-    """Whether a step waits for copies from the host, and does not if a kind stays in the last layer."""
-    layer = next((t for t in traffic_of(program.step, device) if t.part == "backward"), None)
+def _frees_the_link(
+    block: Block, function: TracedFunction, offloaded: list[Row], kind: EquationKind, device: Device
+) -> bool:
+    """Whether a step waits for copies from the host, and does not wait once a kind stays on the device."""
+    layer = next((t for t in estimate_traffic(function.step, device) if t.part == "backward"), None)
     if layer is None:
         return False
-    kept = sum(row.residual.nbytes for row in moved if _kind(row) == kind)
+    kept = sum(row.residual.nbytes for row in offloaded if _kind_of(row) == kind)
 
-    def of_block(nbytes: int) -> Traffic:
+    def estimate_block(nbytes: int) -> Traffic:
         compute_ms = block.num_layers * layer.compute_ms
         return dataclasses.replace(
             layer,
@@ -114,4 +127,4 @@ def _frees_the_link(block: Block, program: Program, moved: list[Row], kind: Kind
         )
 
     nbytes = block.num_layers * layer.nbytes
-    return of_block(nbytes).waits and not of_block(nbytes - kept).waits
+    return estimate_block(nbytes).waits and not estimate_block(nbytes - kept).waits

@@ -1,4 +1,4 @@
-"""Layers in a loop, and layers one after the other, whose residuals a policy places."""
+"""`scan` and `layers`: layers in a loop and layers in a row, with a policy for their residuals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax import lax
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.scopes import LAYER_LOOP, PLAIN_LOOP, layer_scope
-from jaxoff._layers.keep_first import Block, Choice, check, policy_of_last
-from jaxoff._policy.policy import FirstLayers
+from jaxoff._layers.keep_first import Block, KeepFirstOption, check_keep_first, choose_last_policy
+from jaxoff._policy.combinators import FirstLayers
 from jaxoff._report.near_miss import near_miss
 
 compat.exclude_from_source_lines(__file__)
@@ -29,72 +29,115 @@ def scan(
     *,
     policy: Callable[..., Any],
     reverse: bool = False,
-    strategy: Strategy = "auto",
     block: int = 1,
-    keep_first: Choice = "auto",
+    keep_first: KeepFirstOption = "auto",
     device: Device = H200,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` over layers, each under `jax.checkpoint` with a policy.
+    """`jax.lax.scan` over layers, each layer under `jax.checkpoint` with a policy.
 
-    Inside `jaxoff.jit` the copies of what the policy offloads run beside the compute. A loop that offloads
-    nothing takes less memory there than `jax.lax.scan`, and no more time. Two policies, a
-    `jaxoff.FirstLayers`, make two loops; inside `jaxoff.jit` both read the rows of xs, and write their
-    gradients, where those are. Elsewhere XLA copies them. Copies of a single layer, a loop of one iteration,
-    do not overlap.
+    Inside `jaxoff.jit` the copies of offloaded residuals run beside the compute, and a loop without
+    offloads takes less memory than `jax.lax.scan`, in no more time. A `jaxoff.FirstLayers` makes two loops;
+    inside `jaxoff.jit` both loops read the rows of xs, and write the rows' gradients, in place. Elsewhere
+    XLA copies the rows. Copies of a single layer, a loop of one iteration, do not overlap.
 
     Args:
       body: `(carry, x) -> (carry, y)`, as for `jax.lax.scan`.
       init: the first carry, a pytree of arrays.
-      xs: pytree of arrays whose leading axis is the loop's; None with a length.
-      length: number of steps, where xs does not tell.
-      policy: a `jaxoff.policy`, any policy of `jax.checkpoint`, or a `jaxoff.FirstLayers` of two such.
+      xs: a pytree of arrays with the loop's axis first; None with a length.
+      length: the number of steps, required without xs.
+      policy: a `jaxoff.policy`, any policy of `jax.checkpoint`, or a `jaxoff.FirstLayers` of two policies.
       reverse: whether to go from the last step to the first.
-      strategy: "captured": a loop, whose body is captured into CUDA graphs with concurrent edges; "ordered":
-        no loop, the steps one after the other with copies ordered by barriers; "plain": a loop, left to XLA.
-        "auto" takes "captured" for more than one step.
-      block: how many steps one iteration of the loop does; a divisor of the length.
-      keep_first: whether the residual that the backward pass needs first, the last that moves in the last
-        step of a block, stays on the device. "auto": where the step would wait for the copies back, by
-        `jaxoff.explain`'s estimate, and does not without that one. It stays in every block: the device holds
-        it as many times. If other residuals of that step have its name, shape and dtype, they stay, too; so
-        do, of un-named ones, those that the same operation makes of equal shapes. `jaxoff.explain` says what
-        stays.
-      device: speeds of the accelerator and its link, from which "auto" estimates.
+      block: the number of steps in an iteration of the loop; a divisor of the length.
+      keep_first: whether the residual at the start of the backward pass, offloaded last in the last step of
+        a block, stays on the device. "auto": if by the estimate of `jaxoff.explain` the step waits for the
+        copies back with this residual and does not wait without. The residual stays in every block, so the
+        device holds as many copies as the loop has blocks. Other residuals of the step with the same name,
+        shape and dtype stay, too; so do un-named residuals of the same operation on equal shapes.
+        `jaxoff.explain` shows the residuals kept.
+      device: speeds of the accelerator and its link, for the estimate of "auto".
 
     Returns:
-      The last carry and the stacked ys.
+      The last carry, and the ys, stacked along a new first axis.
 
     Raises:
-      ValueError: for an unknown strategy or keep_first, or a block that does not divide the length or the
-        number of first layers.
-      TypeError: for a device that is no `jaxoff.Device`.
+      ValueError: for an unknown keep_first, lengths at odds, or a block other than a divisor of the length
+        and of the number of first layers.
+      TypeError: for a device other than a `jaxoff.Device`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxoff
+      >>> def layer(x, w):
+      ...     return jnp.tanh(jaxoff.name(x, "x_in") @ w), None
+      >>> def loss(w, x):
+      ...     policy = jaxoff.policy(offload=["x_in"])
+      ...     return jaxoff.scan(layer, x, w, policy=policy, keep_first=False)[0].sum()
+      >>> w, x = jnp.ones((12, 16, 16)), jnp.ones((8, 16))
+      >>> [(r.name, r.count, r.placement) for r in jaxoff.residuals(loss, w, x)]
+      [('x_in', 12, 'offload')]
     """
-    check(keep_first)
+    return scan_by_strategy(
+        body,
+        init,
+        xs,
+        length,
+        policy=policy,
+        reverse=reverse,
+        strategy="auto",
+        block=block,
+        keep_first=keep_first,
+        device=device,
+    )
+
+
+def scan_by_strategy(
+    body: Callable[..., Any],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    policy: Callable[..., Any],
+    strategy: Strategy = "auto",
+    reverse: bool = False,
+    block: int = 1,
+    keep_first: KeepFirstOption = "auto",
+    device: Device = H200,
+) -> tuple[Any, Any]:
+    """Runs `scan` with a given strategy. Other arguments, result and errors as for `scan`.
+
+    Args:
+      strategy: "captured": a loop for `jaxoff.jit` to rewrite, its body captured into CUDA graphs with
+        concurrent edges; "ordered": no loop, the steps in a row with copies ordered by barriers; "plain": a
+        loop left to XLA; "auto": "captured" for more steps than fit into a block, else "ordered".
+
+    Raises:
+      ValueError: for an unknown strategy.
+    """
+    check_keep_first(keep_first)
     checked_device(device)
     if strategy not in get_args(Strategy):
         choices = ", ".join(map(repr, get_args(Strategy)))
         raise ValueError(
             f"strategy must be one of {choices}, got {strategy!r}.{near_miss(strategy, get_args(Strategy))}"
         )
-    steps = _length(xs, length)
+    steps = _read_length(xs, length)
     if block < 1 or steps % block:
         raise ValueError(f"block must divide the number of steps, {steps}, got {block}.")
-    if steps == 0:  # nothing runs, and nothing is kept
+    if steps == 0:  # without steps there are no residuals
         return lax.scan(body, init, xs, 0, reverse=reverse)
     if strategy == "auto":
         strategy = "captured" if steps > block else "ordered"
     if isinstance(policy, FirstLayers):
-        parts = _in_two(policy, xs, steps, reverse)
-        if policy.count % block and len(parts) == 2:
+        loops = _split_first_layers(policy, xs, steps, reverse)
+        if policy.count % block and len(loops) == 2:
             raise ValueError(f"block must divide the number of first layers, {policy.count}, got {block}.")
         stacked = []
-        for part, rows, count in parts:
-            init, ys = scan(
+        for policy_of_loop, rows, count in loops:
+            init, ys = scan_by_strategy(
                 body,
                 init,
                 rows,
                 count,
-                policy=part,
+                policy=policy_of_loop,
                 reverse=reverse,
                 strategy=strategy,
                 block=block,
@@ -106,19 +149,19 @@ def scan(
         return init, jax.tree.map(lambda *ys: lax.concatenate(ys, 0), *stacked)
     iterations = steps // block
     args = jax.eval_shape(lambda: (init, jax.tree.map(lambda leaf: leaf[0], xs)))
-    last = policy_of_last(Block(body, args, block, iterations), policy, keep_first, device)
+    last = choose_last_policy(Block(body, args, block, iterations), policy, keep_first, device)
     policies = [policy] * (block - 1) + [last]
     if strategy == "ordered":
-        return _one_by_one(_checkpointed(body, policies), init, xs, steps, reverse)
-    layers = _checkpointed(body, policies, prevent_cse=False)
+        return _run_unrolled(_checkpoint_steps(body, policies), init, xs, steps, reverse)
+    layers = _checkpoint_steps(body, policies, prevent_cse=False)
     if block == 1:
-        return _loop(layers[0], init, xs, steps, reverse, strategy)
+        return _run_loop(layers[0], init, xs, steps, reverse, strategy)
 
     def iteration(carry, x):
-        return _one_by_one(layers, carry, x, block, reverse)
+        return _run_unrolled(layers, carry, x, block, reverse)
 
     blocks = jax.tree.map(lambda leaf: leaf.reshape(iterations, block, *leaf.shape[1:]), xs)
-    carry, ys = _loop(iteration, init, blocks, iterations, reverse, strategy)
+    carry, ys = _run_loop(iteration, init, blocks, iterations, reverse, strategy)
     return carry, jax.tree.map(lambda leaf: leaf.reshape(steps, *leaf.shape[2:]), ys)
 
 
@@ -128,31 +171,40 @@ def layers(
     params: Sequence[Any] | None = None,
     *,
     policy: Callable[..., Any],
-    keep_first: Choice = "auto",
+    keep_first: KeepFirstOption = "auto",
     device: Device = H200,
 ) -> Any:
-    """Applies layers one after the other, each under `jax.checkpoint` with a policy.
+    """Applies layers in a row, each layer under `jax.checkpoint` with a policy.
 
-    For layers that differ, and so cannot be in a `jaxoff.scan`. Inside `jaxoff.jit` their copies are ordered
-    by barriers and overlap.
+    For layers of different shapes or functions, unfit for a `jaxoff.scan`. Inside `jaxoff.jit` the copies
+    of the layers are ordered by barriers and overlap with compute.
 
     Args:
-      functions: one `x -> x` a layer; or one function `(params, x) -> x` for all.
-      x: what the first layer takes, a pytree of arrays.
-      params: with one function, the parameters of each layer, pytrees that may differ.
-      policy: a `jaxoff.policy`, any policy of `jax.checkpoint`, or a `jaxoff.FirstLayers` of two such.
-      keep_first: whether the last residual that moves in each layer stays on the device; as for
-        `jaxoff.scan`, each layer a block.
-      device: speeds of the accelerator and its link, from which "auto" estimates.
+      functions: a function `x -> x` for each layer; or a function `(params, x) -> x` for all layers.
+      x: the input of the first layer, a pytree of arrays.
+      params: with a function for all layers, the parameters of each layer: pytrees, which may differ.
+      policy: a `jaxoff.policy`, any policy of `jax.checkpoint`, or a `jaxoff.FirstLayers` of two policies.
+      keep_first: whether the residual offloaded last in each layer stays on the device; as for `jaxoff.scan`,
+        with a block for each layer.
+      device: speeds of the accelerator and its link, for the estimate of "auto".
 
     Returns:
-      What the last layer returns.
+      The output of the last layer.
 
     Raises:
-      ValueError: if params are given for several functions, or missing for one; for an unknown keep_first.
-      TypeError: for a device that is no `jaxoff.Device`.
+      ValueError: for params with several functions, no params with a function for all layers, or an unknown
+        keep_first.
+      TypeError: for a device other than a `jaxoff.Device`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxoff
+      >>> def layer(w, x):
+      ...     return jnp.tanh(jaxoff.name(x @ w, "act"))
+      >>> weights = [jnp.ones((16, 32)), jnp.ones((32, 8))]
+      >>> jaxoff.layers(layer, jnp.ones((4, 16)), weights, policy=jaxoff.policy(offload=["act"])).shape
+      (4, 8)
     """
-    check(keep_first)
+    check_keep_first(keep_first)
     checked_device(device)
     if callable(functions):
         if params is None:
@@ -162,22 +214,24 @@ def layers(
         raise ValueError("Several functions take x alone: params go with one function for all layers.")
     else:
         calls = [(function, ()) for function in functions]
-    known = {}  # equal layers are looked at once
+    chosen = {}  # function, policy and types of a layer -> policy: equal layers are traced once
     for i, (function, weights) in enumerate(calls):
         given = policy.of(i) if isinstance(policy, FirstLayers) else policy
         args = *weights, x
         key = id(function), given, jax.tree.structure(args), *map(jax.typeof, jax.tree.leaves(args))
-        if key not in known:
-            known[key] = policy_of_last(
+        if key not in chosen:
+            chosen[key] = choose_last_policy(
                 Block(function, args, iterations=len(calls)), given, keep_first, device
             )
         with jax.named_scope(layer_scope(i)):
-            x = jax.checkpoint(function, policy=known[key])(*args)
+            x = jax.checkpoint(function, policy=chosen[key])(*args)
     return x
 
 
-def _in_two(policy: FirstLayers, xs: Any, steps: int, reverse: bool) -> list[tuple[Any, Any, int]]:
-    """The policies that steps have, with the xs of those that have it and how many they are."""
+def _split_first_layers(
+    policy: FirstLayers, xs: Any, steps: int, reverse: bool
+) -> list[tuple[Any, Any, int]]:
+    """Splits a loop by first layers: for each of the loops its policy, its xs and its number of steps."""
     first = min(policy.count, steps)
     if first in (0, steps):
         return [(policy.of(0), xs, steps)]
@@ -189,25 +243,25 @@ def _in_two(policy: FirstLayers, xs: Any, steps: int, reverse: bool) -> list[tup
     return [(policy.policy, rows[0], first), (policy.rest, rows[1], steps - first)]
 
 
-def _loop(body, init, xs, steps, reverse, strategy):
+def _run_loop(body, init, xs, steps, reverse, strategy):
     with jax.named_scope(PLAIN_LOOP if strategy == "plain" else LAYER_LOOP):
         return lax.scan(body, init, xs, steps, reverse=reverse)
 
 
-def _checkpointed(body, policies, prevent_cse=True):
-    """The steps of a block, each under its policy."""
+def _checkpoint_steps(body, policies, prevent_cse=True):
+    """Puts the steps of a block under `jax.checkpoint`, each with its policy."""
     return [jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse) for policy in policies]
 
 
-def _one_by_one(block, carry, xs, steps, reverse):
-    """Runs the steps of a block, again and again until all are done."""
+def _run_unrolled(block, carry, xs, steps, reverse):
+    """Runs steps in a row, with the functions of a block in rotation."""
     ys = [None] * steps
     for nth, i in enumerate(reversed(range(steps)) if reverse else range(steps)):
         carry, ys[i] = block[nth % len(block)](carry, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
 
 
-def _length(xs, length: int | None) -> int:
+def _read_length(xs, length: int | None) -> int:
     leaves = jax.tree.leaves(xs)
     lengths = {leaf.shape[0] for leaf in leaves} | ({length} if length is not None else set())
     if len(lengths) != 1:

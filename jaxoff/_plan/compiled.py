@@ -10,7 +10,7 @@ import jax
 
 from jaxoff._compiled.verify import program_nbytes
 from jaxoff._plan.result import BudgetError, Plan, fullest
-from jaxoff._report.tables import human
+from jaxoff._report.tables import format_nbytes
 
 type CompileStep = Callable[[Any], jax.stages.Compiled]
 
@@ -121,11 +121,12 @@ class _Steps:
 
     def error(self, smallest: Plan) -> BudgetError:
         """That the smallest plan was refused, too."""
-        least, predicted = min(self.refused.values()), human(smallest.peak_bytes)
-        more = human(self.refused[smallest.policy] - smallest.peak_bytes)
+        least, predicted = min(self.refused.values()), format_nbytes(smallest.peak_bytes)
+        more = format_nbytes(self.refused[smallest.policy] - smallest.peak_bytes)
         return BudgetError(
-            f"device_bytes={human(int(self._device_bytes))} is less than any compiled step takes: of "
-            f"{len(self.refused)} plans the smallest takes {least} bytes ({human(least)}). The plan of least "
+            f"device_bytes={format_nbytes(int(self._device_bytes))} is less than any compiled step takes: of "
+            f"{len(self.refused)} plans the smallest takes {least} bytes ({format_nbytes(least)}). The plan "
+            "of least "
             f"memory, predicted {predicted}, takes {more} more. {fullest(smallest.peak)}",
             least,
         )

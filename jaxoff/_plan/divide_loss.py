@@ -19,7 +19,7 @@ from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop
 from jaxoff._plan.layer import Layer
 from jaxoff._plan.layer_profile import LayerPasses, layer_of
 from jaxoff._plan.timeline import Call, Point, Timeline
-from jaxoff._residuals.traced_function import Program
+from jaxoff._residuals.traced_function import TracedFunction
 
 _FORWARD, _BACKWARD = "jaxoff.forward.", "jaxoff.backward."
 
@@ -74,7 +74,7 @@ class Divided:
     devices: int = 1
 
 
-def divide(program: Program, device: Device) -> Divided:
+def divide(program: TracedFunction, device: Device) -> Divided:
     """Divides the step of a function, itself and its gradients, into parts and the rest.
 
     Raises:

@@ -12,7 +12,7 @@ from jaxoff._device.profile import Device, SharedLink
 from jaxoff._plan.plan import Planner, no_host_memory
 from jaxoff._plan.result import Plan, Verb
 from jaxoff._plan.search import fastest, smallest
-from jaxoff._report.tables import printed
+from jaxoff._report.tables import render_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Frontier:
         figure.savefig(path)
 
     def __str__(self) -> str:
-        return printed(self)
+        return render_text(self)
 
     def __rich_console__(self, console, options):
         from rich import box
         from rich.table import Table
 
-        from jaxoff._report.tables import human
+        from jaxoff._report.tables import format_nbytes
 
         table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
         for heading in ("peak", "host", "step", "save", "offload"):
@@ -55,7 +55,9 @@ class Frontier:
         for p in self.plans:
             names = {v: [r.name for r in p.rows if r.choice == v] for v in ("save", "offload")}
             cells = (", ".join(names["save"]), ", ".join(names["offload"]))
-            table.add_row(human(p.peak_bytes), human(p.host_bytes), f"{p.step_ms:.1f} ms", *cells)
+            table.add_row(
+                format_nbytes(p.peak_bytes), format_nbytes(p.host_bytes), f"{p.step_ms:.1f} ms", *cells
+            )
         yield table
 
 

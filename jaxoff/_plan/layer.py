@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 
 # Stands for the outputs of dots and convolutions that have no name.
 UNNAMED_DOTS = "(dots)"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from jaxoff._device.profile import Device
 from jaxoff._plan.layer import Layer, Shared, Step, Value
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 from jaxoff._schedule.copy_times import LEAST_SLACK, SEND_SLACK, SLACK, Long, unhindered
 
 type Choice = Mapping[str, Placement]
@@ -160,19 +160,19 @@ class LayerModel:
     def placed(self, value: Value, choice: Choice) -> Placement:
         """Where a value would live, if it is needed."""
         if value.carried:
-            return "device"
+            return "save"
         return value.fixed or choice.get(value.label or "", "recompute")
 
     def use(self, choice: Choice) -> Use:
         """What is made again, saved and moved: what the backward pass needs, back to what is kept."""
-        again, kept = set(), {"device": set(), "host": set()}
+        again, kept = set(), {"save": set(), "offload": set()}
         for n in reversed(range(len(self.layer.values))):
             value = self.layer.values[n]
             if value.first is not None or any(reader in again for reader in self.readers[n]):
                 place = self.placed(value, choice)
                 (again if place == "recompute" else kept[place]).add(n)
-        moves = bool(kept["host"])
-        saved, moved = frozenset(kept["device"]), frozenset(kept["host"])
+        moves = bool(kept["offload"])
+        saved, moved = frozenset(kept["save"]), frozenset(kept["offload"])
         return Use(frozenset(again), saved, moved, self.layer.in_order or moves, moves)
 
     def d2h_ms(self, n: int) -> float:

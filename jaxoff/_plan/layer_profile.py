@@ -16,7 +16,7 @@ from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import DOTS, is_collective, is_compute, is_pallas
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._plan.layer import UNNAMED_DOTS, Layer, Shared, Step, Value
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 from jaxoff._schedule.copy_times import fills_device
 
 _NAMES = frozenset({"name", "reduce_precision", "reshape", "optimization_barrier", "squeeze"})
@@ -76,7 +76,7 @@ def _label_of(eqn: JaxprEqn) -> tuple[str | None, Placement | None]:
     if text is None:
         return (UNNAMED_DOTS if eqn.primitive.name in DOTS else None), None
     tag = Tag.of(text)
-    placed: dict[Any, Placement] = {"not_offload": "device", "offload": "host"}
+    placed: dict[Any, Placement] = {"not_offload": "save", "offload": "offload"}
     return tag.label or f"({tag.mark})", placed.get(tag.mark)
 
 

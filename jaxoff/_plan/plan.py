@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -20,10 +20,10 @@ from jaxoff._plan.layer_cost import Choice, LayerModel
 from jaxoff._plan.result import BudgetError, Plan, Planned, Verb, fullest
 from jaxoff._plan.search import fastest, smallest
 from jaxoff._plan.step_cost import Cost, Model
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 from jaxoff._report.near_miss import near_miss
-from jaxoff._report.tables import human
-from jaxoff._residuals.traced_function import Program
+from jaxoff._report.tables import format_nbytes
+from jaxoff._residuals.traced_function import TracedFunction
 from jaxoff._runtime.pinned_pool import POOL_VARIABLE, pinned_pool_bytes
 
 # What is left free of a budget, less the arguments: predicted peaks have been so much short. The other one is
@@ -34,8 +34,7 @@ _FASTER = 1e-5
 # So many numbers of first layers are tried, at even distances: each takes a search of its own.
 _COUNTS = 61
 
-_VERBS: dict[Placement, Verb] = {"device": "save", "host": "offload", "recompute": "recompute"}
-_PLACES: dict[str, Placement] = {verb: place for place, verb in _VERBS.items()}
+_PLACEMENTS: tuple[Placement, ...] = ("save", "offload", "recompute")
 
 
 def plan(
@@ -144,7 +143,8 @@ def plan(
 def no_host_memory(host_bytes: int) -> BudgetError:
     """The error for a budget of host memory that nothing fits."""
     return BudgetError(
-        f"host_bytes={human(host_bytes)} is too little for what is fixed or marked to be offloaded: allow "
+        f"host_bytes={format_nbytes(host_bytes)} is too little for what is fixed or marked to be offloaded: "
+        "allow "
         f"more, or fix less. Without host_bytes it is XLA's pool, which {POOL_VARIABLE} sets.",
         None,
     )
@@ -186,7 +186,7 @@ class Planner:
             device = dataclasses.replace(device, **rates)
         elif link is not None:
             device = device.sharing(link)
-        program = Program.trace(fun, args, kwargs, argnums, has_aux)
+        program = TracedFunction.trace(fun, args, kwargs, argnums, has_aux)
         is_step = is_train_step(program.primal.jaxpr)
         if is_step and (has_aux or argnums is not None):
             raise ValueError(
@@ -275,9 +275,10 @@ class Planner:
                     f"fixed takes names that the function's layers have, got {name!r}; they have {known}."
                     f"{near_miss(name, self.model.labels)}"
                 )
-            if verb not in _PLACES:
+            if verb not in _PLACEMENTS:
                 raise ValueError(
-                    f"fixed takes {', '.join(_PLACES)}, got {verb!r} for {name!r}.{near_miss(verb, _PLACES)}"
+                    f"fixed takes {', '.join(_PLACEMENTS)}, got {verb!r} for {name!r}."
+                    f"{near_miss(verb, _PLACEMENTS)}"
                 )
             if name in self.model.within and verb != "recompute":
                 raise ValueError(
@@ -286,8 +287,8 @@ class Planner:
                     "be kept outside of it a name of its own."
                 )
         again: dict[str, Verb] = {}.fromkeys(self.model.within.intersection(self.model.labels), "recompute")
-        decided = {name: verb for name, verb in {**fixed, **again}.items() if name in self.model.labels}
-        return {name: _PLACES[verb] for name, verb in decided.items()}
+        decided = {**fixed, **again}
+        return {name: cast(Placement, verb) for name, verb in decided.items() if name in self.model.labels}
 
     def planned(self, choice: Choice, device_bytes: int, first: int = 0) -> Plan:
         """A choice with its costs and reasons, of loops with so many first layers if there are any."""
@@ -309,14 +310,14 @@ class Planner:
             counts = [(kind.layer.iterations * kind.count, kind.layer.values[n].nbytes) for kind, n in of]
             spared = 0.0
             if place == "recompute":
-                saved = self.model.cost({**choice, label: "device"})
+                saved = self.model.cost({**choice, label: "save"})
                 spared = cost.times.recomputed - saved.times.recomputed
             yield Planned(
                 name=name_of(label),
                 shape=kind.layer.values[n].shape if len(of) == 1 else f"{len(of)} values",
                 count=sum(count for count, _ in counts),
                 nbytes=sum(count * nbytes for count, nbytes in counts),
-                choice=_VERBS[place],
+                choice=place,
                 recomputed_ms=spared,
                 copied_ms=copied[label],
                 exposed_ms=exposed * copied[label] / (sum(copied.values()) or 1.0),
@@ -331,16 +332,16 @@ class Planner:
         if name_of(label) in self.model.within:
             return "made in a loop or a branch of a layer, too"
         reasons = []
-        for place, verb in _VERBS.items():
+        for place in _PLACEMENTS:
             if place == choice[label]:
                 continue
             with_it: Choice = {**choice, label: place}
             other, over = self.model.cost(with_it), self.model.needed(with_it) - device_bytes
             slower = other.times.total - cost.times.total
             if over > 0:
-                reasons.append(f"{verb}: {human(over)} too much")
+                reasons.append(f"{place}: {format_nbytes(over)} too much")
             elif abs(slower) >= 0.005 or other.peak.nbytes != cost.peak.nbytes:
-                reasons.append(f"{verb}: {slower:+.2f} ms")
+                reasons.append(f"{place}: {slower:+.2f} ms")
         return "; ".join(reasons) or "nothing needs it"
 
 
@@ -351,8 +352,9 @@ def _too_small(model: Model, device_bytes: int, host_bytes: int, fixed: Choice) 
     peak, needed = model.cost(least).peak, model.needed(least)
     kept = f", {model.margin:.0%} of what arguments and results leave stays free" if model.margin else ""
     return BudgetError(
-        f"device_bytes={human(device_bytes)} is less than any placement needs: the smallest budget is "
-        f"{needed} bytes ({human(needed)}{kept}). {fullest(peak)}",
+        f"device_bytes={format_nbytes(device_bytes)} is less than any placement needs: the smallest budget "
+        "is "
+        f"{needed} bytes ({format_nbytes(needed)}{kept}). {fullest(peak)}",
         needed,
     )
 

@@ -12,8 +12,9 @@ from jaxoff._device.profile import Device
 from jaxoff._plan.layer import UNNAMED, UNNAMED_DOTS
 from jaxoff._plan.layer_cost import Times
 from jaxoff._plan.step_cost import Moment
-from jaxoff._policy.policy import FirstLayers, Policy, Unmarked
-from jaxoff._report.tables import human, printed
+from jaxoff._policy.combinators import FirstLayers
+from jaxoff._policy.policy import PLAN_PRESET, Policy, Unmarked
+from jaxoff._report.tables import format_nbytes, render_text
 
 type Verb = Literal["save", "offload", "recompute"]
 type Layers = Literal["all", "first", "others"]
@@ -112,7 +113,7 @@ class Plan:
             save=named("save"),
             recompute=named("recompute"),
             unmarked=_UNMARKED[dots[0]] if dots else "recompute",
-            preset="plan",
+            preset=PLAN_PRESET,
         )
 
     @property
@@ -183,7 +184,7 @@ class Plan:
 
     def table(self) -> str:
         """The plan as text: name, bytes, choice, ms recomputed, copied and exposed, why; and the totals."""
-        return printed(self)
+        return render_text(self)
 
     def __str__(self) -> str:
         return self.table()
@@ -203,7 +204,7 @@ def split(peak: Moment) -> str:
         ("residuals", peak.residuals),
         ("working set", peak.working),
     )
-    return ", ".join(f"{name} {human(nbytes)}" for name, nbytes in parts if nbytes)
+    return ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in parts if nbytes)
 
 
 def fullest(peak: Moment) -> str:

@@ -19,7 +19,7 @@ from jaxoff._plan.integer_program import IntegerProgram
 from jaxoff._plan.layer import UNNAMED_DOTS, name_of
 from jaxoff._plan.layer_cost import APART, LAST, Choice, LayerModel
 from jaxoff._plan.step_cost import Model
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 
 # Bytes are counted in this, and for small models in a part of their own size: what HiGHS can tell apart.
 _GB, _PART = 1e9, 0.1
@@ -83,10 +83,10 @@ class _Kind:
         self._written_out: set[int] = set()
         for n, value in enumerate(values):
             kept: list[tuple[int, float]] = []
-            always: Placement | None = "device" if value.carried else value.fixed
+            always: Placement | None = "save" if value.carried else value.fixed
             if always is None and value.label is not None:
                 kept = [(save[value.label], 1.0), (move[value.label], 1.0)]
-            states = {"recompute": self.again[n], "device": self.saved[n], "host": self.moved[n]}
+            states = {"recompute": self.again[n], "save": self.saved[n], "offload": self.moved[n]}
             # Each reason to need it: 1, or a variable.
             reasons: list[list[tuple[int, float]]] = [[(self.again[r], 1.0)] for r in model.readers[n]]
             reasons += [[]] if value.first is not None else []
@@ -96,7 +96,7 @@ class _Kind:
                     program.at_least(states[always], reason, constant)
                     continue
                 program.at_least(states["recompute"], [*reason, *((v, -f) for v, f in kept)], constant)
-                for place, variable in zip(("device", "host"), kept, strict=False):
+                for place, variable in zip(("save", "offload"), kept, strict=False):
                     program.at_least(states[place], [*reason, variable], constant - 1.0)
             self._exact(states, always, kept, [r[0][0] for r in reasons if r], value.first is not None)
         self._time()
@@ -123,9 +123,9 @@ class _Kind:
         if not is_read:
             self._program.at_most([*everything, *((r, -1.0) for r in readers)], 0.0)
         self._program.at_most(everything, 1.0)
-        for place, variable in zip(("device", "host"), kept, strict=False):
+        for place, variable in zip(("save", "offload"), kept, strict=False):
             self._program.at_most([(states[place], 1.0), (variable[0], -1.0)], 0.0)
-        for place in () if kept else ("device", "host"):
+        for place in () if kept else ("save", "offload"):
             if place != always:
                 self._program.at_most([(states[place], 1.0)], 0.0)
         if always not in (None, "recompute"):
@@ -313,7 +313,7 @@ class _Search:
         self._save, self._move = {}, {}
         for label in model.labels:
             place = fixed.get(label)
-            for variables, name in ((self._save, "device"), (self._move, "host")):
+            for variables, name in ((self._save, "save"), (self._move, "offload")):
                 possible = place in (None, name)
                 variables[label] = program.variable(float(possible), lower=float(place == name), integer=True)
             program.at_most([(self._save[label], 1.0), (self._move[label], 1.0)], 1.0)
@@ -386,7 +386,7 @@ class _Search:
         choice: dict[str, Placement] = {}
         for label in self._model.labels:
             saved, moved = solution[self._save[label]] > 0.5, solution[self._move[label]] > 0.5
-            choice[label] = "device" if saved else "host" if moved else "recompute"
+            choice[label] = "save" if saved else "offload" if moved else "recompute"
         kept = self._model.kept_labels(choice)
         # What nothing needs is kept in name only.
         return {k: place if k in kept or k in self._fixed else "recompute" for k, place in choice.items()}

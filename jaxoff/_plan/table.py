@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxoff._plan.result import split
-from jaxoff._report.tables import human
+from jaxoff._report.tables import format_nbytes
 
 if TYPE_CHECKING:
     from jaxoff._plan.result import Plan
@@ -28,7 +28,7 @@ def render(plan: Plan, terminal: bool) -> Iterator[Any]:
         table.add_column(heading, justify="left" if left else "right", overflow="fold")
     for row in plan.rows:
         times = (f"{ms:.2f} ms" if ms else "" for ms in (row.recomputed_ms, row.copied_ms, row.exposed_ms))
-        cells = (row.name, row.shape, str(row.count), human(row.nbytes), row.choice, *times, row.why)
+        cells = (row.name, row.shape, str(row.count), format_nbytes(row.nbytes), row.choice, *times, row.why)
         cells = (layers[row.layers], *cells) if plan.first_layers else cells
         table.add_row(*map(Text, cells), style=_COLOURS[row.choice] if terminal else None)
     yield table
@@ -38,8 +38,9 @@ def render(plan: Plan, terminal: bool) -> Iterator[Any]:
         f"{t.recomputed:.1f}, stored {t.stored:.1f}, slowed by copies {t.slowed:.1f}, copies exposed "
         f"{exposed:.1f}"
     )
-    compiled = "" if plan.compiled_bytes is None else f" (compiled {human(plan.compiled_bytes)})"
+    compiled = "" if plan.compiled_bytes is None else f" (compiled {format_nbytes(plan.compiled_bytes)})"
     yield Text(
-        f"device peak {human(plan.peak_bytes)}{compiled} of {human(plan.device_bytes)}: {split(plan.peak)}; "
-        f"host {human(plan.host_bytes)}"
+        f"device peak {format_nbytes(plan.peak_bytes)}{compiled} of {format_nbytes(plan.device_bytes)}: "
+        f"{split(plan.peak)}; "
+        f"host {format_nbytes(plan.host_bytes)}"
     )

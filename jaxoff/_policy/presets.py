@@ -1,4 +1,4 @@
-"""The registry of presets, and `policy`, which makes a Policy from a preset, lists, or both."""
+"""The registry of presets, and `policy`: a `Policy` from a preset, lists, or both."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxoff._policy.policy import Policy
+from jaxoff._policy.policy import LISTS, PLAN_PRESET, Policy
 from jaxoff._report.near_miss import near_miss
 
 DEFAULT_MIN_BYTES = 512 * 1024
+"""Bytes. The least offload of the preset "te_v2", and the least un-named residual worth a finding."""
 
-# Megatron-Core's module names (`--offload-modules`, `--recompute-modules`) and the names that cover the
-# activations that those modules save.
+# Megatron-Core's module (`--offload-modules`, `--recompute-modules`) -> names of the activations it saves.
 MEGATRON_MODULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
         "attn_norm": ("attn.norm_in",),
@@ -31,24 +31,34 @@ MEGATRON_MODULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
 
 
 def te_v1() -> Policy:
-    """Opt in: what `mark_offload` marks goes to the host; the rest stays, as autograd saves it."""
+    """Opt in: values under `mark_offload` are offloaded; other residuals of autograd are saved.
+
+    References:
+      TransformerEngine, cpu_offload v1.
+    """
     return Policy(unmarked="save", preset="te_v1")
 
 
 def te_v2() -> Policy:
-    """Opt out.
+    """Opt out: anchors of at least 512 KiB are offloaded, except under `mark_not_offload`.
 
-    Every anchor of at least 512 KiB goes to the host unless `mark_not_offload` keeps it; cheap values are
-    recomputed.
+    Cheap values are recomputed. `Policy.unmarked` says which values are anchors.
+
+    References:
+      TransformerEngine, cpu_offload v2.
     """
     return Policy(unmarked="offload", min_bytes=DEFAULT_MIN_BYTES, preset="te_v2")
 
 
 def megatron(modules: Iterable[str]) -> Policy:
-    """Offloads what Megatron-Core's fine-grained offloading moves for these module names; the rest is saved.
+    """Offloads the activations of Megatron-Core's modules; other residuals of autograd are saved.
 
     Args:
-      modules: names out of `MEGATRON_MODULES`, e.g. ["core_attn", "expert_fc1"].
+      modules: names of modules, e.g. ["core_attn", "expert_fc1"], out of attn_norm, qkv_linear, core_attn,
+        attn_proj, mlp_norm, router, expert_fc1, moe_act and shared_experts.
+
+    Raises:
+      ValueError: for an unknown module, or none.
 
     References:
       Megatron-Core, fine-grained activation offloading, `--fine-grained-activation-offloading
@@ -69,12 +79,12 @@ def megatron(modules: Iterable[str]) -> Policy:
 
 
 def save_all() -> Policy:
-    """Saves on the device what autograd saves, except views and what is marked."""
+    """Saves the residuals of autograd on the device, except views. Marks are honoured."""
     return Policy(unmarked="save", preset="save_all")
 
 
 def recompute_all() -> Policy:
-    """Recomputes everything from the inputs; only marks are honoured."""
+    """Recomputes every value from the inputs of the checkpoint. Marks are honoured."""
     return Policy(unmarked="recompute", preset="recompute_all")
 
 
@@ -84,8 +94,12 @@ def dots() -> Policy:
 
 
 def plan() -> Policy:
-    """What `jaxoff.plan` found, given as lists; the rest is recomputed. "auto" keeps nothing first."""
-    return Policy(preset="plan")
+    """The policy of a plan, for `jaxoff.policy("plan", offload=..., save=...)` with the lists of the plan.
+
+    Without lists every value is recomputed. The preset adds nothing to the lists but a marker,
+    `Policy.is_planned`: `keep_first="auto"` leaves such a policy unchanged.
+    """
+    return Policy(preset=PLAN_PRESET)
 
 
 _PRESETS: dict[str, Callable[..., Policy]] = {}
@@ -95,11 +109,11 @@ def register(name: str, factory: Callable[..., Policy]) -> None:
     """Adds a preset to the registry, for `jaxoff.policy(name, **options)`.
 
     Args:
-      name: how the preset is called.
-      factory: a function of keyword options that returns a `Policy`.
+      name: the name of the preset.
+      factory: a function from keyword options to a `Policy`.
 
     Raises:
-      TypeError: if `name` is not a string or `factory` cannot be called.
+      TypeError: if `name` is not a string or `factory` is not callable.
       ValueError: if `name` is empty or taken.
 
     Example:
@@ -123,7 +137,16 @@ def register(name: str, factory: Callable[..., Policy]) -> None:
 
 
 def policies() -> Mapping[str, Callable[..., Policy]]:
-    """The registered presets: a read-only mapping from name to factory."""
+    """Returns the registered presets.
+
+    Returns:
+      A read-only mapping: name -> factory.
+
+    Example:
+      >>> import jaxoff
+      >>> "te_v2" in jaxoff.policies()
+      True
+    """
     return types.MappingProxyType(dict(_PRESETS))
 
 
@@ -142,8 +165,7 @@ def policy(
     memory_kind: str | None = None,
     **options: Any,
 ) -> Policy:
-    """Makes a policy for `jax.checkpoint`, from lists of names, a preset, or a preset and lists that
-    change it.
+    """Makes a policy for `jax.checkpoint`: from lists of names, a preset, or a preset changed by lists.
 
     Precedence, for each value: `mark_not_offload` > `recompute`, `save`, `offload` lists in that order >
       `mark_offload` > `unmarked`.
@@ -152,15 +174,14 @@ def policy(
       preset: a name out of `jaxoff.policies()`, or None.
       offload: names or globs (`fnmatch`) of values to keep in pinned host memory.
       save: names or globs of values to keep on the device.
-      recompute: names or globs of values to compute again in the backward pass. A name listed here or in
-        another list leaves the preset's.
+      recompute: names or globs of values to recompute in the backward pass. A name in any of the three lists
+        is taken out of the preset's lists.
       unmarked: "recompute" (the default without a preset), "save", "dots", "offload_dots" or "offload";
         see `Policy`.
-      min_bytes: smaller values that a list or `unmarked` would move stay on the device. Bytes of one
-        layer's value. Default 0.
-      memory_kind: "pinned_host" (the default), or "device" for a policy that keeps on the device what it
-        would move.
-      **options: what the preset takes, e.g. `modules=` of "megatron".
+      min_bytes: the least bytes of an offload by a list or `unmarked`, counted for one layer. Smaller values
+        stay on the device. Default 0.
+      memory_kind: "pinned_host" (the default), or "device" for the saved twin: saves in place of offloads.
+      **options: the options of the preset, e.g. `modules=` of "megatron".
 
     Returns:
       A frozen, hashable `Policy`.
@@ -168,7 +189,7 @@ def policy(
     Raises:
       ValueError: for an unknown preset, module, `unmarked` or `memory_kind`, a name in two lists, or a
         negative `min_bytes`.
-      TypeError: for options that the preset does not take, or lists of something other than names.
+      TypeError: for options unknown to the preset, or entries of lists other than strings.
 
     Example:
       >>> import jaxoff
@@ -177,7 +198,7 @@ def policy(
       >>> jaxoff.policy("megatron", modules=["core_attn"])
       jaxoff.policy('megatron', offload=['attn.core'], unmarked='save')
     """
-    base = Policy() if preset is None else _make(preset, options)
+    base = Policy() if preset is None else _call_factory(preset, options)
     if preset is None and options:
         raise TypeError(
             f"jaxoff.policy takes no {', '.join(map(repr, options))} without a "
@@ -185,18 +206,15 @@ def policy(
         )
     lists = Policy(offload=offload, save=save, recompute=recompute)  # type: ignore[arg-type]
     taken = {*lists.offload, *lists.save, *lists.recompute}
-    merged = {
-        f: (*(p for p in getattr(base, f) if p not in taken), *getattr(lists, f))
-        for f in ("offload", "save", "recompute")
-    }
+    merged = {f: (*(p for p in getattr(base, f) if p not in taken), *getattr(lists, f)) for f in LISTS}
     given = {"unmarked": unmarked, "min_bytes": min_bytes, "memory_kind": memory_kind}
     return dataclasses.replace(base, **merged, **{k: v for k, v in given.items() if v is not None})
 
 
-_FIELDS = ("offload", "save", "recompute", "unmarked", "min_bytes", "memory_kind")
+_FIELDS = (*LISTS, "unmarked", "min_bytes", "memory_kind")
 
 
-def _make(preset: str, options: dict[str, Any]) -> Policy:
+def _call_factory(preset: str, options: dict[str, Any]) -> Policy:
     if preset not in _PRESETS:
         raise ValueError(
             f"A preset is one of {', '.join(_PRESETS)}, got {preset!r}.{near_miss(preset, _PRESETS)} "

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from jaxoff._profile.intervals import Interval, subtract, sum_lengths, unite
 from jaxoff._profile.table import make_times_table
-from jaxoff._report.tables import printed
+from jaxoff._report.tables import render_text
 
 type EventKind = Literal["kernel", "D2H", "H2D", "D2D", "H2H", "memset"]
 
@@ -184,7 +184,7 @@ class Trace:
         }
 
     def __str__(self) -> str:
-        return printed(self)
+        return render_text(self)
 
     def __rich_console__(self, console, options):
         from rich.text import Text

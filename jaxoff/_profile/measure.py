@@ -19,7 +19,7 @@ from jaxoff._compiled.verify import program_nbytes
 from jaxoff._profile import gpu_trace
 from jaxoff._profile.gpu_trace import GpuTimes
 from jaxoff._profile.table import make_times_table
-from jaxoff._report.tables import human, printed
+from jaxoff._report.tables import format_nbytes, render_text
 from jaxoff._schedule.jit import jit
 
 type NextArgs = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
@@ -85,7 +85,7 @@ class Measurement:
         }
 
     def __str__(self) -> str:
-        return printed(self)
+        return render_text(self)
 
     def __rich_console__(self, console, options):
         from rich.text import Text
@@ -98,9 +98,10 @@ class Measurement:
             f"step {self.median_ms:.2f} ms on {self.device} ({calls}, middle half within "
             f"{self.spread_ms:.2f} ms, {min(self.times_ms):.2f} to {max(self.times_ms):.2f})"
         )
-        peak = "unknown" if self.peak_bytes is None else human(self.peak_bytes)
+        peak = "unknown" if self.peak_bytes is None else format_nbytes(self.peak_bytes)
         yield Text(
-            f"device peak {peak}, program {human(self.program_bytes)}; host memory {human(self.host_bytes)}"
+            f"device peak {peak}, program {format_nbytes(self.program_bytes)}; host memory "
+            f"{format_nbytes(self.host_bytes)}"
         )
         for note in self.notes:
             yield Text(f"! {note}", style="yellow" if console.is_terminal else "")
@@ -291,7 +292,8 @@ def _peak(before: list[int] | None, after: list[int] | None) -> tuple[int | None
     if all(was < now for was, now in zip(before, after, strict=True)):
         return max(after), ()
     return None, (
-        f"The peak is not known, only that it was at most {human(max(after))}: as much was in use before "
+        f"The peak is not known, only that it was at most {format_nbytes(max(after))}: as much was in use "
+        "before "
         "these calls, and the mark cannot be reset. For the peak, measure in a process of its own.",
     )
 

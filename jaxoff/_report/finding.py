@@ -1,4 +1,4 @@
-"""A finding: one thing about a program that is wrong, or soon will be."""
+"""A finding: a problem of a program, found before or after its compilation."""
 
 from __future__ import annotations
 
@@ -44,12 +44,19 @@ class FindingCode(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or soon will be.
+    """A problem of a program, and the remedy.
+
+    Prints as `code: message [source]`.
 
     Attributes:
-      code: the kind of finding, e.g. "rule-matched-nothing".
-      message: what is the case, and what to do.
+      code: the kind of finding, a string such as "rule-matched-nothing".
+      message: the problem, then the remedy.
       source: `file:line (function)` of the code concerned, or ''.
+
+    Example:
+      >>> import jaxoff
+      >>> print(jaxoff.Finding(jaxoff.FindingCode.REMAT3, "jax_remat3 is on.", "train.py:7 (main)"))
+      remat3: jax_remat3 is on. [train.py:7 (main)]
     """
 
     code: FindingCode

@@ -7,6 +7,6 @@ from collections.abc import Iterable
 
 
 def near_miss(got: object, choices: Iterable[str]) -> str:
-    """' Did you mean ...?' for a misspelt word, or ''."""
+    """Returns ' Did you mean ...?' with the choice closest to a misspelt word, or ''."""
     near = difflib.get_close_matches(str(got), list(choices), 1)
     return f" Did you mean {near[0]!r}?" if near else ""

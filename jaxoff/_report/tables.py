@@ -1,4 +1,4 @@
-"""How a report looks on a terminal and in a file."""
+"""Text of reports: on a terminal in colour, in a file or a pipe without."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from jaxoff._report.finding import Finding
 
 
-def findings_text(findings: tuple[Finding, ...], terminal: bool) -> Iterator[Any]:
-    """The renderables of findings."""
+def render_findings(findings: tuple[Finding, ...], terminal: bool) -> Iterator[Any]:
+    """Renders findings, a line each."""
     from rich.text import Text
 
     if not findings:
@@ -20,16 +20,16 @@ def findings_text(findings: tuple[Finding, ...], terminal: bool) -> Iterator[Any
         yield Text(f"! {finding}", style="bold red" if terminal else "")
 
 
-def human(nbytes: int) -> str:
-    """Bytes in decimal units, as links and memories are sold."""
+def format_nbytes(nbytes: int) -> str:
+    """Formats a count of bytes in decimal units (1 kB is 1000 bytes), as vendors of memory do."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes} B"
 
 
-def printed(value: Any) -> str:
-    """What rich shows of a value, as wide as the terminal, or wide enough where there is none."""
+def render_text(value: Any) -> str:
+    """Renders a value with rich: as wide as the terminal, or 160 columns without a terminal."""
     from rich.console import Console
 
     terminal = sys.stdout.isatty()

@@ -1,4 +1,4 @@
-"""`explain`: the residuals of a function, bytes by placement and by name, and what is wrong."""
+"""`explain`: the residuals of a function, bytes by placement and by name, copies, and findings."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import Any
 
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._jaxpr import compat
-from jaxoff._policy.policy import Placement
+from jaxoff._policy.decision import Placement
 from jaxoff._report.finding import Finding
-from jaxoff._report.tables import printed
-from jaxoff._residuals.findings.finding import Runtime
-from jaxoff._residuals.findings.registry import find
+from jaxoff._report.tables import render_text
+from jaxoff._residuals.findings.registry import collect_findings
+from jaxoff._residuals.findings.runtime import Runtime
 from jaxoff._residuals.residuals import Residual, analyse
-from jaxoff._residuals.traced_function import Program
-from jaxoff._residuals.traffic import Traffic, left_behind, too_slow, traffic_of
+from jaxoff._residuals.traced_function import TracedFunction
+from jaxoff._residuals.traffic import Traffic, estimate_traffic, find_late_offloads, find_slow_links
 
-PLACEMENTS: tuple[Placement, ...] = ("device", "host", "recompute")
+PLACEMENTS: tuple[Placement, ...] = ("save", "offload", "recompute")
+
+_JSON_KEYS: dict[Placement, str] = {"save": "device", "offload": "host", "recompute": "recompute"}
+"""Placement -> key of its bytes in `Report.to_dict`: the memory of the bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a function's backward pass keeps and where. Prints as a table; in colour on a terminal.
+    """The residuals of a function, and problems. Prints as a table; in colour on a terminal.
 
     Attributes:
-      residuals: one entry a value; see `Residual`.
-      findings: what is wrong; empty if nothing is.
-      traffic: the copies between device and host, by loop and direction, against the compute beside them.
+      residuals: an entry for each value; see `Residual`.
+      findings: problems of the program and of this machine; empty without a problem.
+      traffic: the copies between device and host, by loop and direction, against the compute beside the
+        copies.
     """
 
     residuals: tuple[Residual, ...]
@@ -36,41 +40,41 @@ class Report:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that wait on the device for the backward pass."""
-        return self.nbytes("device")
+        """Bytes of residuals on the device."""
+        return self.nbytes("save")
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that wait in pinned host memory."""
-        return self.nbytes("host")
+        """Bytes of residuals in pinned host memory."""
+        return self.nbytes("offload")
 
     @property
     def recompute_bytes(self) -> int:
-        """Bytes of named values that are computed again."""
+        """Bytes of recomputed values with a name."""
         return self.nbytes("recompute")
 
     def nbytes(self, placement: Placement, name: str | None = None) -> int:
-        """Bytes at a placement, of one name or of all values."""
+        """Sums the bytes at a placement, of a name or of all values."""
         return sum(r.nbytes for r in self.residuals if r.placement == placement and name in (None, r.name))
 
     @property
-    def by_name(self) -> dict[str, dict[str, int]]:
-        """Bytes by placement for each name, in order of appearance."""
+    def by_name(self) -> dict[str, dict[Placement, int]]:
+        """Name -> placement -> bytes, in order of appearance."""
         names = dict.fromkeys(r.name for r in self.residuals if r.name is not None)
         return {n: {p: b for p in PLACEMENTS if (b := self.nbytes(p, n))} for n in names}
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready values."""
+        """Returns the report as JSON-ready values."""
         return {
             "residuals": [r.to_dict() for r in self.residuals],
-            "bytes": {p: self.nbytes(p) for p in PLACEMENTS},
-            "bytes_by_name": self.by_name,
+            "bytes": {_JSON_KEYS[p]: self.nbytes(p) for p in PLACEMENTS},
+            "bytes_by_name": {n: {_JSON_KEYS[p]: b for p, b in of.items()} for n, of in self.by_name.items()},
             "findings": [dataclasses.asdict(f) for f in self.findings],
             "traffic": [t.to_dict() for t in self.traffic],
         }
 
     def __str__(self) -> str:
-        return printed(self)
+        return render_text(self)
 
     def __rich_console__(self, console, options):
         from jaxoff._residuals.table import render
@@ -87,10 +91,10 @@ def explain(
     device: Device = H200,
     **kwargs,
 ) -> Report:
-    """Says what a function's backward pass keeps, where and why, and what is wrong with it, before
-    anything runs.
+    """Reports the residuals of a function, their placements and rules, and problems, before anything runs.
 
-    Host bytes are exact: they are the bytes of the host-space arrays in the differentiated program.
+    Host bytes are exact: the bytes of the arrays in host space in the differentiated program. Times are
+    estimates.
 
     Args:
       fun: a function of arrays, not yet differentiated; see `jaxoff.residuals`.
@@ -98,7 +102,7 @@ def explain(
       argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
         argument.
       has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
-      device: speeds of the accelerator and its link, from which times are estimated.
+      device: speeds of the accelerator and its link, for estimates of times.
 
     Returns:
       A `Report`.
@@ -121,12 +125,12 @@ def explain(
       The names there are x_in.
     """
     checked_device(device)
-    program = Program.trace(fun, args, kwargs, argnums, has_aux)
-    analysis = analyse(program)
-    report = Report(tuple(row.residual for row in analysis.rows), find(analysis, Runtime.current()))
-    already_moves = any(compat.transfer_in(site.eqn) for site in program.sites)
-    if already_moves or not report.host_bytes:
-        return report  # jax cannot differentiate the copies of a gradient again
-    traffic = traffic_of(program.step, device)
-    late = (*too_slow(traffic), *left_behind(program.step, device))
+    function = TracedFunction.trace(fun, args, kwargs, argnums, has_aux)
+    analysis = analyse(function)
+    report = Report(tuple(row.residual for row in analysis.rows), collect_findings(analysis, Runtime.read()))
+    has_copies = any(compat.transfer_in(site.eqn) for site in function.sites)
+    if has_copies or not report.host_bytes:
+        return report  # JAX cannot differentiate the copies of a gradient a second time
+    traffic = estimate_traffic(function.step, device)
+    late = (*find_slow_links(traffic), *find_late_offloads(function.step, device))
     return dataclasses.replace(report, findings=(*report.findings, *late), traffic=traffic)

@@ -1,4 +1,4 @@
-"""What a function's backward pass keeps from its forward pass, where, why, and from which source line."""
+"""`residuals`: the values kept for the backward pass; where, why, and from which source line."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.provenance import Origin, Scope, trace_origin
-from jaxoff._policy.policy import Decision, Placement, decide
-from jaxoff._residuals.traced_function import Kept, Program, Site
+from jaxoff._policy.decision import Decision, Placement, Rule, RuleKind
+from jaxoff._policy.marks import key_of_tag
+from jaxoff._policy.protocol import ask_policy
+from jaxoff._residuals.traced_function import KeptValues, Site, TracedFunction
 
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """A value that the backward pass of a function needs from its forward pass.
+    """A value of a function's forward pass with a use in the backward pass.
 
     Attributes:
-      name: the name that `jaxoff.name` or `checkpoint_name` gave it, or None.
+      name: the name from `jaxoff.name` or `checkpoint_name`, or None.
       mark: "offload", "not_offload" or None.
-      shape, dtype: of one instance (one layer of a scan).
-      count: how many instances there are: scan trip counts multiplied.
-      nbytes: bytes of all instances: of whole arrays, where they are sharded over devices.
-      placement: "device", "host", or "recompute" for a named value that is computed again.
-      rule: the mark, list entry or default that decided the placement.
-      made_by: the primitive that makes the value; "name" for named values, "carry" for the carried input
-        of a scanned body.
-      source: `file:line (function)` of the code that makes it.
+      shape, dtype: of an instance, such as the value of a single layer of a scan.
+      count: the number of instances: the product of the lengths of the loops around the value.
+      nbytes: bytes of all instances; of sharded arrays, the bytes on all devices together.
+      placement: "save", "offload", or "recompute" for a named value recomputed in the backward pass.
+      rule: the mark, list entry or default behind the placement.
+      made_by: the primitive behind the value; "name" for named values, "carry" for the carried input of a
+        scanned body.
+      source: `file:line (function)` of the code behind the value.
     """
 
     name: str | None
@@ -42,7 +44,7 @@ class Residual:
     source: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-ready values."""
+        """Returns the fields as JSON-ready values."""
         return {**dataclasses.asdict(self), "shape": list(self.shape)}
 
 
@@ -54,21 +56,20 @@ def residuals(
     has_aux: bool = False,
     **kwargs,
 ) -> tuple[Residual, ...]:
-    """Lists what the backward pass of a function keeps, or computes again, from the forward pass.
+    """Lists the residuals of a function: values kept or recomputed for the backward pass.
 
-    The function is traced, never run: arguments may be `jax.ShapeDtypeStruct`s of any size. The function's
-    own inputs (weights, data) and the constants that it closes over live anyway and are not listed.
+    The function is traced, never run: arguments may be `jax.ShapeDtypeStruct`s of any size. Inputs of the
+    function (weights, data) and constants of its closure are alive in any case, and left out.
 
     Args:
-      fun: a function of arrays, not yet differentiated, with `jax.checkpoint` where its user wants it.
+      fun: a function of arrays, not yet differentiated, with or without `jax.checkpoint` inside.
       *args, **kwargs: its arguments: pytrees of arrays or ShapeDtypeStructs.
       argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
         argument.
       has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
 
     Returns:
-      One `Residual` a value: those kept, in the order in which they are made, then named values that are
-        recomputed.
+      A `Residual` for each value: kept values in program order, then recomputed values with a name.
 
     Raises:
       ValueError: for argnums out of range.
@@ -81,51 +82,56 @@ def residuals(
       >>> x, w = jax.ShapeDtypeStruct((8, 64), "bfloat16"), jax.ShapeDtypeStruct((12, 64, 64), "bfloat16")
       >>> (r,) = jaxoff.residuals(lambda x, w: jax.lax.scan(layer, x, w)[0], x, w)
       >>> r.name, r.shape, r.count, r.nbytes, r.placement, r.rule
-      ('x_in', (8, 64), 12, 12288, 'host', "offload='x_in'")
+      ('x_in', (8, 64), 12, 12288, 'offload', "offload='x_in'")
     """
-    return tuple(item.residual for item in analyse(Program.trace(fun, args, kwargs, argnums, has_aux)).rows)
+    return tuple(
+        item.residual for item in analyse(TracedFunction.trace(fun, args, kwargs, argnums, has_aux)).rows
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A residual with what findings need to know of it.
+    """A residual, with facts for the findings.
 
-    Where its value was made, and whether a mark or a list chose its place.
+    Attributes:
+      residual: the residual.
+      origin: the equation behind the value.
+      rule: the rule behind the placement.
     """
 
     residual: Residual
     origin: Origin
-    explicit: bool
+    rule: Rule
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """A traced program, what it keeps, and the rows of its report."""
+    """A traced function, its kept values, and the rows of its report: the input of every finding."""
 
-    program: Program
-    kept: Kept
+    function: TracedFunction
+    kept: KeptValues
     rows: tuple[Row, ...]
 
 
-def analyse(program: Program) -> Analysis:
-    """Lists the residuals of a traced program."""
-    kept = program.kept()
-    rows = kept_rows(program, kept)
-    return Analysis(program, kept, (*rows, *_recomputed_rows(program, rows)))
+def analyse(function: TracedFunction) -> Analysis:
+    """Finds the residuals of a traced function, kept and recomputed."""
+    kept = function.trace_kept()
+    rows = list_kept(function, kept)
+    return Analysis(function, kept, (*rows, *_list_recomputed(function, rows)))
 
 
-def kept_rows(program: Program, kept: Kept) -> list[Row]:
-    """The rows of what is kept, in the order in which it is made."""
-    rows = [_kept_row(program, var, trace_origin(kept.live, var)) for var in kept.values]
-    return sorted(rows, key=lambda row: _made_at(row.origin))
+def list_kept(function: TracedFunction, kept: KeptValues) -> list[Row]:
+    """Lists the kept values, in program order."""
+    rows = [_make_kept_row(function, var, trace_origin(kept.live, var)) for var in kept.values]
+    return sorted(rows, key=lambda row: _position_of(row.origin))
 
 
-def _kept_row(program: Program, var, origin: Origin) -> Row:
-    placement: Placement = "host" if compat.is_host(var.aval) else "device"
-    return _row(var, origin, placement, _decision(program, origin, placement))
+def _make_kept_row(function: TracedFunction, var, origin: Origin) -> Row:
+    placement: Placement = "offload" if compat.is_host(var.aval) else "save"
+    return _make_row(var, origin, placement, _find_decision(function, origin, placement))
 
 
-def _row(var, origin: Origin, placement: Placement, decision: Decision) -> Row:
+def _make_row(var, origin: Origin, placement: Placement, decision: Decision) -> Row:
     total, each = compat.nbytes(var.aval), compat.nbytes(origin.aval)
     residual = Residual(
         name=origin.tag.label if origin.tag else None,
@@ -135,36 +141,38 @@ def _row(var, origin: Origin, placement: Placement, decision: Decision) -> Row:
         count=total // each if each else 1,
         nbytes=total,
         placement=placement,
-        rule=decision.rule,
+        rule=decision.rule.text,
         made_by=origin.eqn.primitive.name if origin.kind == "op" and origin.eqn is not None else origin.kind,
         source=line_of(origin),
     )
-    return Row(residual, origin, decision.explicit)
+    return Row(residual, origin, decision.rule)
 
 
-def _decision(program: Program, origin: Origin, placement: Placement) -> Decision:
+def _find_decision(function: TracedFunction, origin: Origin, placement: Placement) -> Decision:
     if origin.kind not in ("name", "op"):
-        return Decision(placement, "input of a checkpointed or scanned function: name it inside to move it")
-    return _policy_decision(program, origin, placement) or Decision(
-        placement, "outside jax.checkpoint: autograd saves it"
-    )
+        return Decision(placement, _INPUT)
+    return _ask_policies(function, origin, placement) or Decision(placement, _AUTOGRAD)
 
 
-def _policy_decision(program: Program, origin: Origin, placement: Placement) -> Decision | None:
-    """The rule behind a placement: that of the checkpoint whose code made the value, else of any."""
+_INPUT = Rule(RuleKind.INPUT, "input of a checkpointed or scanned function: name it inside to move it")
+_AUTOGRAD = Rule(RuleKind.AUTOGRAD, "outside jax.checkpoint: autograd saves it")
+
+
+def _ask_policies(function: TracedFunction, origin: Origin, placement: Placement) -> Decision | None:
+    """Finds the decision with a placement, by the policies on the value's line, else by any other policy."""
     if origin.eqn is None:
         return None
-    here, named = _sites_like(program, origin)
+    here, named = _find_sites_like(function, origin)
     avals = [v.aval for v in origin.eqn.invars]
-    for policy in dict.fromkeys((*(s.policy for s in (*here, *named)), *program.policies)):
-        decision = decide(policy, origin.eqn.primitive, *avals, **origin.eqn.params)
+    for policy in dict.fromkeys((*(s.policy for s in (*here, *named)), *function.policies)):
+        decision = ask_policy(policy, origin.eqn.primitive, *avals, **origin.eqn.params)
         if decision.placement == placement:
             return decision
     return None
 
 
-def _made_at(origin: Origin) -> tuple[int, ...]:
-    """The position of a value's making in program order."""
+def _position_of(origin: Origin) -> tuple[int, ...]:
+    """Sort key of a value: the positions of its equation and of the equations around, outermost first."""
     path: list[int] = []
     scope: Scope | None = origin.scope
     eqn = None if origin.kind == "carry" else origin.eqn
@@ -175,20 +183,21 @@ def _made_at(origin: Origin) -> tuple[int, ...]:
 
 
 def save_names(prim, *_, **__) -> bool:
-    """A checkpoint policy that saves every named value and nothing else."""
+    """A checkpoint policy: named values are saved, other values recomputed."""
     return compat.is_name(prim)
 
 
-def _recomputed_rows(program: Program, kept: list[Row]) -> list[Row]:
-    """Named values that the backward pass needs and computes again.
+def _list_recomputed(function: TracedFunction, kept: list[Row]) -> list[Row]:
+    """Lists the recomputed values with a name.
 
-    Those that would be kept if all names were.
+    These are the kept values of the same function under a policy for all names, without the kept values of
+    the function itself.
     """
-    if not any(s.tag is not None and s.checkpoints for s in program.sites):
+    if not any(s.tag is not None and s.checkpoints for s in function.sites):
         return []
     already = collections.Counter(_key(row.origin) for row in kept)
     rows = []
-    candidates = program.kept(save_names)
+    candidates = function.trace_kept(save_names)
     for var in candidates.values:
         origin = trace_origin(candidates.live, var)
         if origin.tag is None or origin.eqn is None:
@@ -196,30 +205,29 @@ def _recomputed_rows(program: Program, kept: list[Row]) -> list[Row]:
         if already[_key(origin)]:
             already[_key(origin)] -= 1
             continue
-        decision = _policy_decision(program, origin, "recompute")
-        if decision is not None and site_of(program, origin) is not None:
-            rows.append(_row(var, origin, "recompute", decision))
+        decision = _ask_policies(function, origin, "recompute")
+        if decision is not None and find_site(function, origin) is not None:
+            rows.append(_make_row(var, origin, "recompute", decision))
     return rows
 
 
 def _key(origin: Origin) -> tuple[Any, ...]:
-    mark = origin.tag.mark if origin.tag else None
-    return origin.tag, mark, tuple(origin.aval.shape), str(origin.aval.dtype), line_of(origin)
+    return key_of_tag(origin.tag), tuple(origin.aval.shape), str(origin.aval.dtype), line_of(origin)
 
 
 def line_of(origin: Origin) -> str:
-    """The source line that made a value."""
+    """Returns the source line behind a value, `file:line (function)`, or ''."""
     return "" if origin.eqn is None else compat.source_line(origin.eqn)
 
 
-def site_of(program: Program, origin: Origin) -> Site | None:
-    """The checkpointed site of the function at which a value of its differentiated program was made."""
-    here, named = _sites_like(program, origin)
-    both = (s for s in here if s.tag is not None and s.tag == origin.tag)
+def find_site(function: TracedFunction, origin: Origin) -> Site | None:
+    """Finds the checkpointed equation of the function behind a value of its gradients' program, or None."""
+    here, named = _find_sites_like(function, origin)
+    both = (s for s in here if s.tag is not None and key_of_tag(s.tag) == key_of_tag(origin.tag))
     return next(both, next(iter(named or here), None))
 
 
-def _sites_like(program: Program, origin: Origin) -> tuple[list[Site], list[Site]]:
-    """The checkpointed sites on the line where a value was made, and those with its tag."""
-    named = program.checkpointed_as.get(origin.tag, []) if origin.tag else []
-    return program.checkpointed_at.get(line_of(origin), []), named
+def _find_sites_like(function: TracedFunction, origin: Origin) -> tuple[list[Site], list[Site]]:
+    """Finds the checkpointed sites on the source line of a value, and the checkpointed sites with its tag."""
+    named = function.sites_by_tag.get(key_of_tag(origin.tag), []) if origin.tag else []
+    return function.sites_by_line.get(line_of(origin), []), named

@@ -7,17 +7,17 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxoff._report.tables import findings_text, human
+from jaxoff._report.tables import format_nbytes, render_findings
 from jaxoff._residuals.residuals import Residual
 
 if TYPE_CHECKING:
     from jaxoff._residuals.report import Report
 
-_COLOURS = {"host": "cyan", "device": "yellow", "recompute": "dim"}
+_COLOURS = {"offload": "cyan", "save": "yellow", "recompute": "dim"}
 
 
 def render(report: Report, terminal: bool) -> Iterator[Any]:
-    """The renderables of a report: its table, its totals, its findings."""
+    """Renders a report: a table of residuals, totals, traffic, findings."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -27,13 +27,13 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
         table.add_column(
             heading, justify="right" if heading in ("count", "bytes") else "left", overflow="fold"
         )
-    for r in grouped(report.residuals):
+    for r in merge_layers(report.residuals):
         label = r.name or (f"(mark_{r.mark})" if r.mark else f"({r.made_by})")
         cells = (
             label,
             f"{r.dtype}{list(r.shape)}",
             str(r.count),
-            human(r.nbytes),
+            format_nbytes(r.nbytes),
             r.placement,
             r.rule,
             _short(r.source),
@@ -44,20 +44,20 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
     else:
         yield Text("The backward pass keeps nothing from the forward pass but its inputs.")
     yield Text(
-        f"\ndevice {human(report.device_bytes)}, host {human(report.host_bytes)}, recomputed "
-        f"{human(report.recompute_bytes)} (named values)"
+        f"\ndevice {format_nbytes(report.device_bytes)}, host {format_nbytes(report.host_bytes)}, recomputed "
+        f"{format_nbytes(report.recompute_bytes)} (named values)"
     )
     for t in report.traffic:
         iteration = f" an iteration, {t.iterations} iterations" if t.source else ""
         yield Text(
-            f"{t.part}: {human(t.nbytes)}{iteration}, {t.copy_ms:.2f} ms of the link beside about "
+            f"{t.part}: {format_nbytes(t.nbytes)}{iteration}, {t.copy_ms:.2f} ms of the link beside about "
             f"{t.compute_ms:.2f} ms of compute"
         )
-    yield from findings_text(report.findings, terminal)
+    yield from render_findings(report.findings, terminal)
 
 
-def grouped(residuals: tuple[Residual, ...]) -> list[Residual]:
-    """Residuals that differ only in which unrolled layer made them, as one row."""
+def merge_layers(residuals: tuple[Residual, ...]) -> list[Residual]:
+    """Merges residuals of unrolled layers, equal but for count and bytes, into a row for all layers."""
     groups: dict[Any, Residual] = {}
     for r in residuals:
         key = dataclasses.replace(r, count=0, nbytes=0)

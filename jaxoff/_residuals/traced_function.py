@@ -1,4 +1,4 @@
-"""A differentiable function as JAX sees it: its sites, and what its backward pass keeps."""
+"""A user's function as a jaxpr: its equations, its gradients, and the values kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.provenance import Scope
 from jaxoff._jaxpr.stack_slices import splits
 from jaxoff._jaxpr.tag import Tag
-from jaxoff._policy import marks
+from jaxoff._policy.marks import TagKey, key_of_tag, record_labels
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """An equation of the function, and the checkpoints and loops around it, outermost first.
+    """An equation of the function, with the checkpoints and loops around the equation, outermost first.
 
     Attributes:
-      scope, eqn: the equation and where it stands.
-      checkpoints: the `jax.checkpoint`s around it. The outermost one's policy decides.
-      loops: the scan equations around it.
+      scope, eqn: the equation, and the jaxpr with the equation.
+      checkpoints: the `jax.checkpoint`s around the equation. The policy of the outermost decides.
+      loops: the scans around the equation.
       looped_checkpoint: whether the outermost checkpoint stands inside a scan.
-      primal_only: whether a custom_vjp's forward rule replaces it under differentiation.
+      primal_only: whether a custom_vjp's forward rule replaces the equation under differentiation.
     """
 
     scope: Scope
@@ -39,27 +39,23 @@ class Site:
 
     @functools.cached_property
     def tag(self) -> Tag | None:
+        """The tag bound by the equation, or None."""
         text = compat.name_in(self.eqn)
         return None if text is None else Tag.of(text)
 
     @functools.cached_property
     def line(self) -> str:
+        """The source line, `file:line (function)`."""
         return compat.source_line(self.eqn)
 
     @property
     def policy(self) -> Callable[..., Any] | None:
+        """The policy of the outermost checkpoint; None outside of checkpoints, or without a policy."""
         return self.checkpoints[0].policy if self.checkpoints else None
 
-    @property
-    def trips(self) -> int:
-        trips = 1
-        for loop in self.loops:
-            trips *= loop.length
-        return trips
 
-
-def sites_of(scope: Scope, around: Site | None = None) -> Iterator[Site]:
-    """Every equation of a program, those of inner jaxprs included, in program order."""
+def iterate_sites(scope: Scope, around: Site | None = None) -> Iterator[Site]:
+    """Yields every equation of a program, inner jaxprs included, in program order."""
     for eqn in scope.jaxpr.eqns:
         site = Site(scope, eqn) if around is None else dataclasses.replace(around, scope=scope, eqn=eqn)
         yield site
@@ -75,21 +71,23 @@ def sites_of(scope: Scope, around: Site | None = None) -> Iterator[Site]:
         elif eqn.primitive.name.startswith("custom_vjp_call"):
             inner = dataclasses.replace(site, primal_only=True)
         for index in range(len(compat.sub_jaxprs(eqn))):
-            yield from sites_of(scope.enter(eqn, index), inner)
+            yield from iterate_sites(scope.enter(eqn, index), inner)
 
 
-def labels_of(sites: Iterable[Site]) -> set[str]:
-    """The labels of the named sites."""
+def collect_labels(sites: Iterable[Site]) -> set[str]:
+    """Collects the labels of named sites."""
     return {s.tag.label for s in sites if s.tag and s.tag.label}
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """A function of arrays, traced.
+class TracedFunction:
+    """A function of arrays as a jaxpr. Make one with `trace`.
 
     Attributes:
-      primal: the function itself.
-      labels_called: the labels that `jaxoff.name` was called with while it was traced.
+      primal: the function, without gradients, over the leaves of its arguments.
+      differentiated: for each leaf, whether gradients are taken with respect to the leaf.
+      num_aux: the number of auxiliary outputs, last among the outputs.
+      labels_called: the labels of all calls of `jaxoff.name` during the trace.
     """
 
     primal: compat.ClosedJaxpr
@@ -98,9 +96,14 @@ class Program:
     labels_called: frozenset[str]
 
     @classmethod
-    def trace(cls, fun: Callable[..., Any], args, kwargs, argnums, has_aux: bool) -> Program:
+    def trace(cls, fun: Callable[..., Any], args, kwargs, argnums, has_aux: bool) -> TracedFunction:
+        """Traces a function of pytrees. Arguments as for `jaxoff.residuals`.
+
+        Raises:
+          ValueError: for argnums out of range.
+        """
         leaves, tree = jax.tree.flatten((args, kwargs))
-        chosen = _differentiated(args, kwargs, argnums)
+        chosen = _select_differentiated(args, kwargs, argnums)
         num_aux = 0
 
         def flat(*leaves):
@@ -113,43 +116,47 @@ class Program:
                 return jax.tree.leaves(out), jax.tree.leaves(aux)
             return jax.tree.leaves(out), []
 
-        with marks.recorded_labels() as labels:
+        with record_labels() as labels:
             primal = jax.make_jaxpr(flat)(*leaves)
         return cls(primal, chosen, num_aux, frozenset(labels))
 
-    def with_closure(self) -> Program:
-        """The same function of what it closes over, too, differentiated there where it is traced."""
+    def with_closure(self) -> TracedFunction:
+        """Returns the function with the arrays of its closure as further, leading arguments.
+
+        Gradients are taken with respect to the tracers among the closure's inexact arrays.
+        """
         traced = (isinstance(x, Tracer) and _is_inexact(x) for x in self.primal.consts)
         primal = compat.constants_as_arguments(self.primal)
         return dataclasses.replace(self, primal=primal, differentiated=(*traced, *self.differentiated))
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
-        return tuple(sites_of(Scope(compat.as_open(self.primal))))
+        """All equations of the function, in program order."""
+        return tuple(iterate_sites(Scope(compat.as_open(self.primal))))
 
     @functools.cached_property
-    def checkpointed(self) -> tuple[Site, ...]:
+    def checkpointed_sites(self) -> tuple[Site, ...]:
         """The sites inside a checkpoint."""
         return tuple(s for s in self.sites if s.checkpoints)
 
     @functools.cached_property
     def policies(self) -> tuple[Callable[..., Any] | None, ...]:
-        """The policies of the outermost checkpoints."""
-        return tuple(dict.fromkeys(s.policy for s in self.checkpointed))
+        """The policies of the outermost checkpoints, without repeats."""
+        return tuple(dict.fromkeys(s.policy for s in self.checkpointed_sites))
 
     @functools.cached_property
-    def checkpointed_at(self) -> dict[str, list[Site]]:
-        """The sites inside a checkpoint, by source line."""
-        return _grouped(self.checkpointed, lambda s: s.line)
+    def sites_by_line(self) -> dict[str, list[Site]]:
+        """Source line -> the sites inside a checkpoint on the line."""
+        return _group_by(self.checkpointed_sites, lambda s: s.line)
 
     @functools.cached_property
-    def checkpointed_as(self) -> dict[Tag | None, list[Site]]:
-        """The sites inside a checkpoint, by tag."""
-        return _grouped(self.checkpointed, lambda s: s.tag)
+    def sites_by_tag(self) -> dict[TagKey | None, list[Site]]:
+        """Label and mark -> the sites inside a checkpoint with the tag."""
+        return _group_by(self.checkpointed_sites, lambda s: key_of_tag(s.tag))
 
     @functools.cached_property
     def step(self) -> compat.Jaxpr:
-        """The function and its gradients, nothing left out."""
+        """The function and its gradients, dead code included."""
 
         def gradients(*leaves):
             out, pullback, _ = self._vjp(self.primal, leaves)
@@ -159,7 +166,7 @@ class Program:
 
     @functools.cached_property
     def value_and_grad(self) -> compat.Jaxpr:
-        """The function's results and its gradients, without what neither needs."""
+        """The function's results and its gradients, dead code removed."""
 
         def both(*leaves):
             out, pullback, aux = self._vjp(self.primal, leaves)
@@ -168,10 +175,11 @@ class Program:
         jaxpr = compat.as_open(jax.make_jaxpr(both)(*self._structs))
         return compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
-    def kept(self, policy: Callable[..., Any] | None = None) -> Kept:
-        """What the backward pass keeps.
+    def trace_kept(self, policy: Callable[..., Any] | None = None) -> KeptValues:
+        """Traces the forward pass of the differentiated function, down to the kept values.
 
-        With `policy`, what it would keep if every checkpoint had that policy.
+        Args:
+          policy: a policy for every checkpoint, in place of the checkpoints' own; None to keep these.
         """
         primal = self.primal if policy is None else compat.with_policy(self.primal, policy)
 
@@ -184,17 +192,17 @@ class Program:
         num_kept = len(shapes[1])
         used = [i >= len(jaxpr.outvars) - num_kept for i in range(len(jaxpr.outvars))]
         live, _ = compat.dce_jaxpr(jaxpr, used, instantiate=True)
-        return Kept(Scope(jaxpr), Scope(live))
+        return KeptValues(Scope(jaxpr), Scope(live))
 
     @property
     def _structs(self) -> list[jax.ShapeDtypeStruct]:
         return [compat.struct_of(v.aval) for v in compat.as_open(self.primal).invars]
 
     def _vjp(self, primal: compat.ClosedJaxpr, leaves: Sequence[Any]):
-        """The outputs, their pullback to the differentiated leaves, and what is auxiliary."""
+        """Returns the outputs, their pullback to the differentiated leaves, and the auxiliary outputs."""
         run = compat.jaxpr_as_fun(primal)
 
-        def of_free(*free):
+        def run_free(*free):
             it = iter(free)
             full = [next(it) if d else x for x, d in zip(leaves, self.differentiated, strict=True)]
             out = run(*full)
@@ -202,16 +210,16 @@ class Program:
             return out[:split], out[split:]
 
         free = [x for x, d in zip(leaves, self.differentiated, strict=True) if d]
-        return jax.vjp(of_free, *free, has_aux=True)
+        return jax.vjp(run_free, *free, has_aux=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """The forward pass of a differentiated function, whole and cut down to what the kept values need.
+class KeptValues:
+    """The values of a forward pass kept for the backward pass, and the forward pass.
 
     Attributes:
       forward: the whole forward pass.
-      live: the forward pass whose outputs are the values kept for the backward pass.
+      live: the forward pass with the kept values for outputs, dead code removed.
     """
 
     forward: Scope
@@ -219,14 +227,14 @@ class Kept:
 
     @functools.cached_property
     def labels(self) -> set[str]:
-        """The labels in the forward pass, those of custom_vjp forward rules included."""
-        return labels_of(sites_of(self.forward))
+        """The labels in the forward pass, in custom_vjp forward rules, too."""
+        return collect_labels(iterate_sites(self.forward))
 
     @property
     def values(self) -> list[Any]:
-        """The kept values, without the function's own inputs and constants, which live anyway.
+        """The kept values, except the function's inputs and constants, which are alive in any case.
 
-        Nor pieces of those: `jaxoff.jit` reads them in place.
+        Slices of inputs are left out, too: `jaxoff.jit` reads slices in place.
         """
         inputs = {*self.live.jaxpr.invars, *self.live.jaxpr.constvars}
         pieces = (eqn for eqn in self.live.jaxpr.eqns if splits(eqn) and eqn.invars[0] in inputs)
@@ -235,15 +243,15 @@ class Kept:
         return [v for v in unique if v not in inputs]
 
 
-def _grouped[K](sites: tuple[Site, ...], key: Callable[[Site], K]) -> dict[K, list[Site]]:
+def _group_by[K](sites: tuple[Site, ...], key: Callable[[Site], K]) -> dict[K, list[Site]]:
     groups: dict[K, list[Site]] = {}
     for site in sites:
         groups.setdefault(key(site), []).append(site)
     return groups
 
 
-def _differentiated(args, kwargs, argnums) -> tuple[bool, ...]:
-    """For each array leaf of the arguments, whether gradients are taken with respect to it."""
+def _select_differentiated(args, kwargs, argnums) -> tuple[bool, ...]:
+    """Says for each array leaf of the arguments whether gradients are taken with respect to the leaf."""
     if argnums is not None:
         wanted = {argnums} if isinstance(argnums, int) else set(argnums)
         for n in sorted(wanted):

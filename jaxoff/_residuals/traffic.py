@@ -1,4 +1,4 @@
-"""What a program copies between device and host, against the compute that could hide it."""
+"""The copies of a program between device and host, against the compute beside the copies."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._report.finding import Finding, FindingCode
 
-# Waits shorter than this in a whole step are below what the estimates can tell.
 _NEGLIGIBLE_MS = 1.0
+"""ms. Shorter waits in a whole step are below the precision of the estimates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The copies of one part of a differentiated function, and its compute, estimated.
+    """An estimate of the copies and of the compute of a part of a differentiated function.
 
     Attributes:
-      part: "forward" or "backward", as the copies go to the host or come back.
+      part: "forward" for copies to the host, "backward" for copies back to the device.
       source: `file:line (function)` of the loop, or '' outside of loops.
-      iterations: how often the part runs; 1 outside of loops.
-      nbytes: bytes copied in an iteration.
-      copy_ms: how long the link takes for them.
-      compute_ms: how long the kernels of an iteration take.
+      iterations: the number of iterations of the loop; 1 outside of loops.
+      nbytes: bytes of the copies of an iteration.
+      copy_ms: time of the link for the copies of an iteration.
+      compute_ms: time of the kernels of an iteration.
     """
 
     part: str
@@ -41,25 +41,26 @@ class Traffic:
 
     @property
     def exposed_ms(self) -> float:
-        """What the compute cannot hide, in all iterations."""
+        """Time of the copies beyond the time of the kernels, over all iterations."""
         return self.iterations * max(0.0, self.copy_ms - self.compute_ms)
 
     @property
     def waits(self) -> bool:
-        """Whether a step waits for the copies, as far as estimates can tell."""
+        """Whether a step waits for the copies, within the precision of the estimates."""
         return self.exposed_ms > _NEGLIGIBLE_MS
 
     def to_dict(self) -> dict[str, float | int | str]:
+        """Returns the fields and `exposed_ms` as JSON-ready values."""
         return {**dataclasses.asdict(self), "exposed_ms": self.exposed_ms}
 
 
-def traffic_of(jaxpr: Jaxpr, device: Device) -> tuple[Traffic, ...]:
-    """The traffic of a differentiated program, by loop and direction."""
-    return tuple(_traffic(jaxpr, device, "", 1))
+def estimate_traffic(jaxpr: Jaxpr, device: Device) -> tuple[Traffic, ...]:
+    """Estimates the traffic of a differentiated program, by loop and direction."""
+    return tuple(_estimate_traffic(jaxpr, device, "", 1))
 
 
-def too_slow(traffic: Iterable[Traffic]) -> Iterator[Finding]:
-    """What the link cannot take while the device computes."""
+def find_slow_links(traffic: Iterable[Traffic]) -> Iterator[Finding]:
+    """Finds copies longer than the compute beside the copies."""
     for t in traffic:
         if t.waits:
             where = "an iteration of the loop" if t.source else "the layers"
@@ -73,11 +74,11 @@ def too_slow(traffic: Iterable[Traffic]) -> Iterator[Finding]:
             )
 
 
-def left_behind(jaxpr: Jaxpr, device: Device) -> Iterator[Finding]:
-    """Copies of layers outside of loops that are more than a layer late when the forward pass ends."""
+def find_late_offloads(jaxpr: Jaxpr, device: Device) -> Iterator[Finding]:
+    """Finds copies of layers outside of loops, more than a layer late at the end of the forward pass."""
     layers = sum(map(compat.is_backward, inlined(jaxpr.eqns, {}, checkpoints=False)))
     now_ms, free_ms, copies = 0.0, 0.0, []
-    for eqn, ms in _times(list(inlined(jaxpr.eqns, {})), jaxpr.outvars, device):
+    for eqn, ms in _time_kernels(list(inlined(jaxpr.eqns, {})), jaxpr.outvars, device):
         way = compat.transfer_in(eqn)
         if way == "H2D":
             break
@@ -98,14 +99,16 @@ def left_behind(jaxpr: Jaxpr, device: Device) -> Iterator[Finding]:
         )
 
 
-def _times(eqns: list[JaxprEqn], outs: Iterable[Any], device: Device) -> Iterator[tuple[JaxprEqn, float]]:
-    """The kernels of a program and about how long each takes: a loop, all iterations; a copy, no time."""
+def _time_kernels(
+    eqns: list[JaxprEqn], outs: Iterable[Any], device: Device
+) -> Iterator[tuple[JaxprEqn, float]]:
+    """Yields the kernels of a program and their estimated ms: of a loop for all iterations, of a copy 0."""
     graph = KernelGraph(eqns, frozenset(v for v in outs if isinstance(v, Var)))
     for i in graph.kernels:
         layout = compat.scan_in(eqns[i])
         if layout is not None:
             body = compat.as_open(eqns[i].params["jaxpr"])
-            iteration = _times(list(inlined(body.eqns, {})), body.outvars, device)
+            iteration = _time_kernels(list(inlined(body.eqns, {})), body.outvars, device)
             yield eqns[i], layout.length * sum(ms for _, ms in iteration)
         elif compat.transfer_in(eqns[i]):
             yield eqns[i], 0.0
@@ -114,29 +117,31 @@ def _times(eqns: list[JaxprEqn], outs: Iterable[Any], device: Device) -> Iterato
 
 
 def _holds_copies(eqn: JaxprEqn) -> bool:
-    """Whether an equation, such as a loop, has copies of its own, which are beside its own kernels."""
+    """Whether an equation, such as a loop, has copies inside. Kernels inside then hide these copies only."""
     return any(compat.transfer_in(e) or _holds_copies(e) for j in compat.sub_jaxprs(eqn) for e in j.eqns)
 
 
-def _traffic(jaxpr: Jaxpr, device: Device, source: str, iterations: int) -> Iterator[Traffic]:
+def _estimate_traffic(jaxpr: Jaxpr, device: Device, source: str, iterations: int) -> Iterator[Traffic]:
     eqns = list(inlined(jaxpr.eqns, {}))
     first_back = next((i for i, eqn in enumerate(eqns) if compat.transfer_in(eqn) == "H2D"), len(eqns))
-    # Outside of loops the passes follow each other; the body of a loop is of one.
+    # Outside of loops the passes follow each other; the body of a loop belongs to a single pass.
     forward, backward = (eqns, eqns) if source else (eqns[:first_back], eqns[first_back:])
     for kind, part, beside, copy_ms in (
         ("D2H", "forward", forward, device.d2h_ms),
         ("H2D", "backward", backward, device.h2d_ms),
     ):
-        moved = [eqn for eqn in eqns if compat.transfer_in(eqn) == kind]
-        if moved:
-            nbytes = sum(compat.nbytes(eqn.outvars[0].aval) for eqn in moved)
-            times = _times(beside, jaxpr.outvars, device)
+        copies = [eqn for eqn in eqns if compat.transfer_in(eqn) == kind]
+        if copies:
+            nbytes = sum(compat.nbytes(eqn.outvars[0].aval) for eqn in copies)
+            times = _time_kernels(beside, jaxpr.outvars, device)
             compute_ms = sum(ms for eqn, ms in times if not _holds_copies(eqn))
             yield Traffic(part, source, iterations, nbytes, copy_ms(nbytes), compute_ms)
     for eqn in eqns:
         if layout := compat.scan_in(eqn):
             body = compat.as_open(eqn.params["jaxpr"])
-            yield from _traffic(body, device, compat.source_line(eqn) or "a loop", iterations * layout.length)
+            yield from _estimate_traffic(
+                body, device, compat.source_line(eqn) or "a loop", iterations * layout.length
+            )
         elif is_compute(eqn):
             for inner in compat.sub_jaxprs(eqn):
-                yield from _traffic(inner, device, source, iterations)
+                yield from _estimate_traffic(inner, device, source, iterations)

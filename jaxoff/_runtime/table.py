@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxoff._report.tables import human
+from jaxoff._report.tables import format_nbytes
 from jaxoff._runtime.doctor import GIB, Diagnosis
 from jaxoff._runtime.environment import Environment
 
@@ -65,7 +65,7 @@ def _facts_of(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     yield from environment.packages.items()
     yield "backend", environment.backend
     for device, same in itertools.groupby(environment.devices):
-        memory = f", {human(device.memory_bytes)} for jax" if device.memory_bytes is not None else ""
+        memory = f", {format_nbytes(device.memory_bytes)} for jax" if device.memory_bytes is not None else ""
         yield "devices", f"{len(tuple(same))} x {device.kind}{memory}"
     if environment.devices:
         yield "memory kinds", ", ".join(environment.devices[0].memory_kinds) or "none"
@@ -80,5 +80,5 @@ def _describe_link(environment: Environment) -> str:
         return f"not measured: {environment.link_skipped or 'not asked for'}"
     return (
         f"D2H {link.d2h_gbps:.1f} GB/s, H2D {link.h2d_gbps:.1f} GB/s, both at once {link.both_gbps:.1f} GB/s "
-        f"({human(link.nbytes)} copies)"
+        f"({format_nbytes(link.nbytes)} copies)"
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoff
+from jaxoff._layers.scan import scan_by_strategy
 from pallas_kernels import grouped_mlp
 from tests.aot.programs import LAYERS, layer_with_a_norm
 
@@ -38,7 +39,7 @@ def weights(*lead):
 
 def scanned(policy, strategy="captured"):
     def loss(w, x):
-        return jaxoff.scan(layer, x, w, policy=policy, strategy=strategy)[0].astype(jnp.float32).sum()
+        return scan_by_strategy(layer, x, w, policy=policy, strategy=strategy)[0].astype(jnp.float32).sum()
 
     return jax.value_and_grad(loss, (0, 1))
 

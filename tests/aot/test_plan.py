@@ -180,7 +180,7 @@ def test_two_loops_take_what_is_predicted_as_exactly_as_one(first, rest):
         return peak - cost.peak.nbytes
 
     model = Planner.of(loss(jaxoff.policy()), arguments(), {}, 0, None, H200, None, False).model
-    kept = [{k: "host" if v == MOVE else "device" for k, v in choices.items()} for choices in (first, rest)]
+    kept = [{k: "offload" if v == MOVE else "save" for k, v in choices.items()} for choices in (first, rest)]
     one = [short(model, *each) for each in zip(kept, map(policy, (first, rest)), strict=True)]
     both = kept[0] | {of_others(name): place for name, place in kept[1].items()}
     two = short(model.in_two(6), both, jaxoff.FirstLayers(6, policy(first), policy(rest)))

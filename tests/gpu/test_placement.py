@@ -119,7 +119,7 @@ def test_marked_pytrees_go_leaf_by_leaf():
 
     args = arguments()
     report = jaxoff.explain(loss, *args)
-    assert sorted(r.dtype for r in report.residuals if r.placement == "host") == ["bfloat16", "int8"]
+    assert sorted(r.dtype for r in report.residuals if r.placement == "offload") == ["bfloat16", "int8"]
     program = jax.jit(jax.grad(loss)).lower(*args).compile()
     assert program.memory_analysis().host_temp_size_in_bytes == report.host_bytes
     assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(program(*args)))

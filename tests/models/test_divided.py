@@ -124,7 +124,7 @@ def test_residuals_of_every_tick_are_on_the_host(mesh, virtual):
     found = collections.Counter()
     shapes = jax.eval_shape(divided.params)
     for residual in jaxoff.residuals(divided.loss, shapes, batch, argnums=0, has_aux=True):
-        if residual.placement == "host":
+        if residual.placement == "offload":
             found[residual.name] += residual.nbytes
     local = B // shape.batch * S
     rows = local * divided.config.top_k * shape.expert  # room for all
@@ -132,7 +132,7 @@ def test_residuals_of_every_tick_are_on_the_host(mesh, virtual):
     assert found == {name: 4 * turns * layers * shape.size * width[name] for name in MOVED}
     saved = on(mesh, virtual, POLICY.on_device(), mtp_layers=0)
     kept = jaxoff.residuals(saved.loss, shapes, batch, argnums=0, has_aux=True)
-    assert {r.placement for r in kept if r.name in MOVED} == {"device"}
+    assert {r.placement for r in kept if r.name in MOVED} == {"save"}
 
 
 def test_parameters_and_optimizer_state_are_divided():

@@ -46,4 +46,4 @@ def test_the_default_run_has_no_findings():
 
     report = jaxoff.explain(loss, params, jax.ShapeDtypeStruct((8, 257), jnp.int32), has_aux=True)
     assert report.findings == ()
-    assert {r.name for r in report.residuals if r.placement == "host"} == {"moe.dispatched", "moe.act"}
+    assert {r.name for r in report.residuals if r.placement == "offload"} == {"moe.dispatched", "moe.act"}

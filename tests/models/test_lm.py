@@ -146,10 +146,10 @@ def test_policies_place_differently_what_computes_the_same():
             "none": jaxoff.policy(recompute=["*"]),
         }.items()
     }
-    assert {place for _, place in placed["saved"]} == {"device"}
-    assert {place for _, place in placed["moved"]} == {"host"}
+    assert {place for _, place in placed["saved"]} == {"save"}
+    assert {place for _, place in placed["moved"]} == {"offload"}
     assert {name for name, _ in placed["saved"]} == {name for name, _ in placed["moved"]}
-    assert placed["mixed"] == {("moe.act", "host")}
+    assert placed["mixed"] == {("moe.act", "offload")}
     assert placed["none"] == set()
 
 

@@ -81,13 +81,13 @@ def test_both_implementations_have_the_same_table_and_it_is_the_policys(policy):
     assert reference == kernels
     places = {row.name: row.placement for row in kernels if row.shape in SHAPES.values()}
     wanted = dict.fromkeys(BOTH, "recompute")
-    wanted |= dict.fromkeys(chosen.save, "device") | dict.fromkeys(chosen.offload, "host")
+    wanted |= dict.fromkeys(chosen.save, "save") | dict.fromkeys(chosen.offload, "offload")
     assert places == wanted
     for row in kernels:
         if row.name in SHAPES:
             assert (row.shape, row.nbytes) == (SHAPES[row.name], 2 * np.prod(SHAPES[row.name]))
     carried = sorted(
-        (SHAPES[name], "host" if place == "host" else "device")
+        (SHAPES[name], "host" if place == "offload" else "device")
         for name, place in wanted.items()
         if place != "recompute"
     )

@@ -112,7 +112,7 @@ print((jax.jit(jax.grad(offloaded))(w, x) == jax.jit(jax.grad(block))(w, x)).all
 print([(r.name, r.placement) for r in jaxoff.residuals(offloaded, w, x)])
 """,
     )
-    assert printed.splitlines() == ["True", "[('mlp.act', 'host')]"]
+    assert printed.splitlines() == ["True", "[('mlp.act', 'offload')]"]
 
 
 @pytest.mark.parametrize("module", ["jaxoff", "models.train"])

@@ -1,70 +1,46 @@
-"""What a finding is, and what checks share: how they ask policies and call things."""
+"""Questions shared by the checks: decisions on a site, offloaded residuals, and names for messages."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.metadata
-import os
+from typing import Any
 
-from jaxoff._jaxpr import compat
-from jaxoff._policy.policy import Decision, Either, Policy, as_given
-from jaxoff._policy.policy import decide as decide_any
+from jaxoff._policy.combinators import Either, unwrap_keep_first
+from jaxoff._policy.decision import Decision
+from jaxoff._policy.policy import Policy
+from jaxoff._policy.protocol import ask_policy
 from jaxoff._residuals.residuals import Analysis, Row
 from jaxoff._residuals.traced_function import Site
-from jaxoff._runtime.pinned_pool import pinned_pool_bytes
-from jaxoff._runtime.versions import parse_release
 
 
-@dataclasses.dataclass(frozen=True)
-class Runtime:
-    """What findings need to know of the machine and its software.
-
-    Attributes:
-      jaxlib: version of jaxlib.
-      pinned_pool_bytes: the most pinned host memory that XLA gives a process.
-      remat3: whether `jax_remat3` is on.
-    """
-
-    jaxlib: tuple[int, ...]
-    pinned_pool_bytes: int
-    remat3: bool = False
-
-    @classmethod
-    def current(cls) -> Runtime:
-        """The software and limits of this process."""
-        jaxlib = parse_release(importlib.metadata.version("jaxlib"))
-        return cls(jaxlib, pinned_pool_bytes(os.environ), compat.remat3_enabled())
-
-
-def decide(site: Site, checkpoint: int = 0) -> Decision:
-    """What a checkpoint around a site says of it, the outermost by default."""
+def decide_at(site: Site, checkpoint: int = 0) -> Decision:
+    """Asks the policy of a checkpoint around a site, by default the outermost."""
     policy = site.checkpoints[checkpoint].policy
-    return decide_any(policy, site.eqn.primitive, *(v.aval for v in site.eqn.invars), **site.eqn.params)
+    return ask_policy(policy, site.eqn.primitive, *(v.aval for v in site.eqn.invars), **site.eqn.params)
 
 
-def called(site: Site) -> str:
-    """How a message calls the value made at a site."""
+def describe_site(site: Site) -> str:
+    """Names the value of a site, for the middle of a sentence."""
     if site.tag is None:
         return f"the output of {site.eqn.primitive.name}"
     return repr(site.tag.label) if site.tag.label else f"the value under mark_{site.tag.mark}"
 
 
-def row_name(row: Row) -> str:
-    """How a message calls a residual."""
+def describe_row(row: Row) -> str:
+    """Names a residual, for the beginning of a sentence."""
     residual = row.residual
     if residual.name:
         return repr(residual.name)
     return f"The value under mark_{residual.mark}" if residual.mark else f"The output of {residual.made_by}"
 
 
-def host_rows(analysis: Analysis) -> list[Row]:
-    """The residuals that go to the host."""
-    return [row for row in analysis.rows if row.residual.placement == "host"]
+def list_offloaded(analysis: Analysis) -> list[Row]:
+    """Lists the offloaded residuals."""
+    return [row for row in analysis.rows if row.residual.placement == "offload"]
 
 
-def parts(policy) -> list[Policy]:
-    """The jaxoff policies in a policy."""
-    policy = as_given(policy)
+def policies_in(policy: Any) -> list[Policy]:
+    """Lists the policies of jaxoff inside a policy: the sides of an `Either`, or the policy."""
+    policy = unwrap_keep_first(policy)
     if isinstance(policy, Either):
-        return [*parts(policy.first), *parts(policy.second)]
+        return [*policies_in(policy.first), *policies_in(policy.second)]
     return [policy] if isinstance(policy, Policy) else []

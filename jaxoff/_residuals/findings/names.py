@@ -1,4 +1,4 @@
-"""Checks of names and marks: that each has the effect that its writer meant."""
+"""Checks of names and marks: lists without a match, marks without an effect, names lost by JAX."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.provenance import trace_origin
-from jaxoff._policy.policy import as_given, matches
+from jaxoff._policy.combinators import unwrap_keep_first
+from jaxoff._policy.marks import key_of_tag
+from jaxoff._policy.policy import LISTS, matches
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.near_miss import near_miss
-from jaxoff._residuals.findings.finding import called, host_rows, parts
+from jaxoff._residuals.findings.finding import describe_site, list_offloaded, policies_in
 from jaxoff._residuals.residuals import Analysis, Row
-from jaxoff._residuals.traced_function import Site, labels_of, sites_of
+from jaxoff._residuals.traced_function import Site, collect_labels, iterate_sites
 
 
-def rules_without_names(analysis: Analysis) -> Iterator[Finding]:
-    """A list entry of a policy that matches no name in any checkpoint with that policy."""
-    inside = analysis.program.checkpointed
-    in_rules = analysis.kept.labels - labels_of(inside)
-    for policy in dict.fromkeys(map(as_given, analysis.program.policies)):
-        labels = labels_of(s for s in inside if as_given(s.policy) == policy) | in_rules
+def find_unmatched_rules(analysis: Analysis) -> Iterator[Finding]:
+    """Finds entries of a policy's lists without a match among the names in the policy's checkpoints."""
+    inside = analysis.function.checkpointed_sites
+    in_rules = analysis.kept.labels - collect_labels(inside)
+    for policy in dict.fromkeys(map(unwrap_keep_first, analysis.function.policies)):
+        labels = collect_labels(s for s in inside if unwrap_keep_first(s.policy) == policy) | in_rules
         listed = (
             f"The names there are {', '.join(sorted(labels))}." if labels else "There are no names there."
         )
-        for field, pattern in _rules(policy):
+        for field, pattern in _list_entries(policy):
             if not any(matches(pattern, label) for label in labels):
                 yield Finding(
                     FindingCode.RULE_MATCHED_NOTHING,
@@ -35,37 +37,36 @@ def rules_without_names(analysis: Analysis) -> Iterator[Finding]:
                 )
 
 
-def _rules(policy) -> Iterator[tuple[str, str]]:
-    for part in parts(policy):
-        for field in ("offload", "save", "recompute"):
+def _list_entries(policy) -> Iterator[tuple[str, str]]:
+    for part in policies_in(policy):
+        for field in LISTS:
             for pattern in getattr(part, field):
                 yield field, pattern
 
 
-def marks_without_residuals(analysis: Analysis) -> Iterator[Finding]:
-    """A mark, or a name that a list offloads by its full text, whose value the backward pass does not read.
+def find_marks_without_residual(analysis: Analysis) -> Iterator[Finding]:
+    """Finds marks without an effect: the backward pass does not read the value.
 
-    Nothing moves, nothing is kept.
+    A name counts as a mark if an `offload` list has the full name. A glob may cover unread values.
     """
     rows = {
         (r.residual.name, r.residual.mark, key)
         for r in analysis.rows
         for key in (r.residual.source, r.residual.shape)
     }
-    for site in analysis.program.sites:
+    for site in analysis.function.sites:
         tag = site.tag
-        if tag is None or not site.checkpoints or site.primal_only or _superseded(site) or _in_branch(site):
+        if tag is None or not site.checkpoints or site.primal_only or _is_replaced(site) or _in_branch(site):
             continue
-        # A glob may well cover what nothing reads.
-        if tag.mark is None and not any(tag.label in part.offload for part in parts(site.policy)):
+        if tag.mark is None and not any(tag.label in part.offload for part in policies_in(site.policy)):
             continue
         shape = compat.shape_of(site.eqn.outvars[0].aval)
         if not {(tag.label, tag.mark, site.line), (tag.label, tag.mark, shape)} & rows:
-            what = f"mark_{tag.mark}" if tag.mark else "The name"
-            what += f" {tag.label!r}" if tag.label else ""
+            subject = f"mark_{tag.mark}" if tag.mark else "The name"
+            subject += f" {tag.label!r}" if tag.label else ""
             yield Finding(
                 FindingCode.MARK_WITHOUT_RESIDUAL,
-                f"{what} has no effect: the backward pass does not read this value. Use the result of the "
+                f"{subject} has no effect: the backward pass does not read this value. Use the result of the "
                 "mark, or mark the value that the next operation keeps.",
                 site.line,
             )
@@ -81,8 +82,8 @@ def _in_branch(site: Site) -> bool:
     return False
 
 
-def _superseded(site: Site) -> bool:
-    """Whether a tagged value is only tagged again, by a tag on it or by one that replaces it."""
+def _is_replaced(site: Site) -> bool:
+    """Whether further tags are the only readers of a tagged value, or another tag takes its place."""
     eqns = site.scope.jaxpr.eqns
     tags_after = [e for e in eqns[site.scope.positions[id(site.eqn)] + 1 :] if compat.name_in(e) is not None]
     var, operand = site.eqn.outvars[0], site.eqn.invars[0]
@@ -92,13 +93,10 @@ def _superseded(site: Site) -> bool:
     return all(e in tags_after for e in users) if users else any(e.invars[0] is operand for e in tags_after)
 
 
-def lost_names(analysis: Analysis) -> Iterator[Finding]:
-    """Names that JAX drops.
-
-    Those in the primal function of a custom_vjp, and under jax_remat3 those under vmap.
-    """
-    alive, primal = analysis.kept.labels, labels_of(analysis.program.sites)
-    for site in analysis.program.sites:
+def find_lost_names(analysis: Analysis) -> Iterator[Finding]:
+    """Finds names dropped by JAX: in the primal function of a custom_vjp, and under vmap with jax_remat3."""
+    alive, primal = analysis.kept.labels, collect_labels(analysis.function.sites)
+    for site in analysis.function.sites:
         if site.primal_only and site.tag and site.tag.label and site.tag.label not in alive:
             yield Finding(
                 FindingCode.NAME_LOST_IN_CUSTOM_VJP,
@@ -107,7 +105,7 @@ def lost_names(analysis: Analysis) -> Iterator[Finding]:
                 "value in its residuals.",
                 site.line,
             )
-    for label in sorted(analysis.program.labels_called - alive - primal):
+    for label in sorted(analysis.function.labels_called - alive - primal):
         yield Finding(
             FindingCode.NAME_LOST_IN_VMAP,
             f"{label!r} was named while the function was traced, but its program has no such name: vmap "
@@ -115,34 +113,36 @@ def lost_names(analysis: Analysis) -> Iterator[Finding]:
         )
 
 
-def unnamed_beside_named(analysis: Analysis) -> Iterator[Finding]:
-    """A named value whose un-named original the backward pass reads too."""
+def find_unnamed_originals(analysis: Analysis) -> Iterator[Finding]:
+    """Finds named values read by the backward pass together with their un-named originals."""
     wanted = {(r.residual.name, r.residual.mark) for r in analysis.rows if r.residual.name or r.residual.mark}
-    tagged = [
-        s for s in analysis.program.sites if s.tag and s.checkpoints and (s.tag.label, s.tag.mark) in wanted
-    ]
-    originals = [trace_origin(s.scope, s.eqn.invars[0]) for s in tagged if _original_used(s)]
+    tagged = [s for s in analysis.function.sites if s.checkpoints and key_of_tag(s.tag) in wanted]
+    originals = [trace_origin(s.scope, s.eqn.invars[0]) for s in tagged if _has_used_original(s)]
     if not originals:
         return
-    kept = analysis.program.kept(
+    kept = analysis.function.trace_kept(
         _SaveNamesAnd(frozenset(_signature(o.eqn) for o in originals if o.kind == "op"))
     )
     raw = {o.identity for o in (trace_origin(kept.live, var) for var in kept.values) if o.tag is None}
-    for site in sites_of(kept.live):
-        if site.tag is None or (site.tag.label, site.tag.mark) not in wanted:
+    for site in iterate_sites(kept.live):
+        if key_of_tag(site.tag) not in wanted:
             continue
         if trace_origin(site.scope, site.eqn.invars[0]).identity in raw:
             yield Finding(
                 FindingCode.UNNAMED_BESIDE_NAMED,
-                f"The backward pass reads both {called(site)} and the value before that tag, so both are "
-                "kept or computed. Use only the tagged value: x = jaxoff.name(x, ...).",
+                f"The backward pass reads both {describe_site(site)} and the value before the tag, so both "
+                "are kept or recomputed. Use only the tagged value: x = jaxoff.name(x, ...).",
                 site.line,
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class _SaveNamesAnd:
-    """A checkpoint policy that saves names and the outputs of some equations."""
+    """A checkpoint policy: names and the outputs of some equations are saved, other values recomputed.
+
+    Attributes:
+      signatures: primitive and input types of the equations.
+    """
 
     signatures: frozenset[Any]
 
@@ -150,8 +150,8 @@ class _SaveNamesAnd:
         return compat.is_name(prim) or (prim, tuple(map(str, in_avals))) in self.signatures
 
 
-def _original_used(site: Site) -> bool:
-    """Whether anything but the tag uses the value before it."""
+def _has_used_original(site: Site) -> bool:
+    """Whether the value before a tag has a reader besides the tag."""
     rounded: Any = site.eqn.invars[0]
     maker = site.scope.definitions.get(rounded)
     chain = {id(site.eqn)}
@@ -165,10 +165,10 @@ def _signature(eqn) -> Any:
     return eqn.primitive, tuple(str(v.aval) for v in eqn.invars)
 
 
-def moved_twice(analysis: Analysis) -> Iterator[Finding]:
-    """One buffer that goes to the host under two tags, or as two views."""
+def find_repeated_offloads(analysis: Analysis) -> Iterator[Finding]:
+    """Finds buffers offloaded more than once, under several tags or as several views."""
     groups: dict[Any, list[Row]] = collections.defaultdict(list)
-    for row in host_rows(analysis):
+    for row in list_offloaded(analysis):
         root = trace_origin(row.origin.scope, row.origin.var, through_views=True, through_names=True)
         groups[root.identity].append(row)
     for rows in groups.values():
@@ -176,16 +176,16 @@ def moved_twice(analysis: Analysis) -> Iterator[Finding]:
             names = " and ".join(r.residual.name or r.residual.made_by for r in rows)
             yield Finding(
                 FindingCode.MOVED_TWICE,
-                f"{names} are the same buffer, moved to the host {len(rows)} times "
+                f"{names} are the same buffer, offloaded {len(rows)} times "
                 f"({sum(r.residual.nbytes for r in rows[1:]):,} bytes too many). Keep one tag, and use its "
                 "result for all that follows.",
                 rows[-1].residual.source,
             )
 
 
-def lost_exemptions(analysis: Analysis) -> Iterator[Finding]:
-    """A value under mark_not_offload that moves: it was named again behind a jit or scan boundary."""
-    for row in host_rows(analysis):
+def find_lost_exemptions(analysis: Analysis) -> Iterator[Finding]:
+    """Finds offloaded values under mark_not_offload, with a name from behind a jit or scan boundary."""
+    for row in list_offloaded(analysis):
         scope, atom = (
             row.origin.scope,
             row.origin.eqn.invars[0] if row.origin.kind == "name" and row.origin.eqn else None,
@@ -197,7 +197,7 @@ def lost_exemptions(analysis: Analysis) -> Iterator[Finding]:
             if before.tag.mark == "not_offload":
                 yield Finding(
                     FindingCode.EXEMPTION_LOST,
-                    f"{row.residual.name!r} moves to the host although mark_not_offload was put on it "
+                    f"{row.residual.name!r} is offloaded although mark_not_offload was put on the value "
                     "outside the jit, scan or checkpoint that names it. Put mark_not_offload after the "
                     "name, or inside.",
                     row.residual.source,

@@ -1,4 +1,4 @@
-"""Checks of placements: that what is to move moves, compiles, and fits."""
+"""Checks of placements: offloads XLA refuses or removes, overridden policies, large residuals."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from collections.abc import Iterator
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.primitives import DOTS, OPAQUE
 from jaxoff._jaxpr.provenance import Scope
-from jaxoff._policy.policy import WRONG_KIND
+from jaxoff._policy.decision import RuleKind
 from jaxoff._policy.presets import DEFAULT_MIN_BYTES
 from jaxoff._report.finding import Finding, FindingCode
-from jaxoff._residuals.findings.finding import Runtime, called, decide, host_rows, parts, row_name
-from jaxoff._residuals.residuals import Analysis, site_of
-from jaxoff._runtime.pinned_pool import POOL_VARIABLE, pool_to_set
-from jaxoff._runtime.versions import OLDEST_JAX, format_release
+from jaxoff._residuals.findings.finding import (
+    decide_at,
+    describe_row,
+    describe_site,
+    list_offloaded,
+    policies_in,
+)
+from jaxoff._residuals.residuals import Analysis, find_site
 
 
-def refused_by_the_compiler(analysis: Analysis) -> Iterator[Finding]:
-    """An offload where XLA's GPU compiler dies with INTERNAL.
+def find_refused_offloads(analysis: Analysis) -> Iterator[Finding]:
+    """Finds offloads on which XLA's GPU compiler dies with INTERNAL.
 
-    In scan(unroll > 1), in a scan inside a scan, in a branch of a cond.
+    In a scan(unroll > 1), in a scan inside a scan, and in a branch of a cond.
     """
-    for row in host_rows(analysis):
-        for code, where, fix in _refusals(row.origin.scope):
+    for row in list_offloaded(analysis):
+        for code, where, fix in _find_refusals(row.origin.scope):
             yield Finding(
                 code,
-                f"{row_name(row)} is offloaded {where}, which does not compile on a GPU. {fix}",
+                f"{describe_row(row)} is offloaded {where}, which does not compile on a GPU. {fix}",
                 row.residual.source,
             )
 
 
-def _refusals(scope: Scope | None) -> Iterator[tuple[FindingCode, str, str]]:
+def _find_refusals(scope: Scope | None) -> Iterator[tuple[FindingCode, str, str]]:
     around: list[compat.ScanLayout] = []
     while scope is not None and scope.eqn is not None:
         if (loop := compat.scan_in(scope.eqn)) is not None:
@@ -39,7 +43,7 @@ def _refusals(scope: Scope | None) -> Iterator[tuple[FindingCode, str, str]]:
             yield (
                 FindingCode.OFFLOAD_IN_COND,
                 "from a branch of lax.cond",
-                "Put jax.checkpoint around the cond, and name what goes into or out of it.",
+                "Put jax.checkpoint around the cond, and name the inputs or outputs of the cond.",
             )
         scope = scope.parent
     for loop in around:
@@ -57,68 +61,70 @@ def _refusals(scope: Scope | None) -> Iterator[tuple[FindingCode, str, str]]:
         )
 
 
-def foldable_offloads(analysis: Analysis) -> Iterator[Finding]:
-    """An offload in a layer outside a scan with prevent_cse=False.
+def find_foldable_offloads(analysis: Analysis) -> Iterator[Finding]:
+    """Finds offloads of layers with prevent_cse=False outside of a scan.
 
-    XLA folds the two copies and the offload disappears.
+    XLA folds the copy to the host with the copy back, and the value stays on the device.
     """
-    for row in host_rows(analysis):
-        site = site_of(analysis.program, row.origin)
+    for row in list_offloaded(analysis):
+        site = find_site(analysis.function, row.origin)
         if site is not None and not site.looped_checkpoint and site.checkpoints[0].prevent_cse is False:
             yield Finding(
                 FindingCode.OFFLOAD_FOLDED_AWAY,
-                f"{row_name(row)} is offloaded by a jax.checkpoint(prevent_cse=False) that is not inside a "
-                "scan: XLA folds the copy to the host and back, and nothing moves. Leave prevent_cse at "
-                "True there.",
+                f"{describe_row(row)} is offloaded by a jax.checkpoint(prevent_cse=False) outside of a scan: "
+                "XLA folds the copy to the host and back, and the value stays on the device. Leave "
+                "prevent_cse at True there.",
                 row.residual.source,
             )
 
 
-def overridden_checkpoints(analysis: Analysis) -> Iterator[Finding]:
-    """A jax.checkpoint inside another whose policy keeps what the outer policy does not.
+def find_overridden_checkpoints(analysis: Analysis) -> Iterator[Finding]:
+    """Finds a jax.checkpoint inside another, with a placement other than the placement of the outer policy.
 
-    The outer one decides.
+    The outer policy decides.
     """
-    for site in analysis.program.sites:
+    for site in analysis.function.sites:
         if len(site.checkpoints) < 2 or not (site.tag or site.eqn.primitive.name in DOTS | OPAQUE):
             continue
-        outer = decide(site)
+        outer = decide_at(site)
         for depth in range(1, len(site.checkpoints)):
-            inner = decide(site, depth)
+            inner = decide_at(site, depth)
             if inner.placement not in ("recompute", outer.placement):
                 yield Finding(
                     FindingCode.CHECKPOINT_OVERRIDDEN,
-                    f"An inner jax.checkpoint places {called(site)} on the {inner.placement} "
-                    f"({inner.rule}), but the checkpoint around it decides: {outer.placement} "
+                    f"An inner jax.checkpoint answers {inner.placement!r} for {describe_site(site)} "
+                    f"({inner.rule}), but the checkpoint around it decides: {outer.placement!r} "
                     f"({outer.rule}). The inner rule holds only within the backward pass, where an offload "
                     f"is a round trip for nothing. Give the outer one this rule, or drop one of the two.",
                     site.line,
                 )
 
 
-def wrong_memory_kinds(analysis: Analysis) -> Iterator[Finding]:
-    """A stock policy that offloads to a memory kind that JAX takes for the device."""
-    for site in analysis.program.sites:
-        if site.tag and site.checkpoints and WRONG_KIND in (rule := decide(site).rule):
+def find_wrong_memory_kinds(analysis: Analysis) -> Iterator[Finding]:
+    """Finds stock policies with a memory kind other than pinned host: JAX leaves the value on the device."""
+    for site in analysis.function.sites:
+        if not (site.tag and site.checkpoints):
+            continue
+        if (rule := decide_at(site).rule).kind is RuleKind.WRONG_MEMORY_KIND:
             yield Finding(
                 FindingCode.WRONG_MEMORY_KIND,
-                f"{called(site)} does not move: {rule}. Only 'pinned_host' is the host.",
+                f"{describe_site(site)} is not offloaded: {rule}. Only 'pinned_host' is the host.",
                 site.line,
             )
 
 
-def large_unnamed(analysis: Analysis) -> Iterator[Finding]:
-    """A value kept on the device past `min_bytes` that no list or mark speaks of, under some policy."""
-    policies = analysis.program.policies
+def find_large_unnamed(analysis: Analysis) -> Iterator[Finding]:
+    """Finds un-named values of at least `min_bytes` on the device, kept by a default of a policy."""
+    policies = analysis.function.policies
     if not any(policy is not None for policy in policies):
         return
-    floors = [part.min_bytes for policy in policies for part in parts(policy) if part.min_bytes]
+    floors = [part.min_bytes for policy in policies for part in policies_in(policy) if part.min_bytes]
     floor = min(floors, default=DEFAULT_MIN_BYTES)
     for row in analysis.rows:
         size = compat.nbytes(row.origin.aval)
         if (
-            row.residual.placement == "device"
-            and not row.explicit
+            row.residual.placement == "save"
+            and not row.rule.is_explicit
             and row.origin.tag is None
             and size >= floor
         ):
@@ -126,45 +132,19 @@ def large_unnamed(analysis: Analysis) -> Iterator[Finding]:
                 FindingCode.LARGE_UNNAMED_RESIDUAL,
                 f"An un-named {row.residual.dtype}{list(row.residual.shape)} made by {row.residual.made_by} "
                 f"stays on the device: {size:,} bytes, {row.residual.count} times ({row.residual.rule}). "
-                "Name it and list the name, or recompute it.",
+                "Name the value and list the name, or recompute the value.",
                 row.residual.source,
             )
 
 
-def already_differentiated(analysis: Analysis) -> Iterator[Finding]:
-    """A function that takes gradients itself, so that what it offloads is not its own residual."""
-    for site in analysis.program.sites:
+def find_inner_gradients(analysis: Analysis) -> Iterator[Finding]:
+    """Finds a function with gradients inside: its offloads are no residuals of the function."""
+    for site in analysis.function.sites:
         if site.eqn.primitive.name == "device_put" and any(compat.is_host(v.aval) for v in site.eqn.outvars):
             yield Finding(
                 FindingCode.ALREADY_DIFFERENTIATED,
-                "The function already takes gradients or moves values to the host itself; what it moves is "
+                "The function already takes gradients or copies values to the host itself; these values are "
                 "not listed. Pass the loss function, not the training step.",
                 site.line,
             )
             return
-
-
-def runtime_findings(analysis: Analysis, runtime: Runtime) -> Iterator[Finding]:
-    """What is wrong with this machine or its software for this program."""
-    host = sum(r.residual.nbytes for r in host_rows(analysis))
-    if not host:
-        return
-    if host > runtime.pinned_pool_bytes:
-        yield Finding(
-            FindingCode.PINNED_POOL_TOO_SMALL,
-            f"The residuals need {host:,} bytes of pinned host memory, and XLA's pool ends at "
-            f"{runtime.pinned_pool_bytes:,}: the step would die with RESOURCE_EXHAUSTED. Set "
-            f"{POOL_VARIABLE}={pool_to_set(host)} or more.",
-        )
-    if runtime.jaxlib < OLDEST_JAX:
-        yield Finding(
-            FindingCode.JAXLIB_COMPUTES_WRONGLY,
-            f"jaxlib {format_release(runtime.jaxlib)} computes wrong gradients for offloaded scan "
-            f"residuals on a GPU (openxla/xla#46231). Install jaxlib >= {format_release(OLDEST_JAX)}.",
-        )
-    if runtime.remat3:
-        yield Finding(
-            FindingCode.REMAT3,
-            "jax_remat3 is on: this JAX then asks policies about names only, and not about those in "
-            "custom_vjp forward rules or under vmap.",
-        )

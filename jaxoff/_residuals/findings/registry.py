@@ -1,30 +1,35 @@
-"""Silent failures made loud: what is wrong with an offload, read from the program before it runs."""
+"""All checks of `explain`, in the order of their findings."""
 
 from __future__ import annotations
 
 from jaxoff._report.finding import Finding
 from jaxoff._residuals.findings import names, placements
-from jaxoff._residuals.findings.finding import Runtime
+from jaxoff._residuals.findings.runtime import Runtime, find_runtime_problems
 from jaxoff._residuals.residuals import Analysis
 
 CHECKS = (
-    names.rules_without_names,
-    names.marks_without_residuals,
-    names.lost_names,
-    names.unnamed_beside_named,
-    names.moved_twice,
-    names.lost_exemptions,
-    placements.refused_by_the_compiler,
-    placements.foldable_offloads,
-    placements.overridden_checkpoints,
-    placements.wrong_memory_kinds,
-    placements.large_unnamed,
-    placements.already_differentiated,
+    names.find_unmatched_rules,
+    names.find_marks_without_residual,
+    names.find_lost_names,
+    names.find_unnamed_originals,
+    names.find_repeated_offloads,
+    names.find_lost_exemptions,
+    placements.find_refused_offloads,
+    placements.find_foldable_offloads,
+    placements.find_overridden_checkpoints,
+    placements.find_wrong_memory_kinds,
+    placements.find_large_unnamed,
+    placements.find_inner_gradients,
 )
 
 
-def find(analysis: Analysis, runtime: Runtime) -> tuple[Finding, ...]:
-    """All findings on an analysed function in a process, without repeats."""
+def collect_findings(analysis: Analysis, runtime: Runtime) -> tuple[Finding, ...]:
+    """Runs all checks on an analysed function, and drops repeats.
+
+    Args:
+      analysis: of the function.
+      runtime: facts of the process, as from `Runtime.read`.
+    """
     found = [finding for check in CHECKS for finding in check(analysis)]
-    found += placements.runtime_findings(analysis, runtime)
+    found += find_runtime_problems(analysis, runtime)
     return tuple(dict.fromkeys(found))

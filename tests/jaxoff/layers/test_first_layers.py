@@ -1,4 +1,4 @@
-"""`jaxoff.FirstLayers`: two policies for the layers of one scan, whose stacks stay in one piece."""
+"""`jaxoff.FirstLayers`: two policies for the layers of a scan, with undivided stacks."""
 
 import functools
 
@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxoff
+from jaxoff._layers.scan import scan_by_strategy
 from tests.jaxoff.policy import placement
 from tests.jaxoff.policy.matrix import assert_close, inputs
 
@@ -39,7 +40,7 @@ def loss(scan, w, x):
 
 def ours(policy=None, **more):
     policy = policy or jaxoff.FirstLayers(4, MOVED, KEPT)
-    return functools.partial(loss, functools.partial(jaxoff.scan, policy=policy, **more))
+    return functools.partial(loss, functools.partial(scan_by_strategy, policy=policy, **more))
 
 
 def differentiated(fun):
@@ -92,8 +93,8 @@ def test_only_the_first_layers_move(count, reverse):
     assert placement.grad_host_arrays(fun, *arguments()) == placement.arrays({(ROWS, WIDTH): count})
     report = jaxoff.explain(fun, *arguments())
     assert report.host_bytes == count * X_NBYTES
-    assert report.by_name["x_in"] == {"host": count * X_NBYTES, "device": (STEPS - count) * X_NBYTES}
-    assert report.by_name["act"]["device"] == (STEPS - count) * X_NBYTES
+    assert report.by_name["x_in"] == {"offload": count * X_NBYTES, "save": (STEPS - count) * X_NBYTES}
+    assert report.by_name["act"]["save"] == (STEPS - count) * X_NBYTES
     assert report.findings == ()
     assert all(WIDTH not in r.shape[1:-1] for r in report.residuals), "weights are read where they are"
     twin = jaxoff.explain(lambda w, x: ours(policy.on_device())(w, x)[0], *arguments())
@@ -194,7 +195,7 @@ def test_layers_one_after_the_other_have_first_ones_too():
 
     report = jaxoff.explain(fun, w, x)
     assert report.host_bytes == 4 * X_NBYTES
-    assert report.by_name["act"] == {"device": 2 * X_NBYTES, "recompute": 4 * X_NBYTES}
+    assert report.by_name["act"] == {"save": 2 * X_NBYTES, "recompute": 4 * X_NBYTES}
     assert_close(jaxoff.jit(jax.grad(fun))(w, x), jax.grad(fun)(w, x))
 
 

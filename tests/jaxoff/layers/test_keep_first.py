@@ -1,4 +1,4 @@
-"""`keep_first`: what the backward pass needs first stays on the device, where it is to, and nothing else."""
+"""`keep_first`: the residual at the start of the backward pass stays on the device, and no other."""
 
 import functools
 
@@ -8,17 +8,18 @@ import pytest
 from jax import lax
 
 import jaxoff
+from jaxoff._layers.scan import scan_by_strategy
 from tests.jaxoff.policy import placement
 from tests.jaxoff.policy.matrix import assert_close
 from tests.jaxoff.schedule.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, layer
 
-X, ACT = (ROWS, WIDTH), (ROWS, HIDDEN)  # what a layer makes, in this order
+X, ACT = (ROWS, WIDTH), (ROWS, HIDDEN)  # the values of a layer, in this order
 STRATEGIES = ["captured", "ordered", "plain"]
 
 
 def scanned(body=layer, **options):
     def loss(w, x):
-        return jnp.sum(jaxoff.scan(body, x, w, **({"policy": BOTH} | options))[0])
+        return jnp.sum(scan_by_strategy(body, x, w, **({"policy": BOTH} | options))[0])
 
     return loss
 
@@ -59,10 +60,10 @@ def test_the_last_value_that_moves_in_each_layer_stays(make):
     report = jaxoff.explain(make(keep_first=True), *arguments())
     placed = {(r.name, r.placement, r.rule) for r in report.residuals if r.name}
     assert placed == {
-        ("x_in", "host", "offload='x_in'"),
-        ("act", "device", "offload='act', kept by keep_first"),
+        ("x_in", "offload", "offload='x_in'"),
+        ("act", "save", "offload='act', kept by keep_first"),
     }
-    assert report.nbytes("device", "act") == LAYERS * ROWS * HIDDEN * 4
+    assert report.nbytes("save", "act") == LAYERS * ROWS * HIDDEN * 4
     assert report.findings == ()
 
 
@@ -113,7 +114,7 @@ def test_auto_keeps_it_where_the_step_waits_with_it_and_not_without(make, block)
         more = {"block": block} if block > 1 else {}
         report = jaxoff.explain(make(wide_layer, policy=WIDE, device=link(gbps), **more), W, ROWS_8K)
         kept = any("keep_first" in r.rule for r in report.residuals)
-        assert report.nbytes("device", "z") == (4 // block * Z_NBYTES if kept else 0)
+        assert report.nbytes("save", "z") == (4 // block * Z_NBYTES if kept else 0)
         return kept
 
     both = (X_NBYTES + Z_NBYTES) / layer_ms() / 1e6
@@ -139,7 +140,7 @@ def test_policies_of_jax_work_too():
     loss = scanned(policy=policy, keep_first=True)
     assert moved(loss) == {X: LAYERS}
     (kept,) = (r for r in jaxoff.explain(loss, *arguments()).residuals if r.name == "act")
-    assert (kept.placement, kept.rule.endswith("kept by keep_first")) == ("device", True)
+    assert (kept.placement, kept.rule.endswith("kept by keep_first")) == ("save", True)
     assert moved(scanned(policy=policy | BOTH, keep_first=True)) == {X: LAYERS}
 
 
@@ -162,7 +163,7 @@ def test_of_two_values_of_one_name_the_last_stays_if_they_can_be_told_apart(seco
 
 
 def test_what_moves_without_a_name():
-    """Of the dots that te_v2 moves the last one stays."""
+    """Of the dots offloaded by te_v2 the last stays."""
 
     def body(x, w):
         up, down = w
@@ -174,7 +175,7 @@ def test_what_moves_without_a_name():
     assert moved(scanned(body, policy=policy)) == {X: 2 * LAYERS, ACT: LAYERS}
     assert moved(scanned(body, **options)) == {X: LAYERS, ACT: LAYERS}
     report = jaxoff.explain(scanned(body, **options), *arguments())
-    (kept,) = (r for r in report.residuals if r.placement == "device")
+    (kept,) = (r for r in report.residuals if r.placement == "save")
     assert (kept.made_by, kept.rule) == ("dot_general", "unmarked='offload', kept by keep_first")
 
 
@@ -206,7 +207,7 @@ def test_the_saved_twin_and_policies_that_move_nothing_stay_as_they_are():
 
 
 def test_weights_that_the_body_closes_over_count():
-    """Only their gradient reads the value that is made last."""
+    """Only their gradient reads the last value."""
 
     def loss(w, x):
         up, down = w[0][0], w[1][0]
@@ -221,7 +222,7 @@ def test_weights_that_the_body_closes_over_count():
 
 
 def test_a_policy_of_other_checkpoints_too_is_one_policy():
-    """A rule that has its names in the layers has them."""
+    """Rules find their names inside the layers."""
 
     def loss(w, x):
         policy = jaxoff.policy(offload=["x_in", "act", "head"])

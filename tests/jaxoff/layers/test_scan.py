@@ -1,4 +1,4 @@
-"""`jaxoff.scan` and `jaxoff.layers`: a drop-in for `lax.scan`, with the residuals that the policy says."""
+"""`jaxoff.scan` and `jaxoff.layers`: a drop-in for `lax.scan`, with the residuals of the policy."""
 
 import itertools
 
@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 import jaxoff
+from jaxoff._layers.scan import scan_by_strategy
 from tests.jaxoff.policy import placement
 from tests.jaxoff.policy.matrix import assert_close, assert_equal, inputs
 from tests.jaxoff.schedule.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, layer, loss_of
@@ -39,7 +40,7 @@ def test_it_does_what_lax_scan_does(strategy, reverse, block):
 
     def ours(xs):
         more = dict(strategy=strategy, reverse=reverse, block=block, policy=BOTH)
-        return run(lambda xs: jaxoff.scan(body, init, xs, **more), xs)
+        return run(lambda xs: scan_by_strategy(body, init, xs, **more), xs)
 
     def plain(xs):
         return run(lambda xs: lax.scan(body, init, xs, reverse=reverse), xs)
@@ -54,7 +55,7 @@ def test_without_xs_a_length_tells(strategy):
         return jnp.sin(jaxoff.name(x, "x_in")), None
 
     x = inputs(4)
-    got = jaxoff.scan(iteration, x, length=3, policy=BOTH, strategy=strategy)
+    got = scan_by_strategy(iteration, x, length=3, policy=BOTH, strategy=strategy)
     assert got[1] is None
     assert_close(got[0], jnp.sin(jnp.sin(jnp.sin(x))))
 
@@ -63,7 +64,7 @@ def test_without_xs_a_length_tells(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_residuals_are_those_that_the_policy_names(strategy, block):
     def loss(w, x):
-        return jnp.sum(jaxoff.scan(layer, x, w, policy=BOTH, strategy=strategy, block=block)[0])
+        return jnp.sum(scan_by_strategy(layer, x, w, policy=BOTH, strategy=strategy, block=block)[0])
 
     want = LAYERS * ROWS * (WIDTH + HIDDEN) * 4
     assert placement.nbytes(placement.grad_host_arrays(loss, *arguments())) == want
@@ -117,7 +118,7 @@ def test_layers_may_differ():
 def test_bad_arguments_are_named(more, message):
     init, xs = model_inputs()
     with pytest.raises(ValueError, match=message):
-        jaxoff.scan(body, init, xs, policy=BOTH, **more)
+        scan_by_strategy(body, init, xs, policy=BOTH, **more)
 
 
 def test_steps_must_be_told():
@@ -138,5 +139,5 @@ def test_no_steps_give_what_lax_scan_gives(strategy):
         return jnp.tanh(jaxoff.name(x, "x_in") @ w), x.sum()
 
     x, w = jnp.ones((4, 8)), jnp.ones((0, 8, 8))
-    got = jaxoff.scan(body, x, w, policy=BOTH, strategy=strategy)
+    got = scan_by_strategy(body, x, w, policy=BOTH, strategy=strategy)
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(lax.scan(body, x, w)))

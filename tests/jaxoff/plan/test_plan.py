@@ -78,8 +78,8 @@ def test_the_policy_does_what_the_plan_says(fun):
         return scanned(policy=found.policy)(w, x)
 
     report = jaxoff.explain(loss, *arguments())
-    assert report.by_name["x_in"] == {"host": LAYERS * X_NBYTES}
-    assert report.by_name["act"] == {"device": LAYERS * ACT_NBYTES}
+    assert report.by_name["x_in"] == {"offload": LAYERS * X_NBYTES}
+    assert report.by_name["act"] == {"save": LAYERS * ACT_NBYTES}
 
 
 def test_the_policy_of_a_plan_leaves_loss_and_gradients_as_they_are():
@@ -100,7 +100,7 @@ def test_the_policy_of_a_plan_leaves_loss_and_gradients_as_they_are():
 
 @pytest.mark.parametrize(
     ("choice", "unmarked", "placement"),
-    [("save", "dots", "device"), ("offload", "offload_dots", "host"), ("recompute", "recompute", None)],
+    [("save", "dots", "save"), ("offload", "offload_dots", "offload"), ("recompute", "recompute", None)],
 )
 def test_unnamed_dots_are_placed_too(choice: Any, unmarked, placement):
     found = planned(fixed={"(dots)": choice, "act": "recompute"})
@@ -109,7 +109,9 @@ def test_unnamed_dots_are_placed_too(choice: Any, unmarked, placement):
     kept = {r.placement for r in report.residuals if r.made_by == "dot_general"}
     assert kept - {"recompute"} == ({placement} if placement else set())
     (row,) = (row for row in found.rows if row.name == "(dots)")
-    on_host = sum(r.nbytes for r in report.residuals if r.placement == "host" and r.made_by == "dot_general")
+    on_host = sum(
+        r.nbytes for r in report.residuals if r.placement == "offload" and r.made_by == "dot_general"
+    )
     assert on_host == (row.nbytes if choice == "offload" else 0)
 
 

@@ -121,12 +121,10 @@ def test_the_policy_does_what_the_plan_says(under):
     report = jaxoff.explain(loss, *arguments(LAYERS))
     for row in found.rows:
         if row.name in report.by_name and row.choice != "recompute":
-            place = {"save": "device", "offload": "host"}[row.choice]
-            assert report.by_name[row.name].get(place, 0) >= row.nbytes
+            assert report.by_name[row.name].get(row.choice, 0) >= row.nbytes
     for name in ("x_in", "act"):
         both = {found.choice(name), found.choice(name, others=True)}
-        places = {"save": "device", "offload": "host", "recompute": "recompute"}
-        assert report.by_name.get(name, {}).keys() <= {places[choice] for choice in both}
+        assert report.by_name.get(name, {}).keys() <= both
 
 
 def test_what_is_fixed_is_so_in_all_layers():
@@ -173,7 +171,7 @@ def test_layers_that_no_loop_holds_cost_the_same_in_two(step, first):
     for kind in two.layers:
         others = {is_of_others(label) for label in kind.layer.labels()}
         assert others == {n >= first for n in kind.numbers}
-    for places in itertools.product(("device", "host", "recompute"), repeat=2):
+    for places in itertools.product(("save", "offload", "recompute"), repeat=2):
         choice = dict(zip(("x_in", "act"), places, strict=True))
         one, both = model.cost(choice), two.cost(in_both(choice))
         assert both.times.total == pytest.approx(one.times.total)
@@ -188,7 +186,7 @@ def test_first_layers_hold_what_they_keep_the_longest():
     def moments(first, label):
         """At how many moments there is an act more if it is kept."""
         two = model.in_two(first)
-        without, kept = ([m.residuals for m in two.timeline(choice)] for choice in ({}, {label: "device"}))
+        without, kept = ([m.residuals for m in two.timeline(choice)] for choice in ({}, {label: "save"}))
         more = [b - a for a, b in zip(without, kept, strict=True)]
         assert set(more) <= {0, nbytes}
         return more.count(nbytes)
@@ -203,13 +201,13 @@ def test_two_loops_alike_cost_what_one_does_and_the_second_loop():
     two = model.in_two(3)
     assert [kind.layer.iterations for kind in two.layers] == [3, LAYERS - 3]
     assert {name_of(label) for label in two.labels if is_of_others(label)} == set(model.labels)
-    for places in itertools.product(("device", "host", "recompute"), repeat=2):
+    for places in itertools.product(("save", "offload", "recompute"), repeat=2):
         choice = dict(zip(("x_in", "act"), places, strict=True))
         one, both = model.cost(choice), two.cost(in_both(choice))
         assert both.times.total == pytest.approx(one.times.total + SECOND_LOOP * model.kernels_ms)
-        moved = places.count("host")
+        moved = places.count("offload")
         assert both.host_nbytes - one.host_nbytes == sum(
-            value.nbytes for value in model.layers[0].layer.values if choice.get(value.label) == "host"
+            value.nbytes for value in model.layers[0].layer.values if choice.get(value.label) == "offload"
         )  # a spare row more for each
         if not moved:
             assert both.peak.nbytes == one.peak.nbytes
@@ -220,7 +218,7 @@ def test_what_a_loop_leaves_for_its_first_turn_back_waits_on_the_device():
     """A value whose reload takes longer than an iteration is there from its forward pass on."""
     layer = chain(2, 4, [GB // 10], [1.0])
     slow, fast = (model_of([layer, layer], Device(1, 1, gbps, gbps)) for gbps in (1e-3, 1e6))
-    moved = {"v0": "host", "v1": "host"}
+    moved = {"v0": "offload", "v1": "offload"}
     peaks = [{m.what: m.residuals for m in model.timeline(moved)} for model in (slow, fast)]
     assert max(peaks[0].values()) == 2 * GB // 10
     assert max(peaks[1].values()) == GB // 10, (
@@ -228,7 +226,7 @@ def test_what_a_loop_leaves_for_its_first_turn_back_waits_on_the_device():
     )
     (kind, _) = slow.layers
     assert kind.left_nbytes(kind.use(moved)) == 2 * GB // 10
-    assert kind.left_nbytes(kind.use({"v0": "host", "v1": "device"})) == GB // 10
+    assert kind.left_nbytes(kind.use({"v0": "offload", "v1": "save"})) == GB // 10
 
 
 @hypothesis.settings(max_examples=15, deadline=None, derandomize=True)

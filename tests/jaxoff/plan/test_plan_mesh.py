@@ -87,7 +87,7 @@ def test_what_an_optimizer_keeps_is_divided_as_its_weights_are():
     found = planner(jax.jit(with_moments, donate_argnums=(0, 1)), (w, w, x)).model
     assert found.argument_nbytes == 2 * WEIGHTS_NBYTES // 2 + X_NBYTES
     twice = planner(jax.jit(with_moments), (w, w, x)).model
-    choice = dict(x_in="device")
+    choice = dict(x_in="save")
     more = max(m.alive for m in twice.timeline(choice)) - max(m.alive for m in found.timeline(choice))
     assert more >= WEIGHTS_NBYTES // 2  # new weights beside the old ones
 
@@ -97,7 +97,7 @@ def test_what_an_exchange_brings_has_a_place_of_its_own():
     found = planner(jax.jit(with_moments), (w, w, x)).model
     alone = planner(functools.partial(gradients, NOTHING), arguments()).model
     (divided,), (usual,) = found.layers, alone.layers
-    working = [kind.working_nbytes(kind.use(dict(x_in="device")))[0] for kind in (usual, divided)]
+    working = [kind.working_nbytes(kind.use(dict(x_in="save")))[0] for kind in (usual, divided)]
     assert working[1] >= working[0] + W_NBYTES  # gradients of a layer, sent whole
 
 

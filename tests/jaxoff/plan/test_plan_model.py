@@ -33,7 +33,7 @@ from tests.jaxoff.plan.planned import (
     unrolled,
 )
 
-SAVE, MOVE, AGAIN = "device", "host", "recompute"
+SAVE, MOVE, AGAIN = "save", "offload", "recompute"
 PRODUCTS, TRAFFIC = H200_CALIBRATION.product_share.value, H200_CALIBRATION.traffic_share.value
 UNLOADED = dataclasses.replace(H200_CALIBRATION, idle_clock=Constant(1.0), load_slope=Constant(0.0))
 STEADY = dataclasses.replace(DEVICE, calibration=UNLOADED)
@@ -48,8 +48,7 @@ def model(fun=None, device=DEVICE, resident=0):
 
 def residuals(choice, fun=scanned):
     """What jax itself keeps, by placement."""
-    lists = {"device": "save", "host": "offload", "recompute": "recompute"}
-    given = {field: [k for k, v in choice.items() if v == place] for place, field in lists.items()}
+    given = {p: [k for k, v in choice.items() if v == p] for p in ("save", "offload", "recompute")}
     report = jaxoff.explain(fun(policy=jaxoff.policy(**given)), *arguments())
     return report.device_bytes, report.host_bytes
 

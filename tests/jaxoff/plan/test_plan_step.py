@@ -15,9 +15,9 @@ NOTHING = jaxoff.policy()
 WEIGHTS_NBYTES = LAYERS * 2 * W_NBYTES
 CHOICES = [
     {},
-    dict(x_in="device", act="device"),
-    dict(x_in="host", act="host"),
-    {"(dots)": "device"},
+    dict(x_in="save", act="save"),
+    dict(x_in="offload", act="offload"),
+    {"(dots)": "save"},
 ]
 
 
@@ -107,7 +107,7 @@ def in_microbatches(number, policy=NOTHING, cast=False):
 
 
 def test_microbatches_take_their_time_and_a_sum_of_gradients():
-    choice = dict(x_in="host")
+    choice = dict(x_in="offload")
     three, loss = planner(*in_microbatches(3)).model, planner(scanned(), arguments(), argnums=0).model
     (kind,) = three.layers
     assert (kind.runs, kind.iterations) == (3, 3 * LAYERS)
@@ -123,7 +123,7 @@ def test_microbatches_take_their_time_and_a_sum_of_gradients():
 
 def test_weights_of_another_type_are_there_whole():
     wide, narrow = (
-        planner(*in_microbatches(2, cast=cast)).model.cost(dict(x_in="device")).peak for cast in (False, True)
+        planner(*in_microbatches(2, cast=cast)).model.cost(dict(x_in="save")).peak for cast in (False, True)
     )
     # Narrow weights and narrow gradients of them, in place of wide gradients.
     assert narrow.alive - wide.alive == pytest.approx(0, abs=X_NBYTES)

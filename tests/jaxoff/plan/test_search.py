@@ -14,7 +14,7 @@ from jaxoff._plan.layer import UNNAMED_DOTS, Layer, Shared, Step, Value
 from jaxoff._plan.search import fastest, smallest
 from tests.jaxoff.plan.planned import chain, model_of
 
-PLACES = ("device", "host", "recompute")
+PLACES = ("save", "offload", "recompute")
 GB = 10**9
 
 
@@ -50,7 +50,7 @@ def values(draw, number, steps, labels):
         used[0] if used else None,
         used[-1] if used else None,
         draw(st.sampled_from(labels)),
-        draw(st.sampled_from([None, None, None, "device", "host"])),
+        draw(st.sampled_from([None, None, None, "save", "offload"])),
         carried=not number,
         made_ms=float(number),
         copied=(used[0], used[-1]) if used and draw(st.booleans()) else None,
@@ -141,7 +141,7 @@ def test_a_deep_model_with_many_names_takes_seconds():
     sizes = [GB // 100 * n for n in (3, 11, 4, 7, 1, 13, 5)]
     model = model_of([chain(24, 64, sizes, [0.7, 2.1, 1.3, 0.2, 3.1])], Device(1, 1, 40, 40))
     low = model.cost(smallest(model, None, {})).peak.nbytes
-    high = model.cost(dict.fromkeys(model.labels, "device")).peak.nbytes
+    high = model.cost(dict.fromkeys(model.labels, "save")).peak.nbytes
     start = time.process_time()
     found = [fastest(model, int(low + part * (high - low)), None, {}) for part in (0.1, 0.5)]
     assert time.process_time() - start < 20  # both, and on two cores
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_not_found():
     least = model.cost(smallest(model, None, {})).peak.nbytes
     assert fastest(model, least, None, {}) is not None
     assert fastest(model, least - GB // 100, None, {}) is None
-    pinned = dict.fromkeys(model.labels, "host")
+    pinned = dict.fromkeys(model.labels, "offload")
     assert smallest(model, 100, pinned) is None
 
 
@@ -176,15 +176,15 @@ def test_what_is_made_early_for_the_sake_of_another_value_counts():
         Value(GB, True, 1.0, (0,), 3, 3),
         Value(small, False, 1.0, (1,), 0, 0, "b"),
         Value(small, False, 5.0, (0,), 0, 0, "d"),
-        Value(small, False, 1.0, (0,), 2, 2, "moved", "host"),
+        Value(small, False, 1.0, (0,), 2, 2, "moved", "offload"),
     )
     backward = tuple(Step("", 0, GB if s == 1 else 0, 0, 3.0 * (s + 1)) for s in range(4))
     model = model_of([Layer(10, values, (Step("", 0, 0, 0, 9.0),), backward, "")], fast)
-    both = model.cost({"b": "device", "d": "device"}).peak.nbytes
+    both = model.cost({"b": "save", "d": "save"}).peak.nbytes
     budget = both - 10 * small
     found = [
         fastest(model, budget, None, {"b": b, "d": d})
-        for b, d in (("recompute", "device"), ("device", "recompute"))
+        for b, d in (("recompute", "save"), ("save", "recompute"))
     ]
     assert found[0] is None
     assert found[1] is not None

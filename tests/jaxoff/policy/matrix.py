@@ -1,4 +1,4 @@
-"""One block, the kinds of policy, and the checks that every program around the block must pass."""
+"""A block, the kinds of policy, and the checks for every program around the block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.jaxoff.policy import placement
 
 WIDTHS = {"in": 8, "pre": 32, "act": 16, "out": 12}
 OFFLOAD_ALL = jaxoff.policy(offload=["*"])
-POLICIES = {  # each with the names that it moves
+POLICIES = {  # policy -> names of its offloads
     "te_v1": (jaxoff.policy("te_v1"), {"act"}),
     "te_v2": (jaxoff.policy("te_v2", min_bytes=1), {"in", "pre", "act"}),
     "lists": (jaxoff.policy(offload=["pre"], save=["in"], recompute=["act"]), {"pre"}),
@@ -28,7 +28,7 @@ MOVE_NOTHING = (None, jaxoff.policy(save=["*"]), OFFLOAD_ALL.on_device())
 
 
 def block(w, x):
-    """(rows, 8) -> (rows, 8), with four names of different widths: one marked for the host, one exempt.
+    """(rows, 8) -> (rows, 8), with four names of different widths: a name marked for offload, a name exempt.
 
     Every named value is read by the backward pass, and nothing un-named has to be.
     """
@@ -89,7 +89,7 @@ class Case:
 
 
 class Cases(dict[str, Case]):
-    """A table of cases that functions enter by decoration."""
+    """A table of cases, entered by decorating functions."""
 
     def add(self, **fields):
         def enter(body):
@@ -115,7 +115,7 @@ def check_placement(case: Case, policy, names: Iterable[str]) -> None:
 
 
 def check_control(case: Case) -> None:
-    """Policies that move nothing fail `check_placement`, and for that reason."""
+    """Policies without an offload fail `check_placement`, for this reason."""
     for policy in MOVE_NOTHING:
         with pytest.raises(AssertionError, match=r"^moved \{\}, expected"):
             check_placement(case, policy, {"act"})
@@ -124,9 +124,9 @@ def check_control(case: Case) -> None:
 def check_values(case: Case, policies: Iterable[str] = ("te_v2", "lists"), twins: bool = False) -> None:
     """Under each policy, the first call gives the plain function's loss and gradients.
 
-    With `twins`, it also gives the bits of the policy that saves what this one moves.
+    With `twins`, the call also gives the bits of the saved twin.
 
-    All policies share one program, and their twins another: compiling is what takes the time.
+    All policies share one program, and their twins another: compilation takes most of the time.
     """
     chosen = {name: POLICIES[name][0] for name in policies}
     got = _run_together(case, {"plain": NO_CHECKPOINT, **chosen})

@@ -15,7 +15,7 @@ Arrays = collections.Counter[tuple[tuple[int, ...], str]]
 
 
 def host_arrays(fun: Callable[..., Any], *args) -> Arrays:
-    """The arrays that a program copies to the host, once for each trip of the loops around the copy.
+    """The arrays copied to the host by a program, once for each iteration of the loops around the copy.
 
     Dead code is left out.
 
@@ -29,7 +29,7 @@ def host_arrays(fun: Callable[..., Any], *args) -> Arrays:
 
 
 def grad_host_arrays(loss: Callable[..., Any], *args) -> Arrays:
-    """The arrays that the gradient of a loss with respect to all its arguments copies to the host."""
+    """The arrays copied to the host by the gradient of a loss with respect to all its arguments."""
     return host_arrays(jax.grad(loss, argnums=tuple(range(len(args)))), *args)
 
 
@@ -39,7 +39,7 @@ def nbytes(arrays: Arrays) -> int:
 
 
 def arrays(counts: dict[tuple[int, ...], int], dtype: str = "float32") -> Arrays:
-    """Arrays of one dtype from counts by shape."""
+    """Arrays of a single dtype from counts by shape."""
     return collections.Counter({(shape, dtype): n for shape, n in counts.items()})
 
 
@@ -48,7 +48,7 @@ def _copied_to_host(jaxpr) -> Arrays:
     for eqn in jaxpr.eqns:
         kind = eqn.primitive.name
         on_host = [v.aval for v in eqn.outvars if _is_host(v.aval)]
-        # A shard_map's results have the shapes of whole arrays. A cond's branches share results of one type.
+        # A shard_map's results have the shapes of whole arrays. A cond's branches share results by type.
         if kind == "device_put" or (kind in ("shard_map", "cond") and on_host):
             found.update((tuple(aval.shape), str(aval.dtype)) for aval in on_host)
             continue

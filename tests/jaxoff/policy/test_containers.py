@@ -1,4 +1,4 @@
-"""What can be named: pytrees leaf by leaf, arrays of every dtype, and what passes through."""
+"""Values for `name`: pytrees leaf by leaf, arrays of every dtype, and leaves without a name."""
 
 import jax
 import jax.numpy as jnp

@@ -156,10 +156,10 @@ def test_an_answer_outside_the_protocol_is_refused():
 
 def test_globs_overlap_freely():
     policy = jaxoff.policy(offload=["moe.*"], save=["moe.act"], recompute=["moe.a*"])
-    assert policy.matching("offload", "moe.act") == "moe.*"
-    assert policy.matching("recompute", "moe.act") == "moe.a*"
-    assert policy.matching("offload", "MOE.act") is None
-    assert policy.matching("offload", "xmoe.act") is None
+    assert policy.find_pattern("offload", "moe.act") == "moe.*"
+    assert policy.find_pattern("recompute", "moe.act") == "moe.a*"
+    assert policy.find_pattern("offload", "MOE.act") is None
+    assert policy.find_pattern("offload", "xmoe.act") is None
 
 
 def test_lists_change_a_preset():

@@ -1,4 +1,4 @@
-"""What each mark and preset means.
+"""The meaning of each mark and preset.
 
 Which residuals lie where in the jaxpr, with loss and gradients unchanged.
 """
@@ -19,7 +19,7 @@ LARGE = 512 * 1024  # bytes: te_v2's default threshold
 
 
 def kept(fun, *args):
-    """Shapes of what the backward pass keeps besides the arguments, by memory space."""
+    """Shapes of the residuals besides the arguments, by memory space."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
     spaces = collections.defaultdict(list)
     for var in dict.fromkeys(v for v in jaxpr.outvars if v not in {*jaxpr.invars, *jaxpr.constvars}):
@@ -28,7 +28,7 @@ def kept(fun, *args):
 
 
 def check(block, policy, *args, host=(), device=(), rtol=2e-5):
-    """The block keeps exactly these shapes, with the loss and gradients it has without jax.checkpoint."""
+    """The block keeps exactly these shapes, with the loss and gradients of no jax.checkpoint."""
     checkpointed = jax.checkpoint(block, policy=policy)
     expected = {space: sorted(shapes) for space, shapes in (("host", host), ("device", device)) if shapes}
     assert kept(checkpointed, *args) == expected
@@ -132,9 +132,9 @@ def test_ffi_calls_go_under_te_v2():
     (eqn,) = jax.make_jaxpr(call)(X).eqns
     policy = jaxoff.policy("te_v2", min_bytes=8 * 16 * 4)
     avals = [v.aval for v in eqn.invars]
-    assert policy.decide(eqn.primitive, *avals, **eqn.params).placement == "host"
+    assert policy.decide(eqn.primitive, *avals, **eqn.params).placement == "offload"
     larger = jaxoff.policy("te_v2", min_bytes=8 * 16 * 4 + 1)
-    assert larger.decide(eqn.primitive, *avals, **eqn.params).placement == "device"
+    assert larger.decide(eqn.primitive, *avals, **eqn.params).placement == "save"
 
 
 def test_cheap_values_are_recomputed_under_te_v2():
@@ -270,7 +270,7 @@ def test_views_of_a_moved_value_move_nothing_more(policy):
 
     spaces = kept(jax.checkpoint(block, policy=policy), W, X)
     assert spaces["host"] == [(8, 16)]
-    assert spaces.get("device", []) == ([(8, 16)] if policy.unmarked == "save" else [])  # what sin keeps
+    assert spaces.get("device", []) == ([(8, 16)] if policy.unmarked == "save" else [])  # the residual of sin
 
 
 def test_a_blocks_input_named_inside_is_moved_and_its_device_copy_goes():
@@ -320,7 +320,7 @@ def test_presets():
         return square(jnp.sin(h)) @ w
 
     kept_by = {
-        "save_all": {"device": 3},  # sin's derivative, and what square and the dot read
+        "save_all": {"device": 3},  # sin's derivative, and the operands of square and the dot
         "recompute_all": {},
         "dots": {"device": 1},
         "te_v1": {"device": 3},

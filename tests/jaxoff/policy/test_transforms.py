@@ -1,4 +1,4 @@
-"""One block under every transform of JAX and every kind of policy: what moves, with nothing else changed."""
+"""A block under every transform of JAX and every kind of policy: its offloads, all else unchanged."""
 
 import functools
 
@@ -85,7 +85,7 @@ def cond_around(remat, w, x):
     return lax.cond(x[0, 0] < 9, remat(block), lambda w, x: x, w, x)
 
 
-@CASES.add()  # only one branch runs: the two share what they keep
+@CASES.add()  # a single branch runs: both share the buffers of residuals
 def cond_around_two(remat, w, x):
     return lax.cond(x[0, 0] < 9, remat(block), remat(lambda w, x: block(w, 2 * x)), w, x)
 
@@ -222,7 +222,7 @@ def while_before(remat, w, x):
 
 
 def test_the_count_of_host_arrays_itself():
-    """By hand: two copies in each of three trips, one outside, one that nothing reads."""
+    """By hand: two copies in each of three iterations, a copy outside, a copy without a reader."""
 
     def copies(x):
         def body(x, _):

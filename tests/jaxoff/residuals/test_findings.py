@@ -1,4 +1,4 @@
-"""Every finding: a program that has the failure, and its neighbour that does not."""
+"""Every finding: a program with the failure, and its neighbour without."""
 
 import dataclasses
 
@@ -8,10 +8,10 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff._residuals.findings.finding import Runtime
-from jaxoff._residuals.findings.registry import find
+from jaxoff._residuals.findings.registry import collect_findings
+from jaxoff._residuals.findings.runtime import Runtime
 from jaxoff._residuals.residuals import analyse
-from jaxoff._residuals.traced_function import Program
+from jaxoff._residuals.traced_function import TracedFunction
 
 W = jnp.ones((4, 8, 8))
 X = jnp.ones((3, 8))
@@ -165,7 +165,7 @@ def test_name_lost_in_vmap():
     assert codes(loss, W, X) == set()  # JAX's default keeps the name
     jax.config.update("jax_remat3", True)
     try:
-        lost = jax.__version_info__ < (0, 12)  # from 0.12 on the rewrite keeps it too
+        lost = jax.__version_info__ < (0, 12)  # from 0.12 on the rewrite keeps the name, too
         assert codes(loss, W, X) == ({"name-lost-in-vmap", "rule-matched-nothing"} if lost else {"remat3"})
     finally:
         jax.config.update("jax_remat3", False)
@@ -309,9 +309,9 @@ def test_already_differentiated():
 
 
 def findings_with(**runtime):
-    program = Program.trace(stack(layer, OFFLOAD_A), (W, X), {}, None, False)
+    program = TracedFunction.trace(stack(layer, OFFLOAD_A), (W, X), {}, None, False)
     sound = Runtime(jaxlib=(0, 11, 2), pinned_pool_bytes=64 << 30)
-    return {f.code for f in find(analyse(program), dataclasses.replace(sound, **runtime))}
+    return {f.code for f in collect_findings(analyse(program), dataclasses.replace(sound, **runtime))}
 
 
 def test_pinned_pool_too_small():
@@ -333,9 +333,9 @@ def test_remat3():
 
 def test_the_pool_is_read_from_the_variable(monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "3")
-    assert Runtime.current().pinned_pool_bytes == 3 << 30
+    assert Runtime.read().pinned_pool_bytes == 3 << 30
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-    assert Runtime.current().pinned_pool_bytes == 64 << 30
+    assert Runtime.read().pinned_pool_bytes == 64 << 30
 
 
 def test_findings_point_at_the_users_line():

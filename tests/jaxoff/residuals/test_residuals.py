@@ -33,8 +33,8 @@ def test_rows_of_a_scanned_stack():
     line = layer.__code__.co_firstlineno
     got = [(r.name, r.mark, r.shape, r.dtype, r.count, r.nbytes, r.placement, r.rule) for r in rows]
     assert got == [
-        ("x_in", None, (8, 16), "float32", 5, 5 * 512, "host", "offload='x_in'"),
-        (None, "offload", (8, 16), "float32", 5, 5 * 512, "host", "mark_offload"),
+        ("x_in", None, (8, 16), "float32", 5, 5 * 512, "offload", "offload='x_in'"),
+        (None, "offload", (8, 16), "float32", 5, 5 * 512, "offload", "mark_offload"),
     ]
     for row, offset in zip(rows, (1, 2), strict=True):
         assert row.source.endswith(f"test_residuals.py:{line + offset} (layer)")
@@ -43,15 +43,15 @@ def test_rows_of_a_scanned_stack():
 @pytest.mark.parametrize(
     ("policy", "name", "placement", "rule"),
     [
-        (jaxoff.policy(offload=["x*"]), "x_in", "host", "offload='x*'"),
-        (jaxoff.policy(save=["x_in"]), "x_in", "device", "save='x_in'"),
+        (jaxoff.policy(offload=["x*"]), "x_in", "offload", "offload='x*'"),
+        (jaxoff.policy(save=["x_in"]), "x_in", "save", "save='x_in'"),
         (jaxoff.policy(recompute=["x_in"]), "x_in", "recompute", "recompute='x_in'"),
         (jaxoff.policy(), "x_in", "recompute", "unmarked='recompute'"),
-        (jaxoff.policy("te_v1"), "x_in", "device", "unmarked='save'"),
-        (jaxoff.policy("te_v2", min_bytes=512), "x_in", "host", "unmarked='offload'"),
-        (jaxoff.policy("te_v2", min_bytes=513), "x_in", "device", "unmarked='offload', 512 < min_bytes=513"),
-        (jaxoff.policy(offload=["x_in"]).on_device(), "x_in", "device", "offload='x_in', kept on the device"),
-        (jaxoff.policy() | jaxoff.policy(offload=["x_in"]), "x_in", "host", "offload='x_in'"),
+        (jaxoff.policy("te_v1"), "x_in", "save", "unmarked='save'"),
+        (jaxoff.policy("te_v2", min_bytes=512), "x_in", "offload", "unmarked='offload'"),
+        (jaxoff.policy("te_v2", min_bytes=513), "x_in", "save", "unmarked='offload', 512 < min_bytes=513"),
+        (jaxoff.policy(offload=["x_in"]).on_device(), "x_in", "save", "offload='x_in', kept on the device"),
+        (jaxoff.policy() | jaxoff.policy(offload=["x_in"]), "x_in", "offload", "offload='x_in'"),
         (None, "x_in", "recompute", "jax.checkpoint without a policy"),
     ],
 )
@@ -68,7 +68,7 @@ def test_stock_policies_are_named():
         offload_dst="pinned_host",
     )
     (row,) = [r for r in jaxoff.residuals(stack(stock), W, X) if r.name == "x_in"]
-    assert row.placement == "device" and ("SaveAndOffload" in row.rule or "policy" in row.rule)
+    assert row.placement == "save" and ("SaveAndOffload" in row.rule or "policy" in row.rule)
 
 
 def test_without_a_checkpoint_autograd_decides():
@@ -78,7 +78,7 @@ def test_without_a_checkpoint_autograd_decides():
 
     rows = jaxoff.residuals(loss, W[0], X)
     assert [(r.name, r.placement, r.rule) for r in rows] == [
-        ("a", "device", "outside jax.checkpoint: autograd saves it")
+        ("a", "save", "outside jax.checkpoint: autograd saves it")
     ]
 
 
@@ -96,7 +96,7 @@ def test_un_named_inputs_of_a_scanned_body_are_listed():
         "carry",
         5,
         5 * 512,
-        "device",
+        "save",
     )
     assert "name it inside to move it" in row.rule
 
@@ -167,7 +167,7 @@ def unrolled(w, x):
 def test_host_bytes_are_those_of_the_differentiated_program(fun):
     report = jaxoff.explain(fun, W, X)
     assert report.host_bytes == host_bytes_in(fun, W, X)
-    assert report.host_bytes == sum(r.nbytes for r in report.residuals if r.placement == "host")
+    assert report.host_bytes == sum(r.nbytes for r in report.residuals if r.placement == "offload")
     assert all(
         r.nbytes == r.count * int(np.prod(r.shape)) * np.dtype(r.dtype).itemsize for r in report.residuals
     )
@@ -182,7 +182,7 @@ def test_branches_of_a_cond_share_their_buffers():
     rows = [
         r
         for r in jaxoff.residuals(stack(jaxoff.policy(offload=["x_in"]), body), W, X)
-        if r.placement == "host"
+        if r.placement == "offload"
     ]
     assert [(r.name, r.mark, r.count, r.nbytes) for r in rows] == [
         ("x_in", None, 5, 2560),
@@ -219,7 +219,7 @@ def test_integers_keywords_and_pytrees():
         return jnp.square(params["embed"][tokens] * scale).sum()
 
     rows = jaxoff.residuals(loss, {"embed": X}, jnp.array([1, 2]), scale=jax.ShapeDtypeStruct((), "float32"))
-    assert rows and all(r.placement == "device" for r in rows)
+    assert rows and all(r.placement == "save" for r in rows)
 
 
 def test_a_500b_parameter_model_is_explained_in_seconds_and_allocates_nothing():
@@ -236,7 +236,7 @@ def test_a_500b_parameter_model_is_explained_in_seconds_and_allocates_nothing():
     start = time.perf_counter()
     report = jaxoff.explain(stack(jaxoff.policy(offload=["x_in", "act"]), big), w, x)
     assert time.perf_counter() - start < 10
-    assert report.nbytes("host", "x_in") == layers * 8192 * d * 2
+    assert report.nbytes("offload", "x_in") == layers * 8192 * d * 2
     assert {f.code for f in report.findings} == {"pinned-pool-too-small"}
 
 
@@ -245,7 +245,7 @@ def test_a_value_that_is_not_needed_is_not_called_recomputed():
         return jnp.sin(jaxoff.mark_not_offload(jaxoff.name(x @ w, "out"))) @ w.T
 
     rows = jaxoff.residuals(jax.checkpoint(block, policy=jaxoff.policy("te_v1")), W[0], X)
-    assert {r.placement for r in rows} == {"device"} and all(r.name is None for r in rows)
+    assert {r.placement for r in rows} == {"save"} and all(r.name is None for r in rows)
 
 
 def test_many_unrolled_layers_take_seconds():

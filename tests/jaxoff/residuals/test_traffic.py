@@ -1,4 +1,4 @@
-"""What `explain` says of copies against compute."""
+"""`explain` on copies against compute."""
 
 import dataclasses
 import math
@@ -98,7 +98,7 @@ def test_copies_that_are_late_when_the_forward_pass_ends_are_a_finding():
     """Of three copies of an input each, a layer apart."""
     a_layer = NBYTES / PRODUCT_MS / 1e6  # GB/s at which a copy takes as long as a layer
     assert late(one_by_one, H200) is None
-    assert late(one_by_one, d2h(0.8 * a_layer)) is None  # one copy is under way, less than a layer behind
+    assert late(one_by_one, d2h(0.8 * a_layer)) is None  # a copy is under way, less than a layer behind
     two = late(one_by_one, d2h(0.6 * a_layer))
     assert two is not None and f": {2 * NBYTES:,} bytes that are to be on the host are on the device" in two
     behind = 3 * NBYTES / 5e6 - 3 * PRODUCT_MS
@@ -149,7 +149,7 @@ def test_products_cost_their_operations(shapes, flops):
 
 @pytest.mark.parametrize("reads_saved", [False, True], ids=["alone", "beside a saved value"])
 def test_a_kernel_of_experts_costs_the_product_of_its_rows_and_weights(reads_saved):
-    """Whatever else it reads: its two largest operands need not be the two that it multiplies."""
+    """Whatever else the kernel reads: its largest operands need not be its factors."""
     rows, width, hidden, experts = 4096, 64, 48, 4
     out = jax.ShapeDtypeStruct((rows, hidden), jnp.bfloat16)
     given = [jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)]

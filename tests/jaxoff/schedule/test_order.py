@@ -15,6 +15,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inlined
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
+from jaxoff._layers.scan import scan_by_strategy
 from jaxoff._schedule.copy_times import Reloads
 from jaxoff._schedule.order import Order
 from jaxoff._schedule.problem import Spare, Straight
@@ -121,7 +122,7 @@ def test_results_keep_their_bits(flat):
 
 
 def with_strategy(strategy, policy):
-    return lambda w, x: jnp.sum(jaxoff.scan(layer, x, w, policy=policy, strategy=strategy)[0])
+    return lambda w, x: jnp.sum(scan_by_strategy(layer, x, w, policy=policy, strategy=strategy)[0])
 
 
 def with_stock_scan(w, x):

@@ -183,4 +183,8 @@ def test_residuals_of_sharded_shapes_need_no_arrays():
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), case.args)
     loss = case.loss(OFFLOAD_ALL)
     assert jaxoff.residuals(loss, *shapes) == jaxoff.residuals(loss, *case.args)
-    assert {r.name for r in jaxoff.residuals(loss, *shapes) if r.placement == "host"} == {"in", "pre", "act"}
+    assert {r.name for r in jaxoff.residuals(loss, *shapes) if r.placement == "offload"} == {
+        "in",
+        "pre",
+        "act",
+    }

@@ -195,7 +195,7 @@ def test_the_outer_checkpoint_decides_what_waits_for_the_backward_pass():
         return jnp.sum(jax.checkpoint(jax.checkpoint(block, policy=inner), policy=outer)(w, x))
 
     rows = {r.name: r.placement for r in jaxoff.residuals(nested, *BLOCK.args)}
-    assert rows == {"in": "device", "pre": "device", "act": "host", "out": "device"}
+    assert rows == {"in": "save", "pre": "save", "act": "offload", "out": "save"}
     assert_close(jax.grad(nested)(*BLOCK.args), jax.grad(lambda w, x: jnp.sum(block(w, x)))(*BLOCK.args))
 
 
