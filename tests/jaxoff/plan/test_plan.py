@@ -14,7 +14,7 @@ from jax import lax
 
 import jaxoff
 from jaxoff import Device, SharedLink
-from jaxoff._plan.plan import MARGIN
+from jaxoff._plan.calibrations import MARGIN
 from tests.jaxoff.plan.planned import (
     ACT_NBYTES,
     DEVICE,
@@ -164,7 +164,7 @@ def test_of_equals_what_has_a_name_is_kept():
     unnamed = {"(dots)": "save", "up0": "recompute", "up1": "recompute"}
     times = [planned(scanned(body), fixed=choice).step_ms for choice in (named, unnamed)]
     assert times[0] == pytest.approx(times[1])
-    least, most = smallest(fun=scanned(body)), planned(scanned(body)).peak.needed(MARGIN)
+    least, most = smallest(fun=scanned(body)), planned(scanned(body)).peak.find_budget(MARGIN)
     for budget in np.linspace(least, most, 12):
         for host in (0, None):
             found = planned(scanned(body), device_bytes=1.0001 * budget, host_bytes=host)

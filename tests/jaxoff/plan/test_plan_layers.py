@@ -11,10 +11,10 @@ import pytest
 
 import jaxoff
 from jaxoff._device.profile import Device
-from jaxoff._plan.layer import is_of_others, name_of, of_others
-from jaxoff._plan.plan import MARGIN, WIDE_MARGIN, Planner
-from jaxoff._plan.search import fastest, smallest
-from jaxoff._plan.step_cost import SECOND_LOOP
+from jaxoff._plan.calibrations import MARGIN, SECOND_LOOP_PART, WIDE_MARGIN
+from jaxoff._plan.layer import Label
+from jaxoff._plan.plan import Planner
+from jaxoff._plan.search import find_fastest, find_smallest
 from tests.jaxoff.plan.planned import (
     DEVICE,
     X_NBYTES,
@@ -22,6 +22,7 @@ from tests.jaxoff.plan.planned import (
     chain,
     in_layers,
     model_of,
+    placed,
     scanned,
     unrolled,
 )
@@ -74,7 +75,7 @@ FUNCTIONS = {
 def test_more_stays_free_where_xla_packs_a_whole_step_at_once(name):
     wide = name == "train step, one after the other"
     found = planned(1e9, FUNCTIONS[name])
-    needed = found.peak.needed(WIDE_MARGIN if wide else MARGIN)
+    needed = found.peak.find_budget(WIDE_MARGIN if wide else MARGIN)
     assert planned(needed, FUNCTIONS[name]).step_ms == pytest.approx(found.step_ms)
     assert planned(needed - 1000, FUNCTIONS[name]).peak_bytes < found.peak_bytes
 
@@ -158,7 +159,7 @@ def test_the_frontier_is_not_above_that_of_one_placement():
 
 
 def in_both(choice):
-    return {of: place for label, place in choice.items() for of in (label, of_others(label))}
+    return {of: verb for label, verb in choice.items() for of in (label, Label(label.name, True))}
 
 
 @pytest.mark.parametrize("step", [False, True], ids=["loss", "train step"])
@@ -167,49 +168,51 @@ def test_layers_that_no_loop_holds_cost_the_same_in_two(step, first):
     """There is no second loop, and at each moment the same layers hold what they keep."""
     fun = in_layers(LAYERS)
     fun = differentiated(fun) if step else fun
-    model = Planner.of(fun, arguments(LAYERS), {}, 0, None, DEVICE, None, False).model
+    model = Planner.of(fun, arguments(LAYERS), {}, device=DEVICE).model
     assert sorted(n for kind in model.layers for n in kind.numbers) == list(range(LAYERS))
-    two = model.in_two(first)
+    two = model.split(first)
     for kind in two.layers:
-        others = {is_of_others(label) for label in kind.layer.labels()}
+        others = {label.of_others for label in kind.layer.labels}
         assert others == {n >= first for n in kind.numbers}
-    for places in itertools.product(("device", "host", "recompute"), repeat=2):
+    for places in itertools.product(("save", "offload", "recompute"), repeat=2):
         choice = dict(zip(("x_in", "act"), places, strict=True))
-        one, both = model.cost(choice), two.cost(in_both(choice))
+        one, both = model.cost(placed(choice)), two.cost(in_both(placed(choice)))
         assert both.times.total == pytest.approx(one.times.total)
         assert (both.peak.nbytes, both.host_nbytes) == (one.peak.nbytes, one.host_nbytes)
 
 
 def test_first_layers_hold_what_they_keep_the_longest():
     """What the first one keeps is there while any other runs; what the last one keeps, for a moment."""
-    model = Planner.of(in_layers(LAYERS), arguments(LAYERS), {}, 0, None, DEVICE, None, False).model
-    nbytes = next(v.nbytes for kind in model.layers for v in kind.layer.values if v.label == "act")
+    model = Planner.of(in_layers(LAYERS), arguments(LAYERS), {}, device=DEVICE).model
+    nbytes = next(v.nbytes for kind in model.layers for v in kind.layer.values if v.label == Label("act"))
 
     def moments(first, label):
         """At how many moments there is an act more if it is kept."""
-        two = model.in_two(first)
-        without, kept = ([m.residuals for m in two.timeline(choice)] for choice in ({}, {label: "device"}))
+        two = model.split(first)
+        without, kept = ([m.residuals for m in two.timeline(verbs)] for verbs in ({}, {label: "save"}))
         more = [b - a for a, b in zip(without, kept, strict=True)]
         assert set(more) <= {0, nbytes}
         return more.count(nbytes)
 
-    assert moments(1, "act") > LAYERS
-    assert 0 < moments(LAYERS - 1, of_others("act")) < 6
+    assert moments(1, Label("act")) > LAYERS
+    assert 0 < moments(LAYERS - 1, Label("act", True)) < 6
 
 
 def test_two_loops_alike_cost_what_one_does_and_the_second_loop():
-    planner = Planner.of(scanned(), arguments(LAYERS), {}, 0, None, DEVICE, None, False)
+    planner = Planner.of(scanned(), arguments(LAYERS), {}, device=DEVICE)
     model = planner.model
-    two = model.in_two(3)
+    two = model.split(3)
     assert [kind.layer.iterations for kind in two.layers] == [3, LAYERS - 3]
-    assert {name_of(label) for label in two.labels if is_of_others(label)} == set(model.labels)
-    for places in itertools.product(("device", "host", "recompute"), repeat=2):
+    assert {Label(label.name) for label in two.labels if label.of_others} == set(model.labels)
+    for places in itertools.product(("save", "offload", "recompute"), repeat=2):
         choice = dict(zip(("x_in", "act"), places, strict=True))
-        one, both = model.cost(choice), two.cost(in_both(choice))
-        assert both.times.total == pytest.approx(one.times.total + SECOND_LOOP * model.kernels_ms)
-        moved = places.count("host")
+        one, both = model.cost(placed(choice)), two.cost(in_both(placed(choice)))
+        assert both.times.total == pytest.approx(one.times.total + SECOND_LOOP_PART * model.kernels_ms)
+        moved = places.count("offload")
         assert both.host_nbytes - one.host_nbytes == sum(
-            value.nbytes for value in model.layers[0].layer.values if choice.get(value.label) == "host"
+            value.nbytes
+            for value in model.layers[0].layer.values
+            if placed(choice).get(value.label) == "offload"
         )  # a spare row more for each
         if not moved:
             assert both.peak.nbytes == one.peak.nbytes
@@ -220,33 +223,33 @@ def test_what_a_loop_leaves_for_its_first_turn_back_waits_on_the_device():
     """A value whose reload takes longer than an iteration is there from its forward pass on."""
     layer = chain(2, 4, [GB // 10], [1.0])
     slow, fast = (model_of([layer, layer], Device(1, 1, gbps, gbps)) for gbps in (1e-3, 1e6))
-    moved = {"v0": "host", "v1": "host"}
+    moved = placed(v0="offload", v1="offload")
     peaks = [{m.what: m.residuals for m in model.timeline(moved)} for model in (slow, fast)]
     assert max(peaks[0].values()) == 2 * GB // 10
     assert max(peaks[1].values()) == GB // 10, (
         "the one that is made last, which the next iteration would send"
     )
     (kind, _) = slow.layers
-    assert kind.left_nbytes(kind.use(moved)) == 2 * GB // 10
-    assert kind.left_nbytes(kind.use({"v0": "host", "v1": "device"})) == GB // 10
+    assert kind.lingering_nbytes(kind.find_states(moved)) == 2 * GB // 10
+    assert kind.lingering_nbytes(kind.find_states(placed(v0="offload", v1="save"))) == GB // 10
 
 
 @hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
 @hypothesis.given(MODELS, FIXED, st.floats(0, 1), st.integers(1, 2))
 def test_the_search_of_two_loops_equals_brute_force(model, fixed, part, first):
-    two = model.in_two(first)
+    two = model.split(first)
     hypothesis.assume(len(two.labels) <= 6)
     check_against_brute_force(two, {k: v for k, v in in_both(fixed).items() if k in two.labels}, part, None)
 
 
 def test_only_what_is_faster_is_looked_for():
     model = model_of([chain(4, 12, [GB // 10, GB // 4], [1.0, 3.0])], Device(1, 1, 300, 300))
-    least = model.cost(smallest(model, None, {})).peak.nbytes
-    best = fastest(model, 2 * least, None, {})
+    least = model.cost(find_smallest(model, None, {})).peak.nbytes
+    best = find_fastest(model, 2 * least, None, {})
     assert best is not None
     ms = model.cost(best).times.total
-    assert fastest(model, 2 * least, None, {}, ms - 0.01) is None
-    again = fastest(model, 2 * least, None, {}, ms + 0.01)
+    assert find_fastest(model, 2 * least, None, {}, ms - 0.01) is None
+    again = find_fastest(model, 2 * least, None, {}, ms + 0.01)
     assert again is not None and model.cost(again).times.total == pytest.approx(ms)
 
 
@@ -256,9 +259,9 @@ def test_the_search_of_loops_and_layers_in_none_equals_brute_force(part, first):
     def both(w, x):
         return in_layers(LAYERS)(w, x) + scanned()(w, jnp.sin(x))
 
-    model = Planner.of(both, arguments(LAYERS), {}, 0, None, DEVICE, None, False).model
+    model = Planner.of(both, arguments(LAYERS), {}, device=DEVICE).model
     assert {kind.is_loop for kind in model.layers} == {True, False}
-    fixed = {"out": "recompute", "(dots)": "recompute"}
+    fixed = placed({"out": "recompute", "(dots)": "recompute"})
     if first is not None:
-        model, fixed = model.in_two(first), in_both(fixed)
+        model, fixed = model.split(first), in_both(fixed)
     check_against_brute_force(model, fixed, part, None)
