@@ -11,6 +11,6 @@ asks.
   `Placements`.
 - `find_fitting` replaces predicted memory by the memory of compiled steps.
 
-Invariant: for every placement that the search returns, the search and the model agree on the peak; the search
+Invariant: for every placement found, the search and the model agree on the peak; the search
 raises an error otherwise. A rule of the model therefore changes together with its counterpart in the search.
 """

@@ -15,7 +15,7 @@ row, compiled for an H200 (2026-11-23, evening: every plan of the MoE frontiers 
 """
 
 UNSHARED_PART: float = 0.75
-"""Part of the memory that small and large values could share, but do not share in loops with copies.
+"""Part of the memory which small and large values could share, but do not share in loops with copies.
 
 Unit: none. Range: 0 (the working set is the largest sum of small and large values at one kernel) to 1 (the
 working set is the largest sum of small values plus the largest sum of large values). Origin: fitted to 19
@@ -31,22 +31,22 @@ were not tried.
 """
 
 COPY_SLOWDOWN: float = 0.02
-"""Slowdown of the kernels that run during a copy, as a part of the copy's duration.
+"""Slowdown of kernels during a copy, as a part of the copy's duration.
 
-Unit: none. Range: at least 0. Origin: traces of 11 steps (dense, `nano`, `mixtral`) on one H200 (2026-11-22,
+Unit: none. Range: at least 0. Origin: traces of 11 steps (dense, `nano`, `mixtral`) on an H200 (2026-11-22,
 night: kernels by class, plans over a mesh).
 """
 
 SECOND_LOOP_PART: float = 0.003
 """Cost of a second loop for the first layers, as a part of the duration of a step.
 
-Unit: none. Range: at least 0. Origin: two plans by layer of 48 dense layers on one H200, predicted 0.03%
+Unit: none. Range: at least 0. Origin: two plans by layer of 48 dense layers on an H200, predicted 0.03%
 faster than a single loop, were 0.4 and 0.6% slower (2026-11-23, after the plans by layer: `mixtral` by
 compilation; a second loop costs time).
 """
 
 MARGIN: float = 0.1
-"""Default part of the free budget that a plan leaves unused. Free is the budget less arguments and results.
+"""Default part of the free budget, left unused by a plan. Free is the budget less arguments and results.
 
 Unit: none. Range: 0 to 1, without 1. Origin: of 121 placements of the four layers compiled for an H200 the
 worst took 8% more of the free budget than predicted (2026-11-23, later: a margin of what is not known).

@@ -18,11 +18,11 @@ type CompileStep = Callable[[Any], jax.stages.Compiled]
 # Budget of the next prediction after a refused plan, as a part of the refused plan's budget: below it by more
 # than the search's tolerance.
 _FINER = 0.999
-# Smallest ratio of compiled to predicted memory that is expected. Chosen, not fitted: the smallest ratio in
+# Smallest expected ratio of compiled to predicted memory. Chosen, not fitted: the smallest ratio in
 # bench/LOG.md is 0.85, of a plan over eight H200s (2026-11-23, evening: every plan of the MoE frontiers by
 # compilation timed and run).
 _LEAST = 0.8
-# Number of further plans that are compiled after a plan fits. Each compilation takes minutes.
+# Number of further plans compiled after a plan fits. Each compilation takes minutes.
 _TRIES = 3
 # Part of a step by which a further plan must be faster to be worth a compilation.
 _FASTER = 1e-3
@@ -79,9 +79,9 @@ def _find_faster(
     exceed the budget by the difference.
 
     Args:
-      limit: predicted budget of a plan that fits.
+      limit: predicted budget of a fitting plan.
       too_much: predicted budget of a refused plan, or None.
-      found: the plan that fits.
+      found: the fitting plan.
       plan_for: as for `find_fitting`.
       checker: compiles the steps.
     """
@@ -132,12 +132,12 @@ class _StepChecker:
         return dataclasses.replace(plan, device_bytes=int(self._device_bytes), compiled_bytes=held)
 
     def find_allowance(self, plan: Plan) -> float:
-        """Returns the predicted bytes that just fit the budget if predictions err as for a checked plan."""
+        """Returns the largest prediction within the budget, if predictions err as for a checked plan."""
         assert plan.compiled_bytes is not None
         return self._device_bytes + plan.peak_bytes - plan.compiled_bytes
 
     def build_error(self, smallest: Plan) -> BudgetError:
-        """Builds the error for a budget that the smallest plan, once compiled, exceeds."""
+        """Builds the error for a budget below the smallest compiled plan."""
         least, predicted = min(self.refused.values()), human(smallest.peak_bytes)
         more = human(self.refused[smallest.policy] - smallest.peak_bytes)
         return BudgetError(

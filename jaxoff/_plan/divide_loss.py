@@ -32,7 +32,7 @@ class LayerGroup:
       carried: for each input of an iteration, whether `jax.checkpoint` alone keeps the input for the backward
         pass. Inputs of the whole program, such as weights, live anyway.
       differentiated: for each input of an iteration, whether the step needs the input's gradient.
-      num_rows: number of inputs, the last ones, that are rows of stacks.
+      num_rows: number of rows of stacks, the last inputs.
       source: file and line of the group.
       is_ordered: whether the group is a `jaxoff.scan`.
     """
@@ -48,7 +48,7 @@ class LayerGroup:
 
 @dataclasses.dataclass(frozen=True)
 class _PassTarget:
-    """The target of the FFI call that stands for a pass of a layer group.
+    """The target of the FFI call in place of a pass of a layer group.
 
     Attributes:
       group: number of the layer group.
@@ -60,7 +60,7 @@ class _PassTarget:
 
     @property
     def name(self) -> str:
-        """The target's name, as an FFI call takes it."""
+        """The target's name in an FFI call."""
         return f"jaxoff.{'backward' if self.is_backward else 'forward'}.{self.group}"
 
 
@@ -95,7 +95,7 @@ def _evaluate(
     args: Sequence[Any],
     replace: Callable[[JaxprEqn, Sequence[Any]], Sequence[Any] | None],
 ) -> list[Any]:
-    """Evaluates a program, and calls of `jax.jit` in it, with replacements for some equations.
+    """Evaluates a program, with its calls of `jax.jit`, with replacements for some equations.
 
     Args:
       closed: the program.

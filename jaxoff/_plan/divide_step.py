@@ -2,7 +2,7 @@
 
 A train step differentiates its loss inside, so its program holds both passes of each layer, and the planner
 finds the passes in the program. Under a policy that keeps nothing, the backward pass of a layer starts with
-the recomputation of all values that it needs from the forward pass: these are the values to place. Each
+the recomputation of all required values of the forward pass: these are the values to place. Each
 operand of the backward pass is an argument of the step, the layer's input, or a cotangent, which the backward
 pass of the step computes.
 """
@@ -45,7 +45,7 @@ def divide_step(closed: ClosedJaxpr, device: Device) -> DividedStep:
     mesh, the share of one device is divided; see `jaxoff._jaxpr.per_device`.
 
     Raises:
-      ValueError: for layers whose policy keeps a value, and for a step that differentiates layers only inside
+      ValueError: for layers whose policy keeps a value, and for a step with differentiated layers only inside
         of cond or while.
     """
     _check_nothing_kept(closed.jaxpr)
@@ -116,12 +116,12 @@ class _GroupFinder:
     def build_timeline(
         self, jaxpr: Jaxpr, inputs: set[Var], in_place: Iterable[int], runs: int = 1
     ) -> Timeline:
-        """Builds the timeline of a program, and of its loops that are not loops over layers.
+        """Builds the timeline of a program, and of its loops over anything but layers.
 
         Args:
           jaxpr: the program.
           inputs: arguments of the program.
-          in_place: indices of the results that reuse the buffer of an argument.
+          in_place: indices of results in the buffer of an argument.
           runs: how often a step runs the program.
         """
         program = _FlatProgram.of(jaxpr, checkpoints=False)
@@ -175,7 +175,7 @@ class _GroupFinder:
     def _add_loop(
         self, program: _FlatProgram, eqn: JaxprEqn, layout: ScanLayout, runs: int
     ) -> dict[int, PassCall]:
-        """Adds a loop over layers: the backward loop, and the forward loop whose stacks it reads."""
+        """Adds a loop over layers: the backward loop, and the forward loop with its stacks."""
         back = _FlatProgram.of(compat.as_open(eqn.params["jaxpr"]))
         first = layout.num_consts + layout.num_carry
         stacks: set[int] = set()
@@ -253,7 +253,7 @@ class _FlatProgram:
 
     @property
     def results(self) -> list[Var]:
-        """The results that are not constants."""
+        """The results other than constants."""
         return [v for v in self.outs if isinstance(v, Var)]
 
     @functools.cached_property
@@ -271,7 +271,7 @@ class _FlatProgram:
         return map_makers(self.eqns)
 
     def find_maker(self, atom: Any) -> JaxprEqn | None:
-        """Returns the equation that computes a value, or None for an input or a constant."""
+        """Returns the maker of a value, or None for an input or a constant."""
         return self._makers.get(atom) if isinstance(atom, Var) else None
 
     def is_view(self, v: Var, inputs: set[Var]) -> bool:
@@ -282,7 +282,7 @@ class _FlatProgram:
 
 
 def _find_carry(eqn: JaxprEqn) -> frozenset[Any]:
-    """Finds the operands of a loop that are carried from iteration to iteration."""
+    """Finds the carried operands of a loop."""
     layout = compat.scan_in(eqn)
     assert layout is not None
     operands = eqn.invars[layout.num_consts : layout.num_consts + layout.num_carry]
@@ -301,7 +301,7 @@ def _is_stack(eqn: JaxprEqn, v: Any) -> bool:
 
 
 def _unwrap_jit(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool]]:
-    """Returns the program inside of a step's `jax.jit`, and for each argument whether the step donates it."""
+    """Returns the program inside of a step's `jax.jit`, and for each argument whether it is donated."""
     donated = [False] * len(jaxpr.invars)
     while len(jaxpr.eqns) == 1 and (inner := compat.jit_in(jaxpr.eqns[0])) is not None:
         (eqn,) = jaxpr.eqns
@@ -317,7 +317,7 @@ def _unwrap_jit(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool]]:
 
 
 def _find_in_place(jaxpr: Jaxpr, donated: Sequence[bool]) -> list[int]:
-    """Finds the indices of results that reuse the buffer of a donated argument of equal shape and dtype."""
+    """Finds the indices of results in the buffer of a donated argument of equal shape and dtype."""
     free = collections.Counter(_type_of(v) for v, given in zip(jaxpr.invars, donated, strict=True) if given)
     found = []
     for k, v in enumerate(jaxpr.outvars):

@@ -15,7 +15,7 @@ class DividedStep:
     """A step divided into layer groups and the rest.
 
     A layer group is a checkpointed layer outside of loops, or a loop over such layers. Groups with equal
-    programs are of one kind.
+    programs are of the same kind.
 
     Attributes:
       layers: a layer for each kind of group.
@@ -26,7 +26,7 @@ class DividedStep:
       points: points of the step, in order.
       argument_nbytes: bytes of arguments and constants, which live for the whole step.
       outside_ms: estimated duration of all kernels outside of groups.
-      devices: number of devices that share the step. All other attributes are those of one device.
+      devices: number of devices of the step. All other attributes apply to a single device.
     """
 
     layers: tuple[Layer, ...]

@@ -15,7 +15,7 @@ from jaxoff._plan.result import Plan
 from jaxoff._plan.search import BUDGET_FACTOR, find_fastest, find_smallest
 from jaxoff._report.tables import printed
 
-# Bytes of a budget that holds every placement.
+# Bytes of a budget for every placement.
 _UNLIMITED = 10**15
 # Shortest time, in ms, by which a plan must be faster than the plan for the next smaller budget.
 _FASTER_MS = 1e-6

@@ -18,7 +18,7 @@ class IntegerProgram:
     """An integer program, built up by variables and constraints.
 
     Attributes:
-      unit: number of bytes that the value 1 of a memory variable stands for.
+      unit: number of bytes in a unit of memory variables.
       cost: index of a variable -> its coefficient in the cost of the program.
     """
 

@@ -14,7 +14,7 @@ type Placements = Mapping[Label, Verb]
 
 # The name under which the outputs of dots and convolutions without a name are placed.
 UNNAMED_DOTS = "(dots)"
-# All names that stand for values without a name: unnamed dots, and values with a mark only.
+# All names of values without a name: unnamed dots, and values with a mark only.
 UNNAMED = (UNNAMED_DOTS, "(offload)", "(not_offload)")
 
 
@@ -41,20 +41,20 @@ class LayerValue:
       nbytes: bytes of one iteration.
       is_large: whether the value is large; see `LARGE_PART`. XLA seldom puts small values into buffers of
         large ones.
-      recompute_ms: duration of the kernel that recomputes the value.
+      recompute_ms: duration of recomputation.
       reads: indices of the values from which the kernel computes this value; all smaller than its own index.
-      first_reader, last_reader: indices of the first and the last kernel of the backward pass that read the
-        value; None where none does.
-      label: the label that places the value, or None.
-      fixed: the placement that a mark demands, or None.
+      first_reader, last_reader: indices of the first and the last reader of the value among the kernels of
+        the backward pass; None without a reader.
+      label: the label of the value, or None.
+      fixed: the placement by a mark, or None.
       is_carried: whether the value is a result of the layer before.
       shape: dtype and shape, for tables.
       produced_ms: time at which the forward pass has computed the value, by the scheduler's estimates.
-      store_ms: duration of the copy into the stack that saves the value; 0 where an elementwise kernel writes
+      store_ms: duration of the copy into the stack of saved rows; 0 where an elementwise kernel writes
         its result into the stack directly.
       row_copy: indices of the first and the last kernel of the backward pass that need a copy of the value's
         row, if the value is saved in a stack; None where all kernels read the row in the stack.
-      alias_of: index of the value that has the same contents in the same buffer under another name, or None.
+      alias_of: index of the value with the same contents in the same buffer under another name, or None.
     """
 
     nbytes: int
@@ -80,10 +80,10 @@ class KernelUse:
     Attributes:
       operation: primitive and source line, for messages.
       small_nbytes, large_nbytes: bytes in use, of small and of large values.
-      stacked_nbytes: part of `small_nbytes`: gradients that the kernel can write into their stacks directly.
+      stacked_nbytes: part of `small_nbytes`: gradients written into their stacks directly.
       ends_ms: time from the start of the pass to the kernel's end, by the scheduler's estimates.
-      in_cotangent_nbytes: part of `small_nbytes`: results that can reuse the buffer of a cotangent.
-      fusions: fusions with recomputation kernels that XLA may make.
+      in_cotangent_nbytes: part of `small_nbytes`: results in the buffer of a cotangent.
+      fusions: possible fusions with recomputation kernels.
       fills_device: whether no small kernel can run concurrently.
     """
 
@@ -99,13 +99,13 @@ class KernelUse:
 
 @dataclasses.dataclass(frozen=True)
 class RecomputeFusion:
-    """A stack row read both by a kernel of the backward pass and by kernels that recompute values.
+    """A stack row read both by a kernel of the backward pass and by recomputation kernels.
 
     XLA fuses the readers into a multi-output kernel, whose results cannot reuse the buffer of an operand.
 
     Attributes:
       value: index of the value in the row.
-      recomputed: indices of the values that the other readers recompute.
+      recomputed: indices of the values recomputed by the other readers.
       small_nbytes, large_nbytes: bytes of operands whose buffers the kernel alone would reuse.
     """
 

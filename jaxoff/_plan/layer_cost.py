@@ -1,4 +1,4 @@
-"""The cost of one layer under a placement of its residuals: durations, device memory, host memory.
+"""The cost of a layer under a placement of its residuals: durations, device memory, host memory.
 
 `jaxoff._plan.step_cost` adds up the layers of a step. The integer program in `jaxoff._plan.search` states the
 same rules as linear constraints; each method here with a counterpart there names the counterpart.
@@ -23,10 +23,10 @@ class Times:
     """The duration of a step, in ms, by cause.
 
     Attributes:
-      kernels: kernels that run under every placement.
-      recomputed: kernels that recompute values.
-      slowed: slowdown of kernels that run during copies.
-      exposed_forward, exposed_backward: copies that no kernel hides.
+      kernels: kernels of every placement.
+      recomputed: recomputation kernels.
+      slowed: slowdown of kernels during copies.
+      exposed_forward, exposed_backward: copies not hidden by kernels.
       stored: copies of saved values into the stacks of loops.
     """
 
@@ -54,11 +54,11 @@ class Times:
 class ValueStates:
     """The state of each value of a layer under a placement, by the value's index.
 
-    A value that the backward pass does not need is in none of the three sets.
+    A value without use in the backward pass is in none of the three sets.
 
     Attributes:
-      recomputed: indices of values that the backward pass recomputes.
-      saved, offloaded: indices of values that wait on the device and in host memory.
+      recomputed: indices of values recomputed in the backward pass.
+      saved, offloaded: indices of values waiting on the device and in host memory.
       is_ordered: whether `jaxoff.jit` orders the kernels of an iteration.
       has_copies: whether any layer of the step offloads a value. XLA then runs the step as CUDA graphs whose
         edges are data dependencies.
@@ -85,7 +85,7 @@ class LayerModel:
 
     Attributes:
       layer: the iteration.
-      count: number of layer groups of the step that are equal to this group.
+      count: number of equal layer groups in the step.
       device: rates of the device and of its link.
       runs: how often a step runs each group; more than once in a loop over microbatches.
       numbers: positions of the groups in their `jaxoff.layers`, in the order of the forward pass; empty
@@ -135,7 +135,7 @@ class LayerModel:
         ]
 
     def split_holders(self, number: int, first: int, *, first_runs: bool) -> list[int]:
-        """Divides the groups that hold residuals into groups of first layers and groups of others.
+        """Divides the holders of residuals into groups of first layers and groups of others.
 
         Args:
           number: how many groups hold residuals; the earliest of the forward pass.
@@ -202,7 +202,7 @@ class LayerModel:
         return max(COPY_SLOWDOWN * copies, self.device.pass_ms(self.layer.values[n].nbytes))
 
     def times(self, states: ValueStates) -> Times:
-        """The duration of one iteration. Counterpart in the search: `_LayerVariables._add_times`."""
+        """The duration of an iteration. Counterpart in the search: `_LayerVariables._add_times`."""
         forward, backward = self.layer.forward_ms, self.layer.backward_ms
         recompute = sum(self.layer.values[n].recompute_ms for n in states.recomputed)
         send, reload = sum(map(self.d2h_ms, states.offloaded)), sum(map(self.h2d_ms, states.offloaded))
@@ -259,7 +259,7 @@ class LayerModel:
         return max((first for first in kernels if self.find_arrival(n, first) < 0), default=-1)
 
     def find_first_use(self, n: int, starts: Mapping[int, int]) -> int:
-        """Returns the first kernel that needs an offloaded value.
+        """Returns the first kernel in need of an offloaded value.
 
         Args:
           n: index of the value.
@@ -276,14 +276,14 @@ class LayerModel:
         return rows * sum(self.layer.values[n].nbytes for n in states.offloaded)
 
     def is_offloaded_late(self, n: int) -> bool:
-        """Whether the copy to the host ends after the iteration that computes the value."""
+        """Whether the copy to the host ends after its own iteration."""
         value = self.layer.values[n]
         return value.produced_ms + SEND_SLACK * self.d2h_ms(n) > self.layer.scheduled_forward_ms
 
     def find_arrival(self, n: int, first: int) -> int:
         """Returns the kernel from which on a reloaded value is on the device, given the value's first reader.
 
-        -1 stands for a reload that starts in the iteration before, because a reload in the same iteration
+        -1 stands for a reload from the iteration before, because a reload in the same iteration
         could not be in time. XLA then keeps the reloaded value in a buffer of its own for the whole
         iteration, beside the buffer of the current iteration's value until the last reader of the latter
         (programs compiled for an H200).
@@ -318,7 +318,7 @@ class LayerModel:
 
     @functools.cache  # noqa: B019
     def find_use_range(self, n: int) -> tuple[int, int]:
-        """Returns the first and the last kernel that read a value, directly or through recomputed values."""
+        """Returns the first and the last reader of a value, directly or through recomputed values."""
         value = self.layer.values[n]
         kernels = [s for s in (value.first_reader, value.last_reader) if s is not None]
         if not kernels:
@@ -346,7 +346,7 @@ class LayerModel:
         CUDA graphs with data dependencies, XLA may copy the row at any time: from kernel 0 on.
 
         Args:
-          first: index of the first kernel that needs the copy.
+          first: index of the first reader of the copy.
           n: index of the value.
           states: the state of each value.
           starts: index of a recomputed value -> kernel before which the value is recomputed.
@@ -405,10 +405,10 @@ class LayerModel:
         return late + small + max((kernel.large_nbytes for kernel in kernels), default=0)
 
     def in_place_nbytes(self, kernel: KernelUse, *, is_ordered: bool) -> int:
-        """Bytes of a kernel's small results that need no buffer of their own.
+        """Bytes of a kernel's small results without a buffer of their own.
 
-        In stock order, the kernel writes gradients into their stacks. In the order of `jaxoff.jit`, it writes
-        sums of cotangents into the buffer of a cotangent.
+        In stock order, the kernel writes gradients into their stacks. In the order of `jaxoff.jit`, the
+        kernel writes sums of cotangents into the buffer of a cotangent.
         """
         return kernel.in_cotangent_nbytes if is_ordered else kernel.stacked_nbytes
 

@@ -21,7 +21,7 @@ from jaxoff._schedule.copy_times import fills_device
 
 # Primitives whose result is the operand in the same buffer, if both have the same size.
 _ALIASES = frozenset({"name", "reduce_precision", "reshape", "optimization_barrier", "squeeze"})
-# Mark of a value -> the placement that the mark demands.
+# Mark of a value -> the placement by the mark.
 _MARKED: dict[Any, Verb] = {"not_offload": "save", "offload": "offload"}
 
 
@@ -31,14 +31,14 @@ class LayerPasses:
 
     Attributes:
       iterations: number of iterations; 1 outside of loops.
-      eqns: a straight-line program: the equations of the forward pass that the backward pass needs, then the
+      eqns: a straight-line program: the required equations of the forward pass, then the
         backward pass.
       carried: inputs that `jax.checkpoint` alone keeps for the backward pass. Inputs of the whole program,
         such as weights, live anyway.
-      cotangents: inputs of the backward pass that the backward pass of the next layer computes.
+      cotangents: inputs of the backward pass, computed in the backward pass of the next layer.
       results, gradients: results of the forward and of the backward pass, as far as `eqns` compute them.
       source: file and line of the layer.
-      rows: inputs that are rows of stacks of the program, such as weights.
+      rows: inputs from stacks of the program, such as the rows of weights.
       forward: the whole forward pass, where `eqns` lack equations that only its results need.
       is_ordered: whether the layer is the body of a `jaxoff.scan`.
     """
@@ -60,7 +60,7 @@ def read_layer(passes: LayerPasses, device: Device) -> Layer:
 
     Args:
       passes: both passes of an iteration.
-      device: rates of the device that runs them.
+      device: rates of the device.
     """
     return _LayerReader(passes, device).read()
 
@@ -75,7 +75,7 @@ def _find_inner_names(eqns: Iterable[JaxprEqn]) -> Iterator[str]:
 
 
 def _read_tag(eqn: JaxprEqn) -> tuple[str | None, Verb | None]:
-    """Returns the name under which an equation's result is placed, and the placement that a mark demands."""
+    """Returns the name under which an equation's result is placed, and the placement by a mark."""
     text = compat.name_in(eqn)
     if text is None:
         return (UNNAMED_DOTS if eqn.primitive.name in DOTS else None), None
@@ -228,7 +228,7 @@ class _LayerReader:
         return 0.0 if self._is_alias(i) else kernel_ms(self.graph, i, self._device)
 
     def _find_needed(self) -> set[Var]:
-        """Finds the values that the backward pass reads, and all values from which these are computed."""
+        """Finds the values of use in the backward pass: its operands, and all operands of their makers."""
         needed = {v for i in self.backward for v in self.graph.reads[i]}
         for i in reversed(self.forward):
             if not needed.isdisjoint(self.eqns[i].outvars):
@@ -287,7 +287,7 @@ class _LayerReader:
     def read_kernels(self, order: Sequence[int]) -> list[KernelUse]:
         """Returns the kernels of a pass with the memory of the pass's own values, each until its last reader.
 
-        The cotangents of the pass, and gradients that reuse their buffers, count as memory outside of the
+        The cotangents of the pass, and gradients in their buffers, count as memory outside of the
         layer.
         """
         in_cotangent = self._find_in_cotangent()
@@ -339,7 +339,7 @@ class _LayerReader:
             live = tuple(a + b - c for a, b, c in zip(live, kept, self._sizes(dying), strict=True))
 
     def _find_transferred(self, order: Sequence[int]) -> set[Var]:
-        """Finds the operands and results of collectives, without values that leave the iteration.
+        """Finds the operands and results of collectives, without results of the iteration.
 
         `jaxoff.jit` does not order collectives, so each of these values has a buffer for the whole iteration.
         """

@@ -27,7 +27,7 @@ from jaxoff._report.tables import human
 from jaxoff._residuals.traced_function import Program
 from jaxoff._runtime.requirements import POOL_VARIABLE, pinned_pool_bytes
 
-# The placements, in the order in which messages list them.
+# The placements, in the order of messages.
 _VERBS: tuple[Verb, ...] = ("save", "offload", "recompute")
 # Text of a placement -> the placement.
 _VERB_OF: dict[str, Verb] = {verb: verb for verb in _VERBS}
@@ -35,7 +35,7 @@ _VERB_OF: dict[str, Verb] = {verb: verb for verb in _VERBS}
 _FASTER = 1e-5
 # Numbers of first layers to try, at most: each takes a search.
 _MAX_COUNTS = 61
-# Smallest difference of two durations that the table of a plan shows, in ms: half a unit of its last digit.
+# Smallest difference of two durations in the table of a plan, in ms: half a unit of its last digit.
 _SHOWN_MS = 0.005
 
 
@@ -78,7 +78,7 @@ def plan(
       host_bytes: budget of pinned host memory, bytes; None for the share of the device in XLA's pool: 64 GiB
         a process, or XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
       resident_bytes: bytes of other data on the device for the whole step: with a loss, an optimizer's state.
-      link: number of GPUs of the host that copy at once, or the rates of each of them; None for a single GPU.
+      link: number of GPUs of the host that copy at once, or the rates of each; None for a single GPU.
       device: rates, of `Device.of` or `Device.measure`; None for an H200's.
       fixed: name -> "save", "offload" or "recompute", for placements that are decided. Marks are honoured
         anyway.
@@ -104,7 +104,7 @@ def plan(
     Raises:
       BudgetError: if no placement fits; the message has the smallest possible budget and the largest uses of
         memory.
-      TypeError: for a `compile_step` that returns no compiled program, a device that is no `Device`, and a
+      TypeError: for a `compile_step` that returns no compiled program, a device of another type, and a
         count of bytes or GPUs that is no number.
       ValueError: for a function without `jax.checkpoint`, a train step whose layers keep residuals, an
         unknown name or placement in `fixed`, a budget or margin out of range, and argnums out of range or
@@ -155,7 +155,7 @@ def plan(
 
 
 def host_budget_error(host_bytes: int) -> BudgetError:
-    """Builds the error for a budget of host memory that no placement fits."""
+    """Builds the error for a budget of host memory below every placement."""
     return BudgetError(
         f"host_bytes={human(host_bytes)} is too little for what is fixed or marked to be offloaded: allow "
         f"more, or fix less. Without host_bytes it is XLA's pool, which {POOL_VARIABLE} sets.",
@@ -177,7 +177,7 @@ class Planner:
     Attributes:
       model: costs of a step under any placement.
       device: rates of the device.
-      devices: number of devices that share the step.
+      devices: number of devices of the step.
       margin: margin of plans without a given margin; see `plan`.
       tries_first_layers: whether first layers may have a placement of their own.
     """
@@ -242,7 +242,7 @@ class Planner:
     def _first_counts(self) -> list[int]:
         """Returns the numbers of first layers to try.
 
-        A loop of a single iteration does not overlap its copies, so numbers that leave such a loop are left
+        A loop of a single iteration does not overlap its copies, so numbers with such a rest are left
         out. The numbers are far apart at first: an early result speeds up the searches for the numbers
         between.
         """
@@ -276,11 +276,11 @@ class Planner:
         return int(host_bytes)
 
     def resolve_fixed(self, fixed: Mapping[str, str]) -> dict[Label, Verb]:
-        """Checks placements by name, and returns them by label, with names inside of inner loops recomputed.
+        """Checks placements by name and returns placements by label. Names in inner loops are recomputed.
 
         Raises:
           ValueError: for an unknown name or placement.
-          TypeError: for an argument that is no mapping.
+          TypeError: for an argument other than a mapping.
         """
         if not isinstance(fixed, Mapping):
             raise TypeError(
@@ -357,7 +357,7 @@ class Planner:
         return found
 
     def _spared_ms(self, label: Label, placements: Placements, cost: Cost) -> float:
-        """Recomputation that a step spares with the values of a label saved, in ms."""
+        """Recomputation spared by a step with the values of a label saved, in ms."""
         saved = self.model.cost({**placements, label: "save"})
         return cost.times.recomputed - saved.times.recomputed
 
@@ -382,7 +382,7 @@ class Planner:
 
 
 def _share_link(device: Device, link: int | SharedLink | None) -> Device:
-    """Returns a device with the rates of a link that several GPUs share."""
+    """Returns a device with the rates of a shared link."""
     if link is None:
         return device
     if isinstance(link, SharedLink):
@@ -401,7 +401,7 @@ def _build_model(divided: DividedStep, device: Device, resident_bytes: int) -> S
 def _device_budget_error(
     model: StepModel, device_bytes: int, host_bytes: int, fixed: Placements
 ) -> BudgetError:
-    """Builds the error for a budget of device or host memory that no placement fits."""
+    """Builds the error for a budget of device or host memory below every placement."""
     least = find_smallest(model, host_bytes, fixed)
     if least is None:
         return host_budget_error(host_bytes)

@@ -46,9 +46,9 @@ class Planned:
       count: number of instances in a step.
       nbytes: bytes of all instances.
       choice: "save", "offload" or "recompute".
-      recomputed_ms: time that a step would spare with the values saved instead.
+      recomputed_ms: time spared by a step with the values saved instead.
       copied_ms: time on the link, in both directions.
-      exposed_ms: share of the time of copies that no kernel hides.
+      exposed_ms: share of the time of copies not hidden by kernels.
       why: the effect of each other choice, or the reason why there is no choice.
       layers: the layers of the row: "all", the "first" or the "others".
     """

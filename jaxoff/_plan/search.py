@@ -28,7 +28,7 @@ from jaxoff._plan.step_cost import StepModel
 # Factor by which a budget exceeds the memory of a placement so that the search, with its tolerance, finds the
 # placement.
 BUDGET_FACTOR = 1.000001
-# Bytes that the value 1 of a memory variable stands for, at most.
+# Bytes in a unit of memory variables, at most.
 _GB = 1e9
 # The same for small models, as a part of the model's peak: HiGHS distinguishes values of order 1 best.
 _PEAK_PART = 0.1
@@ -37,7 +37,7 @@ _TOLERANCE = 2e-6
 # Bytes by which a budget and a peak may differ by rounding up: the model counts whole bytes.
 _ROUNDED = 2
 # Tie-break, in percent of a step: the charge for keeping unnamed dots, so that among equally fast placements
-# the search finds one with named values. HiGHS distinguishes costs that differ by 1e-6.
+# the search finds one with named values. HiGHS distinguishes costs with a difference of 1e-6.
 _UNNAMED_CHARGE = 3e-5
 # Weight of the duration, in percent of a step, where the search minimises memory: a tie-break, too.
 _TIME_WEIGHT = 1e-6
@@ -71,7 +71,7 @@ class _LayerVariables:
       offloads: variable that is 1 if the layer offloads a value. For ordered layers: if any layer of the step
         does.
       small, large, both, working: variables of the working set of the backward pass: the largest sum of small
-        values, of large values, of both at one kernel, and the bytes that XLA allocates.
+        values, of large values, of both at one kernel, and the bytes allocated by XLA.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class _LayerVariables:
             + sum(fusion.small_nbytes + fusion.large_nbytes for fusion in kernel.fusions)
             for kernel in self.layer.backward
         )
-        # A bound above every working set: a constraint that is lower by the bound has no effect.
+        # A bound above every working set: a constraint lower by the bound has no effect.
         bound = 2 * sum(value.nbytes for value in values) + max(kernels, default=0)
         self._bound = bound / self._program.unit
         self._recomputed_by: dict[int, dict[int, int]] = {}
@@ -171,7 +171,7 @@ class _LayerVariables:
           states: placement -> variable of the state.
           always: the placement of the value if no label places it.
           kept: the variables of the value's label, or none.
-          readers: variables of the values that are recomputed from the value.
+          readers: variables of the values recomputed from the value.
           is_read: whether the backward pass reads the value.
         """
         everything = [(variable, 1.0) for variable in states.values()]
@@ -212,8 +212,8 @@ class _LayerVariables:
         Counterparts: `LayerModel.residual_nbytes`, `large_residual_nbytes` and `lingering_nbytes`.
 
         Args:
-          groups: number of groups that hold residuals.
-          waiting: number of these groups that do not run.
+          groups: number of groups with residuals.
+          waiting: number of these groups other than the running group.
           only_large: whether only residuals in large buffers count.
         """
         values = self.layer.values
@@ -276,7 +276,7 @@ class _LayerVariables:
         """Adds the memory of values that are on the device at a kernel only to recompute other values from
         them.
 
-        Returns whether the program changes: False for a kernel that is exact already.
+        Returns whether the program changes: False for an exact kernel.
         """
         if s in self._exact_kernels:
             return False

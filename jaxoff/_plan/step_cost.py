@@ -57,14 +57,14 @@ class Moment:
         """Returns the smallest budget for this moment, in bytes.
 
         Args:
-          margin: part of the budget less arguments and results that stays unused.
+          margin: unused part of the budget less arguments and results.
         """
         known = self.arguments + self.resident + self.results
         return math.ceil(_add_margin(self.nbytes, known, margin))
 
 
 def _add_margin(nbytes: int, known: int, margin: float) -> float:
-    """Returns the budget for bytes of which some are known exactly, so that predictions may be short."""
+    """Returns the budget for some bytes of which the known part is exact and the rest may be short."""
     return known + (nbytes - known) / (1 - margin)
 
 
@@ -88,11 +88,11 @@ class StepModel:
     """The cost of a step under any placement.
 
     Attributes:
-      layers: a model for each kind of layer group. Equal groups are of one kind.
+      layers: a model for each kind of layer group. Equal groups are of the same kind.
       points: points of the step, in order.
       argument_nbytes, resident_nbytes: as `arguments` and `resident` of `Moment`.
       outside_ms: duration of all kernels outside of layer groups.
-      margin: part of the budget less arguments and results that stays unused.
+      margin: unused part of the budget less arguments and results.
     """
 
     layers: tuple[LayerModel, ...]
@@ -114,7 +114,7 @@ class StepModel:
 
     @functools.cached_property
     def decisive_points(self) -> tuple[Point, ...]:
-        """The points that can be the peak or decide the budget: of equal residuals and pass, the largest."""
+        """The points which can be the peak or decide the budget: of equal residuals and pass, the largest."""
         found: dict[Point, None] = {}
         for margin in {0.0, self.margin}:
             largest: dict[tuple, tuple[float, Point]] = {}
@@ -127,7 +127,7 @@ class StepModel:
         return tuple(found)
 
     def competes_with_results(self, point: Point) -> bool:
-        """Whether buffers of results that are not computed yet add to the memory of a point.
+        """Whether buffers of pending results add to the memory of a point.
 
         XLA allocates results for the whole step. Until a result is computed, its buffer may hold other
         values, but in a step without loops one small value at a time. Results of loops are stacks, which the
@@ -137,19 +137,19 @@ class StepModel:
         return in_no_loop and point.is_backward and bool(point.pending_nbytes)
 
     def shareable_nbytes(self, point: Point) -> int:
-        """Bytes of small values that fit into buffers of results that are not computed yet."""
+        """Bytes of small values in buffers of pending results."""
         small = self._small_residual_nbytes
         return small * sum(nbytes >= small for nbytes in point.pending_nbytes)
 
     @functools.cached_property
     def _small_residual_nbytes(self) -> int:
-        """Bytes of the largest small value that a layer outside of loops may save."""
+        """Bytes of the largest small value with a label in a layer outside of loops."""
         values = (v for kind in self.layers if kind.layer.iterations == 1 for v in kind.layer.values)
         return max((v.nbytes for v in values if v.label is not None and not v.is_large), default=0)
 
     @property
     def kernels_ms(self) -> float:
-        """Duration of the kernels that run under every placement."""
+        """Duration of the kernels of every placement."""
         per_kind = (
             kind.iterations * (kind.layer.forward_ms + kind.layer.backward_ms) for kind in self.layers
         )
@@ -176,7 +176,7 @@ class StepModel:
             if point.kind is not None:
                 running = divided[point.kind]
                 if numbers := self.layers[point.kind].numbers:
-                    # The running group is the last of the groups that hold residuals.
+                    # The running group is the last of the groups with residuals.
                     is_first = numbers[point.holds[point.kind] - 1] < first
                     running = running[:1] if is_first else running[-1:]
             for part in running:
@@ -202,7 +202,7 @@ class StepModel:
         return max(moment.find_budget(self.margin) for moment in self.timeline(placements))
 
     def find_kept_labels(self, placements: Placements) -> set[Label | None]:
-        """Finds the labels with a value that is saved or offloaded; None for values without a label."""
+        """Finds the labels with a saved or offloaded value; None for values without a label."""
         kept = set()
         for kind, states in zip(self.layers, self.find_states(placements), strict=True):
             kept |= {kind.layer.values[n].label for n in states.saved | states.offloaded}

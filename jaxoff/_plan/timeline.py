@@ -23,11 +23,11 @@ class Point:
     Attributes:
       what: primitive and source line, for messages.
       nbytes: bytes alive, without residuals and working sets of layer groups.
-      holds: kind of layer group -> number of groups that hold their residuals.
-      kind: kind of the layer group that runs, or None.
+      holds: kind of layer group -> number of groups with residuals in memory.
+      kind: kind of the running layer group, or None.
       is_backward: whether the backward pass of the group runs.
       results_nbytes: part of `nbytes`: results of the program, such as gradients.
-      pending_nbytes: bytes of each result that is not computed yet.
+      pending_nbytes: bytes of each pending result.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Point:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Kind of layer group -> number of groups that hold their residuals and do not run."""
+        """Kind of layer group -> number of groups with residuals in memory, without the running group."""
         return tuple(max(0, n - (kind == self.kind)) for kind, n in enumerate(self.holds))
 
 
@@ -51,8 +51,8 @@ class PassCall:
     Attributes:
       group: number of the layer group.
       is_backward: whether the pass is the backward pass.
-      residuals: operands that count as residuals of the group.
-      reusable: operands whose buffers the results may reuse: values that go from layer to layer.
+      residuals: operands among the residuals of the group.
+      reusable: operands whose buffers the results may reuse: values carried from layer to layer.
     """
 
     group: int
@@ -114,7 +114,7 @@ class Timeline:
         return not self._find_makers(atom)
 
     def _find_makers(self, atom: Any) -> set[int]:
-        """Finds the kernels that compute a value; none for arguments."""
+        """Finds the makers of a value; none for arguments."""
         found, todo = set(), [atom]
         while todo:
             v = todo.pop()
@@ -167,7 +167,7 @@ class Timeline:
             live += made - freed
 
     def _find_allocated(self, i: int, last: Mapping[Var, int]) -> list[Var]:
-        """Finds the results of an equation that need a buffer of their own."""
+        """Finds the results of an equation with a buffer of their own."""
         return [v for v in self._eqns[i].outvars if v in last and v not in self._in_place]
 
     def _is_reusable(self, v: Var, i: int) -> bool:
@@ -177,7 +177,7 @@ class Timeline:
         return not is_compute(self._eqns[i])
 
     def _find_last_readers(self) -> dict[Var, int]:
-        """Returns: value that needs memory -> position of its last reader, other than as a residual."""
+        """Returns: value with memory -> position of its last reader, other than as a residual."""
         last: dict[Var, int] = {}
         for t, i in enumerate(self._graph.kernels):
             residuals = self.calls[i].residuals if i in self.calls else frozenset()
@@ -208,7 +208,7 @@ class GroupLoop:
     Attributes:
       iterations: number of iterations.
       body: the timeline of one iteration.
-      slices_nbytes: bytes of the rows that an iteration reads from stacks.
+      slices_nbytes: bytes of the rows of stacks in an iteration.
       reusable: operands carried from iteration to iteration, whose buffers the results reuse.
     """
 

@@ -165,7 +165,7 @@ def test_of_equals_what_has_a_name_is_kept():
     times = [planned(scanned(body), fixed=choice).step_ms for choice in (named, unnamed)]
     assert times[0] == pytest.approx(times[1])
     least, most = smallest(fun=scanned(body)), planned(scanned(body)).peak.find_budget(MARGIN)
-    for budget in np.linspace(least, most, 12):
+    for budget in np.linspace(least, most, 6):
         for host in (0, None):
             found = planned(scanned(body), device_bytes=1.0001 * budget, host_bytes=host)
             assert found.choice("(dots)") == "recompute"

@@ -105,7 +105,7 @@ def check_against_brute_force(model, fixed, part, host_bytes):
         assert {label: found[label] for label in fixed if label in found}.items() <= fixed.items()
 
 
-@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
 @hypothesis.given(MODELS, FIXED, st.floats(0, 1), st.sampled_from([None, None, 2 * GB]))
 def test_the_search_equals_brute_force(model, fixed, part, host_bytes):
     check_against_brute_force(model, fixed, part, host_bytes)
@@ -118,7 +118,7 @@ def test_the_search_equals_brute_force_at_length(model, fixed, part, host_bytes)
     check_against_brute_force(model, fixed, part, host_bytes)
 
 
-@hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
 @hypothesis.given(MODELS, st.lists(st.floats(1, 30), min_size=3, max_size=3))
 def test_more_memory_is_never_slower(model, sizes):
     times = [time_of(model, find_fastest(model, int(size * GB), None, {})) for size in sorted(sizes)]
