@@ -9,8 +9,9 @@ import pytest
 import jaxoff
 from jaxoff._compiled.verify import held_nbytes
 from jaxoff._plan import compiled as compiled_plans
-from tests.jaxoff.plan.planned import arguments, scanned
-from tests.jaxoff.plan.test_plan import HOST, planned, smallest
+from jaxoff._plan.plan import Planner
+from tests.jaxoff.plan.planned import DEVICE, arguments, scanned
+from tests.jaxoff.plan.test_plan import HOST, PLENTY, planned, smallest
 
 
 @functools.cache
@@ -86,7 +87,12 @@ def test_one_plan_that_takes_too_much_does_not_cost_the_others(monkeypatch):
 @pytest.fixture(scope="module")
 def by_prediction():
     """Plans by budget, as predicted, and the least and the greatest of those budgets."""
-    cached = functools.cache(functools.partial(planned, margin=0.0, host_bytes=HOST))
+    planner = Planner.of(scanned(), arguments(), {}, device=DEVICE)
+
+    @functools.cache
+    def cached(device_bytes=PLENTY):
+        return planner.plan(device_bytes, HOST, {}, 0.0)
+
     least, most = smallest(margin=0, host_bytes=HOST), cached().peak_bytes
     plans = [cached(device_bytes=1.001 * (least + i * (most - least) / 30)) for i in range(31)]
     return cached, plans, least, most

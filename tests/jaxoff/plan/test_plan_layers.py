@@ -1,5 +1,6 @@
 """Plans whose first layers are placed otherwise than the others."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -34,19 +35,21 @@ LAYERS = 8
 HOST = (LAYERS + 1) * X_NBYTES
 
 
-def planned(device_bytes, fun=None, first_layers=True, host_bytes=HOST, **options):
-    return jaxoff.plan(
-        fun or scanned(),
-        *arguments(LAYERS),
-        device_bytes=device_bytes,
-        device=DEVICE,
-        first_layers=first_layers,
-        host_bytes=host_bytes,
-        **options,
-    )
+SCANNED = scanned()
 
 
-def budgets(number=6, fun=None):
+@functools.cache
+def traced(fun):
+    return Planner.of(fun, arguments(LAYERS), {}, device=DEVICE)
+
+
+def planned(device_bytes, fun=SCANNED, first_layers=True, host_bytes=HOST, fixed=None, margin=None):
+    """As `jaxoff.plan`, which would trace the function each time."""
+    planner = dataclasses.replace(traced(fun), tries_first_layers=first_layers)
+    return planner.plan(device_bytes, host_bytes, fixed or {}, margin)
+
+
+def budgets(number=6, fun=SCANNED):
     with pytest.raises(jaxoff.BudgetError) as caught:
         planned(1, fun)
     least, most = caught.value.smallest_bytes, planned(1e9, fun).peak_bytes
@@ -64,9 +67,9 @@ def differentiated(fun):
 
 
 FUNCTIONS = {
-    "scanned": scanned(),
+    "scanned": SCANNED,
     "one after the other": in_layers(LAYERS),
-    "train step, scanned": differentiated(scanned()),
+    "train step, scanned": differentiated(SCANNED),
     "train step, one after the other": differentiated(in_layers(LAYERS)),
 }
 
@@ -114,7 +117,11 @@ def test_more_memory_is_never_slower():
 @pytest.mark.parametrize("under", [scanned, functools.partial(in_layers, LAYERS)], ids=["scan", "layers"])
 def test_the_policy_does_what_the_plan_says(under):
     fun = under()
-    found = next(plan for budget in budgets(fun=fun) if (plan := planned(budget, fun)).first_layers)
+    budget, found = next(
+        (budget, plan) for budget in budgets(fun=fun) if (plan := planned(budget, fun)).first_layers
+    )
+    options = dict(device_bytes=budget, host_bytes=HOST, device=DEVICE, first_layers=True)
+    assert jaxoff.plan(fun, *arguments(LAYERS), **options) == found
 
     def loss(w, x):
         return under(policy=found.policy)(w, x)
