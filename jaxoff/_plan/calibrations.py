@@ -25,9 +25,8 @@ placements of the dense layer, compiled for an H200 (2026-11-22, night: kernels 
 LARGE_PART: float = 0.5
 """Border between small and large values, as a part of the largest value of a layer's forward pass.
 
-Unit: none. Range: 0 to 1. A value above the border is large. Origin: chosen by reading XLA's buffer
-assignments of the benchmark layers (2026-11-22: the planner, whole steps and a turn's memory); other borders
-were not tried.
+Unit: none. Range: 0 to 1. A value above the border is large. Origin: read off XLA's buffer
+assignments of the benchmark layers (2026-11-22: the planner, whole steps and a turn's memory); not fitted.
 """
 
 COPY_SLOWDOWN: float = 0.02
