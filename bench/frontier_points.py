@@ -16,11 +16,11 @@ import jaxoff
 from bench.step_models import Workload, loss
 from bench.step_variants import Step
 from jaxoff import FirstLayers, Policy
+from jaxoff._plan.calibrations import MARGIN
 from jaxoff._plan.compiled import CompileStep
-from jaxoff._plan.layer import UNNAMED_DOTS, of_others
-from jaxoff._plan.plan import MARGIN, Planner
-from jaxoff._plan.search import fastest, smallest
-from jaxoff._policy.decision import Placement
+from jaxoff._plan.layer import UNNAMED_DOTS, Label, Placements, Verb
+from jaxoff._plan.plan import Planner
+from jaxoff._plan.search import find_fastest, find_smallest
 
 type Role = Literal["plan", "layers", "stock", "maxtext", "single", "bound", "every"]
 
@@ -29,12 +29,12 @@ ROLES: tuple[Role, ...] = ("plan", "layers", "stock", "maxtext", "single", "boun
 EVERY: Role = "every"
 FEW_NAMES = ("mlp",)
 STOCK = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "offload_dots")
-_KEPT: tuple[Placement, ...] = ("save", "offload")
-_DOTS: dict[str, Placement] = {"dots": "save", "offload_dots": "offload"}
-_STOCK_CHOICES: dict[str, dict[str, Placement]] = {
+_KEPT: tuple[Verb, ...] = ("save", "offload")
+_DOTS: dict[str, Verb] = {"dots": "save", "offload_dots": "offload"}
+_STOCK_PLACEMENTS: dict[str, Placements] = {
     "nothing_saveable": {},
-    "dots_saveable": {UNNAMED_DOTS: "save"},
-    "offload_dots": {UNNAMED_DOTS: "offload"},
+    "dots_saveable": {Label(UNNAMED_DOTS): "save"},
+    "offload_dots": {Label(UNNAMED_DOTS): "offload"},
 }
 # MaxText's remat_policy (decoders.py, get_remat_policy): the saved or offloaded values, by MaxText's names.
 _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
@@ -121,7 +121,7 @@ def _policy_of(fields: dict[str, Any]) -> Policy | FirstLayers:
 def planner_of(workload: Workload, device: jaxoff.Device | None = None) -> Planner:
     """The planner of a workload's loss, for an H200 or another device."""
     fun = loss(workload, "planned", Point("", "stock", stock="nothing_saveable")._stack())
-    return Planner.of(fun, workload.shapes("scanned"), {}, 0, None, device, None, False)
+    return Planner.of(fun, workload.shapes("scanned"), {}, device=device)
 
 
 def budgets_of(planner: Planner, number: int) -> list[int]:
@@ -133,10 +133,10 @@ def budgets_of(planner: Planner, number: int) -> list[int]:
 
     def needed_bytes(choice: Any) -> float:
         assert choice is not None
-        return 1.001 * model.needed(choice)
+        return 1.001 * model.find_budget(choice)
 
-    low = max(1.001 * model.cost({}).peak.nbytes, needed_bytes(smallest(model, int(HOST_BYTES), {})))
-    high = max(low, needed_bytes(fastest(model, 10**15, int(HOST_BYTES), {})))
+    low = max(1.001 * model.cost({}).peak.nbytes, needed_bytes(find_smallest(model, int(HOST_BYTES), {})))
+    high = max(low, needed_bytes(find_fastest(model, 10**15, int(HOST_BYTES), {})))
     return [math.ceil(low + (high - low) * i / max(1, number - 1)) for i in range(number)]
 
 
@@ -171,31 +171,31 @@ def _each_once(points: list[Point], planner: Planner) -> list[Point]:
     """Merges points with the same residuals in the same places; each plan stays, for its budget."""
     found: dict[Any, Point] = {}
     for point in points:
-        key, choice = point.name, _choice(point)
-        if choice is not None and point.role not in ("plan", "layers"):
-            kept = planner.model.kept_labels(choice)
-            key = frozenset((label, place) for label, place in choice.items() if label in kept)
+        key, placements = point.name, _find_placements(point)
+        if placements is not None and point.role not in ("plan", "layers"):
+            kept = planner.model.find_kept_labels(placements)
+            key = frozenset((label, verb) for label, verb in placements.items() if label in kept)
         first = found.setdefault(key, point)
         if first is not point:
             found[key] = dataclasses.replace(first, also=(*first.also, point.name))
     return list(found.values())
 
 
-def _choice(point: Point) -> dict[str, Placement] | None:
-    """The placement of a label under a point, in a planner's terms; None where a planner has no term."""
+def _find_placements(point: Point) -> Placements | None:
+    """The placements of a point in a planner's terms; None where a planner has no term."""
     if point.policy is None:
-        return _STOCK_CHOICES.get(point.stock or "")
+        return _STOCK_PLACEMENTS.get(point.stock or "")
     return _place_by_label(point.policy)
 
 
-def _place_by_label(policy: dict[str, Any]) -> dict[str, Placement]:
+def _place_by_label(policy: dict[str, Any]) -> Placements:
     if "count" not in policy:
-        placed: dict[str, Placement] = {label: place for place in _KEPT for label in policy.get(place, ())}
-        if (place := _DOTS.get(policy.get("unmarked", ""))) is not None:
-            placed[UNNAMED_DOTS] = place
+        placed: dict[Label, Verb] = {Label(name): verb for verb in _KEPT for name in policy.get(verb, ())}
+        if (verb := _DOTS.get(policy.get("unmarked", ""))) is not None:
+            placed[Label(UNNAMED_DOTS)] = verb
         return placed
     first, rest = _place_by_label(policy["policy"]), _place_by_label(policy["rest"])
-    return {**first, **{of_others(label): place for label, place in rest.items()}}
+    return {**first, **{Label(label.name, True): verb for label, verb in rest.items()}}
 
 
 def predicted_ms(planner: Planner, point: Point) -> float | None:
@@ -209,11 +209,11 @@ def predicted_anew(planner: Planner, point: Point) -> Point:
 
 
 def _predict(planner: Planner, point: Point) -> dict[str, float]:
-    choice, first = _choice(point), (point.policy or {}).get("count")
-    if choice is None:
+    placements, first = _find_placements(point), (point.policy or {}).get("count")
+    if placements is None:
         return {}
-    model = planner.model if first is None else planner.model.in_two(first)
-    cost = model.cost(choice)
+    model = planner.model if first is None else planner.model.split(first)
+    cost = model.cost(placements)
     return {"ms": cost.times.total, "peak_bytes": cost.peak.nbytes, "host_bytes": cost.host_nbytes}
 
 
@@ -251,7 +251,7 @@ def _plans_by_layer(
     planner: Planner, budgets: Sequence[int], compile_step: CompileStep | None, spared: float
 ) -> Iterator[Point]:
     """Plans whose first layers are placed otherwise, for the budgets where these plans are faster."""
-    for point in _plans(dataclasses.replace(planner, in_two=True), budgets, compile_step, spared):
+    for point in _plans(dataclasses.replace(planner, tries_first_layers=True), budgets, compile_step, spared):
         if point.policy is not None and "count" in point.policy:
             name = point.name.replace("plan", f"first {point.policy['count']},")
             yield dataclasses.replace(point, name=name, role="layers")
@@ -295,5 +295,5 @@ def _every(planner: Planner) -> Iterator[Point]:
 
 
 def _names(planner: Planner) -> list[str]:
-    """The labels of named values."""
-    return [label for label in planner.model.labels if not label.startswith("(")]
+    """The names of named values."""
+    return [label.name for label in planner.model.labels if not label.name.startswith("(")]

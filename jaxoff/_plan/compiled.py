@@ -1,4 +1,4 @@
-"""Plans checked by compilation: what XLA assigns is then known, not predicted."""
+"""Plans whose memory is checked by compilation of the step, instead of predicted."""
 
 from __future__ import annotations
 
@@ -9,37 +9,41 @@ from typing import Any
 import jax
 
 from jaxoff._compiled.verify import program_nbytes
-from jaxoff._plan.result import BudgetError, Plan, fullest
+from jaxoff._plan.result import BudgetError, Plan, describe_peak
+from jaxoff._plan.search import BUDGET_FACTOR
 from jaxoff._report.tables import format_nbytes
 
 type CompileStep = Callable[[Any], jax.stages.Compiled]
 
-# A plan that its compiled program refuted is made again for less than it needs by at least this.
+# Budget of the next prediction after a refused plan, as a part of the refused plan's budget: below it by more
+# than the search's tolerance.
 _FINER = 0.999
-# The smallest plan is found in its budget, whatever precision the search has.
-_COARSER = 1.000001
-# Compiled programs may take less than predicted, but not less than this part.
+# Smallest expected ratio of compiled to predicted memory. Chosen, not fitted: the smallest ratio in
+# bench/LOG.md is 0.85, of a plan over eight H200s (2026-11-23, evening: every plan of the MoE frontiers by
+# compilation timed and run).
 _LEAST = 0.8
-# After one that fits, so many plans more are compiled that are faster by so much of a step.
-_TRIES, _FASTER = 3, 1e-3
+# Number of further plans compiled after a plan fits. Each compilation takes minutes.
+_TRIES = 3
+# Part of a step by which a further plan must be faster to be worth a compilation.
+_FASTER = 1e-3
 
 
-def fitting(
+def find_fitting(
     plan_for: Callable[[float], Plan], device_bytes: float, resident_bytes: int, compile_step: CompileStep
 ) -> Plan:
-    """A plan whose compiled step fits a budget.
+    """Finds a fast plan whose compiled step fits a budget.
 
     Args:
-      plan_for: the fastest plan for a budget, as predicted.
+      plan_for: returns the fastest plan for a budget, by prediction.
       device_bytes: the budget.
-      resident_bytes: what else is on the device all the time.
+      resident_bytes: bytes of other data on the device for the whole step.
       compile_step: as for `jaxoff.plan`.
 
     Raises:
-      BudgetError: if none was found.
-      TypeError: if what `compile_step` returns is not compiled.
+      BudgetError: if no compiled step fits.
+      TypeError: if `compile_step` returns no compiled step.
     """
-    steps = _Steps(device_bytes, resident_bytes, compile_step)
+    checker = _StepChecker(device_bytes, resident_bytes, compile_step)
     limit, too_much = device_bytes, None
     while True:
         try:
@@ -47,38 +51,51 @@ def fitting(
         except BudgetError as error:
             if error.smallest_bytes is None or _LEAST * error.smallest_bytes > device_bytes:
                 raise
-            # It may take less than predicted, or be short by less than another plan was.
-            limit = _COARSER * error.smallest_bytes
+            # The smallest plan may take less memory than predicted, or exceed the prediction by less than
+            # others.
+            limit = BUDGET_FACTOR * error.smallest_bytes
             plan = plan_for(limit)
-            if plan.policy in steps.refused:
-                raise steps.error(plan) from None
-        found = steps.checked(plan)
-        if plan.policy not in steps.refused:
+            if plan.policy in checker.refused:
+                raise checker.build_error(plan) from None
+        found = checker.check(plan)
+        if plan.policy not in checker.refused:
             break
-        # So that what is refused is not found again, by whatever precision the search has.
-        too_much, limit = limit, _FINER * min(limit, steps.allowed_by(found))
-    return _faster(limit, too_much, found, plan_for, steps)
+        # `_FINER` keeps the search from finding the refused plan again.
+        too_much, limit = limit, _FINER * min(limit, checker.find_allowance(found))
+    return _find_faster(limit, too_much, found, plan_for, checker)
 
 
-def _faster(
-    limit: float, too_much: float | None, found: Plan, plan_for: Callable[[float], Plan], steps: _Steps
+def _find_faster(
+    limit: float,
+    too_much: float | None,
+    found: Plan,
+    plan_for: Callable[[float], Plan],
+    checker: _StepChecker,
 ) -> Plan:
-    """The fastest plan found for more than a limit whose plan fits.
+    """Finds a faster plan by prediction for larger budgets.
 
-    Where the plan for a higher limit was refused, what is between may be short by less than that one. Where
-    none was, the plan may have taken less than predicted: so much more is then allowed.
+    If the plan for a larger budget was refused, plans between both budgets may exceed their predictions by
+    less. If no plan was refused, the plan may take less memory than predicted, and the next prediction may
+    exceed the budget by the difference.
+
+    Args:
+      limit: predicted budget of a fitting plan.
+      too_much: predicted budget of a refused plan, or None.
+      found: the fitting plan.
+      plan_for: as for `find_fitting`.
+      checker: compiles the steps.
     """
     tries = _TRIES
     while tries:
-        more = steps.allowed_by(found) if too_much is None else (limit + too_much) / 2
+        more = checker.find_allowance(found) if too_much is None else (limit + too_much) / 2
         if _FINER * more < limit:
             break
         plan = plan_for(more)
-        refused = plan.policy in steps.refused
+        refused = plan.policy in checker.refused
         if not refused and plan.step_ms < (1 - _FASTER) * found.step_ms:
             tries -= 1
-            checked = steps.checked(plan)
-            refused = plan.policy in steps.refused
+            checked = checker.check(plan)
+            refused = plan.policy in checker.refused
             found = found if refused else checked
         elif too_much is None:
             break
@@ -89,11 +106,11 @@ def _faster(
     return found
 
 
-class _Steps:
-    """Compiles the steps of plans.
+class _StepChecker:
+    """Compiles the steps of plans and compares their memory with a budget.
 
     Attributes:
-      refused: by policy whose step takes more than the budget, how much it takes.
+      refused: policy of a step above the budget -> bytes of the compiled step.
     """
 
     def __init__(self, device_bytes: float, resident_bytes: int, compile_step: CompileStep):
@@ -101,8 +118,8 @@ class _Steps:
         self._compile_step = compile_step
         self.refused: dict[Any, int] = {}
 
-    def checked(self, plan: Plan) -> Plan:
-        """A plan with what its compiled step takes."""
+    def check(self, plan: Plan) -> Plan:
+        """Compiles the step of a plan, and returns the plan with the bytes of the compiled step."""
         step = self._compile_step(plan.policy)
         if not isinstance(step, jax.stages.Compiled):
             raise TypeError(
@@ -114,19 +131,19 @@ class _Steps:
             self.refused[plan.policy] = held
         return dataclasses.replace(plan, device_bytes=int(self._device_bytes), compiled_bytes=held)
 
-    def allowed_by(self, plan: Plan) -> float:
-        """What may be predicted of a plan if predictions are as far off as that of one that was checked."""
+    def find_allowance(self, plan: Plan) -> float:
+        """Returns the largest prediction within the budget, if predictions err as for a checked plan."""
         assert plan.compiled_bytes is not None
         return self._device_bytes + plan.peak_bytes - plan.compiled_bytes
 
-    def error(self, smallest: Plan) -> BudgetError:
-        """That the smallest plan was refused, too."""
+    def build_error(self, smallest: Plan) -> BudgetError:
+        """Builds the error for a budget below the smallest compiled plan."""
         least, predicted = min(self.refused.values()), format_nbytes(smallest.peak_bytes)
         more = format_nbytes(self.refused[smallest.policy] - smallest.peak_bytes)
         return BudgetError(
             f"device_bytes={format_nbytes(int(self._device_bytes))} is less than any compiled step takes: of "
             f"{len(self.refused)} plans the smallest takes {least} bytes ({format_nbytes(least)}). The plan "
             "of least "
-            f"memory, predicted {predicted}, takes {more} more. {fullest(smallest.peak)}",
+            f"memory, predicted {predicted}, takes {more} more. {describe_peak(smallest.peak)}",
             least,
         )

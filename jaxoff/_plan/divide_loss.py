@@ -1,10 +1,10 @@
-"""A loss divided into its parts, which `jax.checkpoint` surrounds, and the rest, as a planner sees them."""
+"""Divides a loss and its gradients into layer groups, which `jax.checkpoint` surrounds, and the rest."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,27 +16,25 @@ from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.inline import inlined, now
 from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop
-from jaxoff._plan.layer import Layer
-from jaxoff._plan.layer_profile import LayerPasses, layer_of
-from jaxoff._plan.timeline import Call, Point, Timeline
+from jaxoff._plan.divided import DividedStep, ProgramKey, collect_numbers
+from jaxoff._plan.layer_profile import LayerPasses, read_layer
+from jaxoff._plan.timeline import PassCall, Timeline
 from jaxoff._residuals.traced_function import TracedFunction
-
-_FORWARD, _BACKWARD = "jaxoff.forward.", "jaxoff.backward."
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class LayerGroup:
     """A checkpointed layer outside of loops, or a loop over such layers.
 
     Attributes:
-      iteration: what one iteration computes.
-      iterations: how many there are; 1 outside of loops.
-      carried: by input of an iteration, whether only `jax.checkpoint` keeps it for the backward pass. The
-        program's own inputs, weights among them, live anyway.
-      differentiated: by input of an iteration, whether its gradient is needed.
-      num_rows: how many of the inputs, the last ones, are rows of stacks.
-      source: where it is written.
-      in_order: whether it is a `jaxoff.scan`.
+      iteration: the program of one iteration.
+      iterations: number of iterations; 1 outside of loops.
+      carried: for each input of an iteration, whether `jax.checkpoint` alone keeps the input for the backward
+        pass. Inputs of the whole program, such as weights, live anyway.
+      differentiated: for each input of an iteration, whether the step needs the input's gradient.
+      num_rows: number of rows of stacks, the last inputs.
+      source: file and line of the group.
+      is_ordered: whether the group is a `jaxoff.scan`.
     """
 
     iteration: ClosedJaxpr
@@ -45,250 +43,240 @@ class Part:
     differentiated: tuple[bool, ...]
     num_rows: int
     source: str
-    in_order: bool = False
+    is_ordered: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Divided:
-    """A step divided.
+class _PassTarget:
+    """The target of the FFI call in place of a pass of a layer group.
 
     Attributes:
-      layers: parts that differ.
-      counts: by layer, how many parts are like it.
-      numbers: by layer, those of its parts in their `jaxoff.layers`, in the order of the forward pass; none
-        for what is in none.
-      runs: by layer, how often they run in a step: more than once in a loop over microbatches.
-      points: in order.
-      argument_nbytes: of the arguments and constants, which live all the time.
-      outside_ms: how long what is in no part takes, estimated.
-      devices: over how many the step is; all else is of one.
+      group: number of the layer group.
+      is_backward: whether the pass is the backward pass.
     """
 
-    layers: tuple[Layer, ...]
-    counts: tuple[int, ...]
-    numbers: tuple[tuple[int, ...], ...]
-    runs: tuple[int, ...]
-    points: tuple[Point, ...]
-    argument_nbytes: int
-    outside_ms: float
-    devices: int = 1
+    group: int
+    is_backward: bool
+
+    @property
+    def name(self) -> str:
+        """The target's name in an FFI call."""
+        return f"jaxoff.{'backward' if self.is_backward else 'forward'}.{self.group}"
 
 
-def divide(program: TracedFunction, device: Device) -> Divided:
-    """Divides the step of a function, itself and its gradients, into parts and the rest.
+def divide_loss(program: TracedFunction, device: Device) -> DividedStep:
+    """Divides the step of a function, its value and its gradients, into layer groups and the rest.
 
     Raises:
-      ValueError: if nothing in it is checkpointed.
+      ValueError: for a function without checkpointed layers.
     """
-    parts: list[JaxprEqn] = []
+    groups: list[JaxprEqn] = []
 
-    def opaque(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any] | None:
-        if not _is_part(eqn):
+    def replace(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any] | None:
+        if not _is_group(eqn):
             return None
-        parts.append(eqn)
-        return _opaque(len(parts) - 1, eqn)(*values)
+        groups.append(eqn)
+        return _build_opaque(len(groups) - 1, eqn)(*values)
 
     primal = program.primal
     structs = [compat.struct_of(v.aval) for v in primal.jaxpr.invars]
-    outside = jax.make_jaxpr(lambda *leaves: evaluated(primal, leaves, opaque))(*structs)
-    if not parts:
+    outside = jax.make_jaxpr(lambda *leaves: _evaluate(primal, leaves, replace))(*structs)
+    if not groups:
         raise ValueError(
             "A plan places what is inside of jax.checkpoint; got a function without any, or only inside of "
             "cond, while or shard_map. Wrap each layer in jax.checkpoint(layer, policy=jaxoff.policy()), or "
             "take jaxoff.scan or jaxoff.layers."
         )
-    return _Outside(dataclasses.replace(program, primal=outside).value_and_grad, parts, device).divided()
+    return _OpaqueStep(dataclasses.replace(program, primal=outside).value_and_grad, groups, device).divide()
 
 
-def numbers_of(parts: Iterable[tuple[int, int | None]]) -> tuple[tuple[int, ...], ...]:
-    """The numbers of parts in their `jaxoff.layers`, by kind; see `Divided`.
-
-    Args:
-      parts: the kind of each and its number, in the order of the forward pass.
-    """
-    found: dict[int, list[int]] = {}
-    for kind, number in parts:
-        found.setdefault(kind, []).extend([] if number is None else [number])
-    return tuple(tuple(found[kind]) for kind in sorted(found))
-
-
-def evaluated(
+def _evaluate(
     closed: ClosedJaxpr,
     args: Sequence[Any],
-    instead: Callable[[JaxprEqn, Sequence[Any]], Sequence[Any] | None],
+    replace: Callable[[JaxprEqn, Sequence[Any]], Sequence[Any] | None],
 ) -> list[Any]:
-    """A program's results, where some equations, in calls of `jax.jit` too, are computed otherwise.
+    """Evaluates a program, with its calls of `jax.jit`, with replacements for some equations.
 
     Args:
       closed: the program.
-      args: its arguments.
-      instead: the results of an equation for values, or None to compute it as it is.
+      args: arguments of the program.
+      replace: returns the results of an equation for its operands, or None to evaluate the equation
+        unchanged.
     """
     jaxpr = closed.jaxpr
     values: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
 
-    def value(atom):
+    def read(atom):
         return atom.val if isinstance(atom, compat.Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
-        operands = [value(v) for v in eqn.invars]
-        out = instead(eqn, operands)
+        operands = [read(v) for v in eqn.invars]
+        out = replace(eqn, operands)
         if out is None:
             inner = compat.jit_in(eqn)
-            out = compat.bind(eqn, operands, jaxpr) if inner is None else evaluated(inner, operands, instead)
+            out = compat.bind(eqn, operands, jaxpr) if inner is None else _evaluate(inner, operands, replace)
         values.update(zip(eqn.outvars, out, strict=True))
-    return [value(v) for v in jaxpr.outvars]
+    return [read(v) for v in jaxpr.outvars]
 
 
-def _is_part(eqn: JaxprEqn) -> bool:
+def _is_group(eqn: JaxprEqn) -> bool:
     if compat.checkpoint_in(eqn) is not None:
         return True
-    return compat.scan_in(eqn) is not None and _holds_checkpoint(compat.as_open(eqn.params["jaxpr"]))
+    return compat.scan_in(eqn) is not None and _has_checkpoint(compat.as_open(eqn.params["jaxpr"]))
 
 
-def _holds_checkpoint(jaxpr: Jaxpr) -> bool:
+def _has_checkpoint(jaxpr: Jaxpr) -> bool:
     return any(
         compat.checkpoint_in(eqn) is not None
-        or (compat.jit_in(eqn) is not None and any(map(_holds_checkpoint, compat.sub_jaxprs(eqn))))
+        or (compat.jit_in(eqn) is not None and any(map(_has_checkpoint, compat.sub_jaxprs(eqn))))
         for eqn in jaxpr.eqns
     )
 
 
-def _opaque(number: int, eqn: JaxprEqn) -> Callable[..., Any]:
-    """A function in a part's place: one equation forward, one backward, which keep its operands."""
+def _build_opaque(number: int, eqn: JaxprEqn) -> Callable[..., Any]:
+    """Builds the replacement of a layer group: an opaque equation for each pass. Operands are residuals."""
     results = [compat.struct_of(v.aval) for v in eqn.outvars]
     floating = [_is_inexact(v.aval) for v in eqn.invars]
     gradients = [compat.struct_of(v.aval) for v in eqn.invars if _is_inexact(v.aval)]
 
     @jax.custom_vjp
-    def part(*operands):
-        return jax.ffi.ffi_call(f"{_FORWARD}{number}", results)(*operands)
+    def run_opaque(*operands):
+        return jax.ffi.ffi_call(_PassTarget(number, False).name, results)(*operands)
 
-    def backward(operands, cotangents):
+    def run_backward(operands, cotangents):
         given = [c for c, struct in zip(cotangents, results, strict=True) if _is_inexact(struct)]
-        made = iter(jax.ffi.ffi_call(f"{_BACKWARD}{number}", gradients)(*operands, *given))
+        made = iter(jax.ffi.ffi_call(_PassTarget(number, True).name, gradients)(*operands, *given))
         return tuple(next(made) if needed else None for needed in floating)
 
-    part.defvjp(lambda *operands: (part(*operands), operands), backward)
-    return part
+    run_opaque.defvjp(lambda *operands: (run_opaque(*operands), operands), run_backward)
+    return run_opaque
 
 
 def _is_inexact(aval) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-class _Outside:
-    """A step whose parts are one equation forward and one backward."""
+class _OpaqueStep:
+    """A step with an opaque equation for each pass of each layer group."""
 
-    def __init__(self, step: Jaxpr, parts: Sequence[JaxprEqn], device: Device):
+    def __init__(self, step: Jaxpr, groups: Sequence[JaxprEqn], device: Device):
         renamed = {}
         self._eqns = list(inlined(step.eqns, renamed))
         self._outs = frozenset(v for v in (now(renamed, v) for v in step.outvars) if isinstance(v, Var))
         self._inputs = {*step.invars, *step.constvars}
-        self._parts, self._device = parts, device
-        calls = {i: call for i, eqn in enumerate(self._eqns) if (call := self._call(eqn))}
+        self._groups, self._device = groups, device
+        targets = (_PassTarget(group, back) for group in range(len(groups)) for back in (False, True))
+        self._targets = {target.name: target for target in targets}
+        calls = {i: call for i, eqn in enumerate(self._eqns) if (call := self._find_call(eqn))}
         self._timeline = Timeline(self._eqns, self._inputs, self._outs, calls)
 
-    def divided(self) -> Divided:
-        numbers = {part: find_layer_number(eqn) for part, eqn in enumerate(self._parts)}
+    def divide(self) -> DividedStep:
+        """Sorts the groups into kinds, and looks at each kind."""
+        numbers = {group: find_layer_number(eqn) for group, eqn in enumerate(self._groups)}
         keys: dict[Any, int] = {}
-        kinds: dict[int, Part] = {}
+        kinds: dict[int, LayerGroup] = {}
         kind_of: dict[int, int] = {}
         for i, call in self._timeline.calls.items():
-            if call.backward:
-                part = self._part(i, self._parts[call.part])
-                bare = dataclasses.replace(part, iteration=None)  # pyright: ignore
-                key = str(part.iteration), bare, numbers[call.part] is None
-                kind_of[call.part] = keys.setdefault(key, len(keys))
-                kinds.setdefault(kind_of[call.part], part)
+            if call.is_backward:
+                group = self._build_group(i, self._groups[call.group])
+                bare = dataclasses.replace(group, iteration=None)  # pyright: ignore
+                key = ProgramKey.of(group.iteration), bare, numbers[call.group] is None
+                kind_of[call.group] = keys.setdefault(key, len(keys))
+                kinds.setdefault(kind_of[call.group], group)
         counts = collections.Counter(kind_of.values())
-        return Divided(
-            layers=tuple(layer_of(_differentiated(part), self._device) for part in kinds.values()),
+        return DividedStep(
+            layers=tuple(read_layer(_differentiate(group), self._device) for group in kinds.values()),
             counts=tuple(counts[kind] for kind in kinds),
-            numbers=numbers_of((kind_of[part], numbers[part]) for part in sorted(kind_of)),
+            numbers=collect_numbers((kind_of[group], numbers[group]) for group in sorted(kind_of)),
             runs=(1,) * len(kinds),
             points=tuple(self._timeline.points(kind_of)),
             argument_nbytes=compat.nbytes_of(self._inputs),
-            outside_ms=self._timeline.ms(self._device),
+            outside_ms=self._timeline.outside_ms(self._device),
         )
 
-    def _call(self, eqn: JaxprEqn) -> Call | None:
-        """The pass of a part that an equation stands for."""
-        target = str(eqn.params.get("target_name", ""))
-        for prefix in (_FORWARD, _BACKWARD):
-            if target.startswith(prefix):
-                part, backward = int(target.removeprefix(prefix)), prefix == _BACKWARD
-                operands, cotangents = variables(eqn), frozenset[Var]()
-                if backward:
-                    count = len(self._parts[part].invars)
-                    operands = [v for v in eqn.invars[:count] if isinstance(v, Var)]
-                    cotangents = frozenset(v for v in eqn.invars[count:] if isinstance(v, Var))
-                # Operands of loops stay until the backward pass whatever is planned.
-                is_loop = compat.scan_in(self._parts[part]) is not None
-                kept = frozenset(operands) - cotangents if backward and not is_loop else frozenset()
-                return Call(part, backward, kept, cotangents if backward else frozenset(operands))
-        return None
+    def _find_call(self, eqn: JaxprEqn) -> PassCall | None:
+        """Returns the pass for which an equation stands, or None."""
+        target = self._targets.get(eqn.params.get("target_name", ""))
+        if target is None:
+            return None
+        if not target.is_backward:
+            return PassCall(target.group, False, reusable=frozenset(variables(eqn)))
+        group = self._groups[target.group]
+        count = len(group.invars)
+        operands = frozenset(v for v in eqn.invars[:count] if isinstance(v, Var))
+        cotangents = frozenset(v for v in eqn.invars[count:] if isinstance(v, Var))
+        # Operands of a loop live until its backward pass under every placement.
+        is_loop = compat.scan_in(group) is not None
+        return PassCall(target.group, True, frozenset() if is_loop else operands - cotangents, cotangents)
 
-    def _part(self, i: int, eqn: JaxprEqn) -> Part:
+    def _build_group(self, i: int, eqn: JaxprEqn) -> LayerGroup:
+        """Builds the group of an equation of the loss.
+
+        Args:
+          i: index of the opaque equation of the group's backward pass.
+          eqn: the equation of the loss.
+        """
         used = {v for e in self._eqns for v in e.invars if isinstance(v, Var)} | self._outs
         gradients = iter(v in used for v in self._eqns[i].outvars)
         needed = tuple(_is_inexact(v.aval) and next(gradients) for v in eqn.invars)
         layout, source = compat.scan_in(eqn), compat.source_line(eqn)
         if layout is None:
-            kept = [not self._timeline.is_input(v) for v in self._eqns[i].invars[: len(eqn.invars)]]
+            carried = [not self._timeline.is_input(v) for v in self._eqns[i].invars[: len(eqn.invars)]]
             checkpoint = compat.checkpoint_in(eqn)
             assert checkpoint is not None
             iteration = ClosedJaxpr(checkpoint.jaxpr, ())
-            return Part(iteration, 1, tuple(kept), needed, 0, source)
-        carried = range(layout.num_consts, layout.num_consts + layout.num_carry)
-        kept = tuple(k in carried for k in range(len(needed)))
-        # What goes from iteration to iteration has a gradient there, whether or not the first one's is used.
+            return LayerGroup(iteration, 1, tuple(carried), needed, 0, source)
+        carry = range(layout.num_consts, layout.num_consts + layout.num_carry)
+        carried = tuple(k in carry for k in range(len(needed)))
+        # The carry has a gradient in each iteration, even if no equation reads the gradient of the first
+        # carry.
         floating = (_is_inexact(v.aval) for v in eqn.invars)
-        needed = tuple(n or (k and f) for n, k, f in zip(needed, kept, floating, strict=True))
-        num_rows = len(eqn.invars) - carried.stop
+        needed = tuple(n or (k and f) for n, k, f in zip(needed, carried, floating, strict=True))
+        num_rows = len(eqn.invars) - carry.stop
         iteration: ClosedJaxpr = eqn.params["jaxpr"]
-        return Part(iteration, layout.length, kept, needed, num_rows, source, is_layer_loop(eqn))
+        return LayerGroup(iteration, layout.length, carried, needed, num_rows, source, is_layer_loop(eqn))
 
 
-def _differentiated(part: Part) -> LayerPasses:
-    """Differentiates an iteration of a part as if everything were kept."""
-    operands = [compat.struct_of(v.aval) for v in part.iteration.jaxpr.invars]
-    results = [compat.struct_of(v.aval) for v in part.iteration.jaxpr.outvars]
+def _differentiate(group: LayerGroup) -> LayerPasses:
+    """Differentiates an iteration of a group with all residuals saved."""
+    operands = [compat.struct_of(v.aval) for v in group.iteration.jaxpr.invars]
+    results = [compat.struct_of(v.aval) for v in group.iteration.jaxpr.outvars]
 
-    def both(operands, cotangents):
+    def run_both(operands, cotangents):
         def run(*free):
             rest = iter(free)
-            full = [next(rest) if d else x for x, d in zip(operands, part.differentiated, strict=True)]
-            out = evaluated(part.iteration, full, _without_checkpoint)
+            full = [next(rest) if d else x for x, d in zip(operands, group.differentiated, strict=True)]
+            out = _evaluate(group.iteration, full, _open_checkpoint)
             return [x for x in out if _is_inexact(x)], out
 
-        free = [x for x, d in zip(operands, part.differentiated, strict=True) if d]
+        free = [x for x, d in zip(operands, group.differentiated, strict=True) if d]
         _, pullback, out = jax.vjp(run, *free, has_aux=True)
         return out, pullback(cotangents)
 
     cotangents = [x for x in results if _is_inexact(x)]
-    jaxpr = jax.make_jaxpr(both)(operands, cotangents).jaxpr
+    jaxpr = jax.make_jaxpr(run_both)(operands, cotangents).jaxpr
     jaxpr, _ = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     renamed = {}
     eqns = tuple(inlined(jaxpr.eqns, renamed))
     outs = [now(renamed, v) for v in jaxpr.outvars]
-    kept = zip(jaxpr.invars[: len(operands)], part.carried, strict=True)
+    inputs = zip(jaxpr.invars[: len(operands)], group.carried, strict=True)
     return LayerPasses(
-        iterations=part.iterations,
+        iterations=group.iterations,
         eqns=eqns,
-        carried=tuple(v for v, carried in kept if carried),
+        carried=tuple(v for v, is_carried in inputs if is_carried),
         cotangents=tuple(jaxpr.invars[len(operands) :]),
         results=frozenset(v for v in outs[: len(results)] if isinstance(v, Var)),
         gradients=frozenset(v for v in outs[len(results) :] if isinstance(v, Var)),
-        source=part.source,
-        rows=tuple(jaxpr.invars[len(operands) - part.num_rows : len(operands)]),
-        in_order=part.in_order,
+        source=group.source,
+        rows=tuple(jaxpr.invars[len(operands) - group.num_rows : len(operands)]),
+        is_ordered=group.is_ordered,
     )
 
 
-def _without_checkpoint(eqn, operands):
+def _open_checkpoint(eqn, operands):
+    """Evaluates the layer inside of a `jax.checkpoint`, and returns None for all other equations."""
     checkpoint = compat.checkpoint_in(eqn)
     if checkpoint is None:
         return None
-    return evaluated(ClosedJaxpr(checkpoint.jaxpr, ()), operands, _without_checkpoint)
+    return _evaluate(ClosedJaxpr(checkpoint.jaxpr, ()), operands, _open_checkpoint)

@@ -1,9 +1,10 @@
-"""A whole train step divided into its parts and the rest, as a planner sees them.
+"""Divides a whole train step into layer groups and the rest.
 
-A step differentiates inside, so its program holds two passes of each layer, and a planner has to find them
-again. Under a policy that keeps nothing, a layer's backward pass begins with all that it needs of the forward
-pass, made again: that tells what there is to place. What it takes from outside is an argument of the step,
-the layer's input, or a cotangent: what the backward pass of the step makes.
+A train step differentiates its loss inside, so its program holds both passes of each layer, and the planner
+finds the passes in the program. Under a policy that keeps nothing, the backward pass of a layer starts with
+the recomputation of all required values of the forward pass: these are the values to place. Each
+operand of the backward pass is an argument of the step, the layer's input, or a cotangent, which the backward
+pass of the step computes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from jaxoff._jaxpr.inline import Renamed, inlined, now
 from jaxoff._jaxpr.per_device import of_one_device
 from jaxoff._jaxpr.primitives import VIEWS
 from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop, is_transposed
-from jaxoff._plan.divide_loss import Divided, numbers_of
-from jaxoff._plan.layer_profile import LayerPasses, layer_of
-from jaxoff._plan.timeline import Call, Loop, Timeline
+from jaxoff._plan.divided import DividedStep, ProgramKey, collect_numbers
+from jaxoff._plan.layer_profile import LayerPasses, read_layer
+from jaxoff._plan.timeline import GroupLoop, PassCall, Timeline
 from jaxoff._policy.policy import Policy
 
 
@@ -37,149 +38,156 @@ def is_train_step(jaxpr: Jaxpr) -> bool:
     )
 
 
-def divide_step(closed: ClosedJaxpr, device: Device) -> Divided:
-    """Divides a train step into parts and the rest.
+def divide_step(closed: ClosedJaxpr, device: Device) -> DividedStep:
+    """Divides a train step into layer groups and the rest.
 
-    Results take the memory of arguments that the step's `jax.jit` or `jaxoff.jit` donates.
-
-    Of a step over a mesh, one device's share: see `jaxoff._jaxpr.per_device`.
+    Results reuse the buffers of arguments that the step's `jax.jit` or `jaxoff.jit` donates. Of a step over a
+    mesh, the share of one device is divided; see `jaxoff._jaxpr.per_device`.
 
     Raises:
-      ValueError: for layers whose policy keeps something, and for layers that are differentiated only inside
+      ValueError: for layers whose policy keeps a value, and for a step with differentiated layers only inside
         of cond or while.
     """
-    _refuse_what_keeps(closed.jaxpr)
-    whole, donated = _unwrapped(closed.jaxpr)
+    _check_nothing_kept(closed.jaxpr)
+    whole, donated = _unwrap_jit(closed.jaxpr)
     jaxpr, devices = of_one_device(whole)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
-    steps = _Steps()
-    timeline = steps.timeline(jaxpr, inputs, _in_place(jaxpr, donated))
-    if not steps.found:
+    finder = _GroupFinder()
+    timeline = finder.build_timeline(jaxpr, inputs, _find_in_place(jaxpr, donated))
+    groups = finder.groups
+    if not groups:
         raise ValueError(
             "A plan places what is inside of differentiated layers; got a step that differentiates them only "
             "inside of cond, while or a jax.jit with shardings of its own. Hand jaxoff.plan the loss of one "
             "device instead."
         )
     keys: dict[Any, int] = {}
-    kind_of = {part: keys.setdefault(found.key, len(keys)) for part, found in steps.found.items()}
-    first = [next(p for p, k in kind_of.items() if k == kind) for kind in keys.values()]
+    kind_of = {number: keys.setdefault(group.key, len(keys)) for number, group in groups.items()}
+    first = [next(number for number, k in kind_of.items() if k == kind) for kind in keys.values()]
     counts = collections.Counter(kind_of.values())
-    layers = [layer_of(steps.found[part].iteration, device) for part in first]
-    # The forward pass of a layer that is in no loop is not told apart: it is in the time of the rest.
-    twice = sum(
-        layer.forward_ms * counts[kind] * steps.found[part].runs
-        for kind, (layer, part) in enumerate(zip(layers, first, strict=True))
-        if steps.found[part].iteration.forward is None
+    layers = [read_layer(groups[number].passes, device) for number in first]
+    # The forward pass of a layer outside of loops is not found in the program: its time counts as time
+    # outside.
+    counted_twice = sum(
+        layer.forward_ms * counts[kind] * groups[number].runs
+        for kind, (layer, number) in enumerate(zip(layers, first, strict=True))
+        if groups[number].passes.forward is None
     )
-    return Divided(
+    return DividedStep(
         layers=tuple(layers),
         counts=tuple(counts[kind] for kind in range(len(layers))),
-        # What is found comes in the order of the pass back.
-        numbers=numbers_of((kind_of[part], steps.found[part].number) for part in reversed(kind_of)),
-        runs=tuple(steps.found[part].runs for part in first),
+        # The finder yields groups in the order of the backward pass.
+        numbers=collect_numbers((kind_of[number], groups[number].position) for number in reversed(kind_of)),
+        runs=tuple(groups[number].runs for number in first),
         points=tuple(timeline.points(kind_of)),
         argument_nbytes=compat.nbytes_of(inputs),
-        outside_ms=max(0.0, timeline.ms(device) - twice),
+        outside_ms=max(0.0, timeline.outside_ms(device) - counted_twice),
         devices=devices,
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
-    """A part of a step.
+class _FoundGroup:
+    """A layer group of a step.
 
     Attributes:
-      iteration: what one iteration computes.
-      runs: how often the part runs in a step.
-      number: in its `jaxoff.layers`, or None.
-      key: the same for parts that are alike.
+      passes: both passes of one iteration.
+      runs: how often a step runs the group.
+      position: position of the group in its `jaxoff.layers`, or None.
+      key: equal for groups of one kind.
     """
 
-    iteration: LayerPasses
+    passes: LayerPasses
     runs: int
-    number: int | None
+    position: int | None
     key: Any
 
 
-class _Steps:
-    """Finds the parts of a step.
+class _GroupFinder:
+    """Finds the layer groups of a step.
 
     Attributes:
-      found: by number.
+      groups: number of a group -> group, in the order of the backward pass.
     """
 
     def __init__(self):
-        self.found: dict[int, _Found] = {}
+        self.groups: dict[int, _FoundGroup] = {}
 
-    def timeline(self, jaxpr: Jaxpr, inputs: set[Var], in_place: Iterable[int], runs: int = 1) -> Timeline:
-        """The timeline of a program, and of the loops in it that are not over layers.
+    def build_timeline(
+        self, jaxpr: Jaxpr, inputs: set[Var], in_place: Iterable[int], runs: int = 1
+    ) -> Timeline:
+        """Builds the timeline of a program, and of its loops over anything but layers.
 
         Args:
           jaxpr: the program.
-          inputs: its arguments.
-          in_place: the results that take the memory of an argument, by number.
-          runs: how often it runs in a step.
+          inputs: arguments of the program.
+          in_place: indices of results in the buffer of an argument.
+          runs: how often a step runs the program.
         """
-        program = _Flat.of(jaxpr, checkpoints=False)
-        calls: dict[int, Call] = {}
-        loops: dict[int, Loop] = {}
+        program = _FlatProgram.of(jaxpr, checkpoints=False)
+        calls: dict[int, PassCall] = {}
+        loops: dict[int, GroupLoop] = {}
         for i, eqn in enumerate(program.eqns):
             layout = compat.scan_in(eqn)
             if compat.is_backward(eqn):
-                calls[i] = self._layer(program, eqn, inputs, runs)
+                calls[i] = self._add_layer(program, eqn, inputs, runs)
             elif layout is not None and is_train_step(body := compat.as_open(eqn.params["jaxpr"])):
                 if _is_backward(eqn):
-                    calls |= self._loop(program, eqn, layout, runs)
+                    calls |= self._add_loop(program, eqn, layout, runs)
                     continue
                 arguments = {*body.invars, *body.constvars}
-                iteration = self.timeline(body, arguments, range(layout.num_carry), runs * layout.length)
+                iteration = self.build_timeline(
+                    body, arguments, range(layout.num_carry), runs * layout.length
+                )
                 rows = body.invars[layout.num_consts + layout.num_carry :]
                 nbytes = compat.nbytes_of(rows)
-                loops[i] = Loop(layout.length, iteration, nbytes, _carry(eqn))
+                loops[i] = GroupLoop(layout.length, iteration, nbytes, _find_carry(eqn))
         outs = frozenset(program.results)
         reused = {v for k in in_place if isinstance(v := program.outs[k], Var)}
         return Timeline(program.eqns, inputs, outs, calls, in_place=frozenset(reused), loops=loops)
 
-    def _add(self, iteration: LayerPasses, runs: int, number: int | None, *like: Any) -> int:
-        key = *like, iteration.iterations, runs, number is None
-        self.found[len(self.found)] = _Found(iteration, runs, number, key)
-        return len(self.found) - 1
+    def _add(self, passes: LayerPasses, runs: int, position: int | None, *like: Any) -> int:
+        key = *like, passes.iterations, runs, position is None
+        self.groups[len(self.groups)] = _FoundGroup(passes, runs, position, key)
+        return len(self.groups) - 1
 
-    def _layer(self, program: _Flat, eqn: JaxprEqn, inputs: set[Var], runs: int) -> Call:
-        """A layer that is in no loop."""
+    def _add_layer(self, program: _FlatProgram, eqn: JaxprEqn, inputs: set[Var], runs: int) -> PassCall:
+        """Adds a layer outside of loops, given the equation of its backward pass."""
         renamed: Renamed = {}
         eqns = tuple(inlined([eqn], renamed))
         operands = [v for v in eqn.invars if isinstance(v, Var)]
-        cotangents = tuple(v for v in operands if _is_backward(program.maker(v)))
-        kept = tuple(v for v in operands if v not in cotangents and not program.is_view(v, inputs))
+        cotangents = tuple(v for v in operands if _is_backward(program.find_maker(v)))
+        residuals = tuple(v for v in operands if v not in cotangents and not program.is_view(v, inputs))
         results = (now(renamed, v) for v in eqn.outvars)
-        iteration = LayerPasses(
+        passes = LayerPasses(
             iterations=1,
             eqns=eqns,
-            carried=kept,
+            carried=residuals,
             cotangents=cotangents,
             results=frozenset(),
             gradients=frozenset(v for v in results if isinstance(v, Var)),
             source=compat.source_line(eqn),
         )
-        roles = tuple((v in cotangents, v in kept) for v in eqn.invars)
-        part = self._add(iteration, runs, find_layer_number(eqn), str(eqn.params["jaxpr"]), roles)
-        return Call(part, True, frozenset(kept), frozenset(cotangents))
+        roles = tuple((v in cotangents, v in residuals) for v in eqn.invars)
+        number = self._add(passes, runs, find_layer_number(eqn), ProgramKey.of(eqn.params["jaxpr"]), roles)
+        return PassCall(number, True, frozenset(residuals), frozenset(cotangents))
 
-    def _loop(self, program: _Flat, eqn: JaxprEqn, layout: ScanLayout, runs: int) -> dict[int, Call]:
-        """A loop over layers: the one back, and the one forward whose stacks it reads."""
-        back = _Flat.of(compat.as_open(eqn.params["jaxpr"]))
+    def _add_loop(
+        self, program: _FlatProgram, eqn: JaxprEqn, layout: ScanLayout, runs: int
+    ) -> dict[int, PassCall]:
+        """Adds a loop over layers: the backward loop, and the forward loop with its stacks."""
+        back = _FlatProgram.of(compat.as_open(eqn.params["jaxpr"]))
         first = layout.num_consts + layout.num_carry
         stacks: set[int] = set()
         cotangents, forward = {*range(layout.num_consts, first)}, None
         for k, v in enumerate(eqn.invars[first:], first):
-            maker = program.maker(v)
+            maker = program.find_maker(v)
             if _is_backward(maker):
                 cotangents.add(k)
             elif maker is not None and _is_stack(maker, v) and program.reads[v] == 1:
                 stacks.add(k)
                 forward = maker
-        iteration = LayerPasses(
+        passes = LayerPasses(
             iterations=layout.length,
             eqns=tuple(back.eqns),
             carried=tuple(back.inputs[k] for k in sorted(stacks)),
@@ -188,26 +196,26 @@ class _Steps:
             gradients=frozenset(back.results),
             source=compat.source_line(eqn),
             rows=tuple(v for k, v in enumerate(back.inputs) if k >= first and k not in stacks | cotangents),
-            in_order=is_layer_loop(eqn),
+            is_ordered=is_layer_loop(eqn),
         )
-        like = [str(eqn.params["jaxpr"]), tuple(stacks), tuple(cotangents)]
-        kept = frozenset(eqn.invars[k] for k in stacks)
+        like = [ProgramKey.of(eqn.params["jaxpr"]), tuple(stacks), tuple(cotangents)]
+        residuals = frozenset(eqn.invars[k] for k in stacks)
         if forward is not None:
-            iteration = dataclasses.replace(iteration, forward=_forward(forward, kept))
-            like.append(str(forward.params["jaxpr"]))
-        part = self._add(iteration, runs, None, *like)
-        calls = {program.number[id(eqn)]: Call(part, True, kept, _carry(eqn))}
+            passes = dataclasses.replace(passes, forward=_read_forward(forward, residuals))
+            like.append(ProgramKey.of(forward.params["jaxpr"]))
+        number = self._add(passes, runs, None, *like)
+        calls = {program.index[id(eqn)]: PassCall(number, True, residuals, _find_carry(eqn))}
         if forward is not None:
-            calls[program.number[id(forward)]] = Call(part, False, handed_on=_carry(forward))
+            calls[program.index[id(forward)]] = PassCall(number, False, reusable=_find_carry(forward))
         return calls
 
 
-def _forward(eqn: JaxprEqn, kept: frozenset[Any]) -> LayerPasses:
-    """An iteration of a loop forward, but for what it keeps."""
-    program, layout = _Flat.of(compat.as_open(eqn.params["jaxpr"])), compat.scan_in(eqn)
+def _read_forward(eqn: JaxprEqn, residuals: frozenset[Any]) -> LayerPasses:
+    """Returns an iteration of a forward loop. Stacks of residuals are not among the results."""
+    program, layout = _FlatProgram.of(compat.as_open(eqn.params["jaxpr"])), compat.scan_in(eqn)
     assert layout is not None
     pairs = zip(program.outs, eqn.outvars, strict=True)
-    results = {v for v, out in pairs if isinstance(v, Var) and out not in kept}
+    results = {v for v, out in pairs if isinstance(v, Var) and out not in residuals}
     return LayerPasses(
         iterations=layout.length,
         eqns=tuple(program.eqns),
@@ -220,8 +228,8 @@ def _forward(eqn: JaxprEqn, kept: frozenset[Any]) -> LayerPasses:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Flat:
-    """A program with its calls inlined, but for backward passes of layers at its top.
+class _FlatProgram:
+    """A program with its calls inlined, with or without the calls of checkpointed layers.
 
     Attributes:
       inputs, eqns, outs: as of a jaxpr.
@@ -232,43 +240,49 @@ class _Flat:
     outs: list[Any]
 
     @staticmethod
-    def of(jaxpr: Jaxpr, *, checkpoints: bool = True) -> _Flat:
+    def of(jaxpr: Jaxpr, *, checkpoints: bool = True) -> _FlatProgram:
+        """Inlines a program.
+
+        Args:
+          jaxpr: the program.
+          checkpoints: whether to inline backward passes of checkpointed layers, too.
+        """
         renamed: Renamed = {}
         eqns = list(inlined(jaxpr.eqns, renamed, checkpoints=checkpoints))
-        return _Flat(list(jaxpr.invars), eqns, [now(renamed, v) for v in jaxpr.outvars])
+        return _FlatProgram(list(jaxpr.invars), eqns, [now(renamed, v) for v in jaxpr.outvars])
 
     @property
     def results(self) -> list[Var]:
-        """The results that are not constants."""
+        """The results other than constants."""
         return [v for v in self.outs if isinstance(v, Var)]
 
     @functools.cached_property
-    def number(self) -> dict[int, int]:
-        """The place of an equation, by its id."""
+    def index(self) -> dict[int, int]:
+        """The id of an equation -> its index."""
         return {id(eqn): i for i, eqn in enumerate(self.eqns)}
 
     @functools.cached_property
     def reads(self) -> collections.Counter[Any]:
-        """How often each value is read, as a result, too."""
+        """Value -> number of reads, as an operand or as a result."""
         return count_reads(self.eqns, self.outs)
 
     @functools.cached_property
     def _makers(self) -> dict[Var, JaxprEqn]:
         return map_makers(self.eqns)
 
-    def maker(self, atom: Any) -> JaxprEqn | None:
-        """The equation that makes a value, or None for an input or a constant."""
+    def find_maker(self, atom: Any) -> JaxprEqn | None:
+        """Returns the maker of a value, or None for an input or a constant."""
         return self._makers.get(atom) if isinstance(atom, Var) else None
 
     def is_view(self, v: Var, inputs: set[Var]) -> bool:
-        """Whether a value is an input, or a view of one, such as a layer's weights."""
-        while (eqn := self.maker(v)) is not None and eqn.primitive.name in VIEWS and variables(eqn):
+        """Whether a value is an input or a view of an input, such as a layer's weights."""
+        while (eqn := self.find_maker(v)) is not None and eqn.primitive.name in VIEWS and variables(eqn):
             v = variables(eqn)[0]
         return v in inputs
 
 
-def _carry(eqn: JaxprEqn) -> frozenset[Any]:
-    """The operands of a loop that go from iteration to iteration."""
+def _find_carry(eqn: JaxprEqn) -> frozenset[Any]:
+    """Finds the carried operands of a loop."""
     layout = compat.scan_in(eqn)
     assert layout is not None
     operands = eqn.invars[layout.num_consts : layout.num_consts + layout.num_carry]
@@ -276,18 +290,18 @@ def _carry(eqn: JaxprEqn) -> frozenset[Any]:
 
 
 def _is_backward(eqn: JaxprEqn | None) -> bool:
-    """Whether an equation belongs to the pass back of what the step differentiates."""
+    """Whether an equation belongs to the backward pass of the step."""
     return eqn is not None and is_transposed(eqn)
 
 
 def _is_stack(eqn: JaxprEqn, v: Any) -> bool:
-    """Whether a value is what a loop has stacked."""
+    """Whether a value is a stacked result of a loop."""
     layout = compat.scan_in(eqn)
     return layout is not None and v in eqn.outvars[layout.num_carry :]
 
 
-def _unwrapped(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool]]:
-    """The program in a step's `jax.jit`, and which of its arguments are donated."""
+def _unwrap_jit(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool]]:
+    """Returns the program inside of a step's `jax.jit`, and for each argument whether it is donated."""
     donated = [False] * len(jaxpr.invars)
     while len(jaxpr.eqns) == 1 and (inner := compat.jit_in(jaxpr.eqns[0])) is not None:
         (eqn,) = jaxpr.eqns
@@ -302,23 +316,23 @@ def _unwrapped(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool]]:
     return jaxpr, donated
 
 
-def _in_place(jaxpr: Jaxpr, donated: Sequence[bool]) -> list[int]:
-    """The results that take the memory of a donated argument of their shape."""
-    free = collections.Counter(_like(v) for v, given in zip(jaxpr.invars, donated, strict=True) if given)
+def _find_in_place(jaxpr: Jaxpr, donated: Sequence[bool]) -> list[int]:
+    """Finds the indices of results in the buffer of a donated argument of equal shape and dtype."""
+    free = collections.Counter(_type_of(v) for v, given in zip(jaxpr.invars, donated, strict=True) if given)
     found = []
     for k, v in enumerate(jaxpr.outvars):
-        if isinstance(v, Var) and free[_like(v)] > 0:
-            free[_like(v)] -= 1
+        if isinstance(v, Var) and free[_type_of(v)] > 0:
+            free[_type_of(v)] -= 1
             found.append(k)
     return found
 
 
-def _like(v: Any) -> Any:
+def _type_of(v: Any) -> Any:
     return v.aval.shape, v.aval.dtype
 
 
-def _refuse_what_keeps(jaxpr: Jaxpr) -> None:
-    """Raises where the backward pass of a layer does not begin with all of the layer."""
+def _check_nothing_kept(jaxpr: Jaxpr) -> None:
+    """Raises where the backward pass of a layer does not start with the recomputation of the whole layer."""
     for eqn in jaxpr.eqns:
         checkpoint = compat.checkpoint_in(eqn)
         policy = None if checkpoint is None else checkpoint.policy
@@ -334,7 +348,7 @@ def _refuse_what_keeps(jaxpr: Jaxpr) -> None:
                 "the step itself moves there. Take it out, and fix its name as 'offload' instead."
             )
         for inner in compat.sub_jaxprs(eqn):
-            _refuse_what_keeps(inner)
+            _check_nothing_kept(inner)
 
 
 def _keeps_nothing(policy: Any) -> bool:

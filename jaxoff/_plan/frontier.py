@@ -1,4 +1,4 @@
-"""`frontier`: the curve of memory against time, a plan a point."""
+"""`frontier`: the curve of device memory against step time, with a plan for each point."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxoff._device.profile import Device, SharedLink
-from jaxoff._plan.plan import Planner, no_host_memory
-from jaxoff._plan.result import Plan, Verb
-from jaxoff._plan.search import fastest, smallest
+from jaxoff._plan.layer import Verb
+from jaxoff._plan.plan import Planner, host_budget_error
+from jaxoff._plan.result import Plan
+from jaxoff._plan.search import BUDGET_FACTOR, find_fastest, find_smallest
 from jaxoff._report.tables import render_text
+
+# Bytes of a budget for every placement.
+_UNLIMITED = 10**15
+# Shortest time, in ms, by which a plan must be faster than the plan for the next smaller budget.
+_FASTER_MS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """Plans that no other one beats in both memory and time, by the model. Prints as a table.
+    """Plans of which none is beaten by another in both memory and time, by the model. Prints as a table.
 
     Attributes:
-      plans: by memory, the smallest first.
+      plans: the plans, by ascending memory.
     """
 
     plans: tuple[Plan, ...]
@@ -30,7 +36,7 @@ class Frontier:
         return {"plans": [plan.to_dict() for plan in self.plans]}
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draws time against peak memory into a picture; its format is that of the file's name."""
+        """Draws time against peak memory. The suffix of the path decides the format of the picture."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -76,15 +82,15 @@ def frontier(
     has_aux: bool = False,
     **kwargs,
 ) -> Frontier:
-    """Plans a function for budgets from the smallest that there is a plan for to where more does not help.
+    """Plans a function for budgets from the smallest possible to the smallest of the fastest plan.
 
     Args:
       fun, *args, **kwargs, host_bytes, resident_bytes, link, device, fixed, first_layers, argnums, has_aux:
         as for `jaxoff.plan`.
-      points: how many budgets, at even distances.
+      points: number of budgets, at even distances.
 
     Returns:
-      A `Frontier`; equal plans are there once.
+      A `Frontier`, in which equal plans appear once.
 
     Raises:
       ValueError: as `jaxoff.plan`, and for less than two points.
@@ -103,24 +109,36 @@ def frontier(
     """
     if points < 2:
         raise ValueError(f"points is how many budgets to plan for, at least 2, got {points}.")
-    planner = Planner.of(fun, args, kwargs, resident_bytes, link, device, argnums, has_aux)
-    return frontier_of(dataclasses.replace(planner, in_two=first_layers), points, host_bytes, fixed or {})
+    planner = Planner.of(
+        fun,
+        args,
+        kwargs,
+        resident_bytes=resident_bytes,
+        link=link,
+        device=device,
+        argnums=argnums,
+        has_aux=has_aux,
+    )
+    return plan_frontier(
+        dataclasses.replace(planner, tries_first_layers=first_layers), points, host_bytes, fixed or {}
+    )
 
 
-def frontier_of(
+def plan_frontier(
     planner: Planner, points: int, host_bytes: float | None, fixed: Mapping[str, str]
 ) -> Frontier:
-    """As `frontier`, of a traced program."""
-    model, places = planner.model, planner.checked(fixed)
-    host = planner.host_budget(host_bytes)
-    least, most = smallest(model, host, places), fastest(model, 10**15, host, places)
+    """Plans a traced program for several budgets; see `frontier`."""
+    model, placements = planner.model, planner.resolve_fixed(fixed)
+    host = planner.find_host_budget(host_bytes)
+    least = find_smallest(model, host, placements)
+    most = find_fastest(model, _UNLIMITED, host, placements)
     if least is None or most is None:
-        raise no_host_memory(host)
-    low, high = (model.cost(choice).peak.nbytes for choice in (least, most))
+        raise host_budget_error(host)
+    low, high = (model.cost(found).peak.nbytes for found in (least, most))
     budgets = [low + (high - low) * i // (points - 1) for i in range(points)]
     plans: list[Plan] = []
-    for budget in (math.ceil(1.000001 * budget) for budget in budgets):
+    for budget in (math.ceil(BUDGET_FACTOR * budget) for budget in budgets):
         plan = planner.plan(budget, host, fixed, 0.0)
-        if not plans or plan.step_ms < plans[-1].step_ms - 1e-6:
+        if not plans or plan.step_ms < plans[-1].step_ms - _FASTER_MS:
             plans.append(plan)
     return Frontier(tuple(plans))

@@ -1,4 +1,4 @@
-"""An integer program for HiGHS, by way of scipy."""
+"""An integer program for the solver HiGHS, by way of scipy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
+# Index of a variable -> its coefficient in a linear expression.
 type Terms = Mapping[int, float]
 
 
 class IntegerProgram:
-    """An integer program that grows.
+    """An integer program, built up by variables and constraints.
 
     Attributes:
-      kernel: what bytes are counted in.
+      unit: number of bytes in a unit of memory variables.
+      cost: index of a variable -> its coefficient in the cost of the program.
     """
 
     def __init__(self, unit: float):
@@ -28,24 +30,28 @@ class IntegerProgram:
         self.cost: dict[int, float] = collections.defaultdict(float)
         self._rows: list[tuple[Terms, float]] = []
 
-    def variable(self, upper: float = 1.0, *, lower: float = 0.0, integer: bool = False) -> int:
+    def add_variable(self, upper: float = 1.0, *, lower: float = 0.0, integer: bool = False) -> int:
+        """Adds a variable between two bounds, and returns its index."""
         self._upper.append(upper)
         self._lower.append(lower)
         self._integer.append(integer)
         return len(self._upper) - 1
 
-    def at_most(self, terms: Iterable[tuple[int, float]], bound: float) -> None:
-        """Sum of terms <= bound."""
+    def add_upper_bound(self, terms: Iterable[tuple[int, float]], bound: float) -> None:
+        """Adds the constraint: sum of terms <= bound."""
         summed: dict[int, float] = collections.defaultdict(float)
         for variable, factor in terms:
             summed[variable] += factor
         self._rows.append((summed, bound))
 
-    def at_least(self, variable: int, terms: Iterable[tuple[int, float]], constant: float = 0.0) -> None:
-        """Variable >= sum of terms + constant."""
-        self.at_most([*terms, (variable, -1.0)], -constant)
+    def add_lower_bound(
+        self, variable: int, terms: Iterable[tuple[int, float]], constant: float = 0.0
+    ) -> None:
+        """Adds the constraint: variable >= sum of terms + constant."""
+        self.add_upper_bound([*terms, (variable, -1.0)], -constant)
 
     def minimise(self, cost: Terms) -> np.ndarray | None:
+        """Returns the values of all variables at minimal cost, or None if no values meet the constraints."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
@@ -56,7 +62,7 @@ class IntegerProgram:
         objective = np.zeros(len(self._upper))
         for variable, factor in cost.items():
             objective[variable] = factor
-        with _nothing_printed():
+        with _silence_output():
             found = milp(
                 objective,
                 integrality=np.array(self._integer, int),
@@ -68,10 +74,10 @@ class IntegerProgram:
 
 
 @contextlib.contextmanager
-def _nothing_printed() -> Iterator[None]:
-    """Keeps a line that HiGHS prints, whatever its options say, off the standard output.
+def _silence_output() -> Iterator[None]:
+    """Discards the standard output of C code.
 
-    It would stand in front of a plan that is printed as JSON.
+    HiGHS prints a line under any options. The line would precede a plan printed as JSON.
     """
     try:
         flush, kept = ctypes.CDLL(None).fflush, os.dup(1)

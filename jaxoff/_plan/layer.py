@@ -1,166 +1,177 @@
-"""A layer as a planner sees it: what it makes, what that costs, and who needs it when."""
+"""A layer for the planner: the values of its forward pass, their costs, and the kernels of both passes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from jaxoff._policy.decision import Placement
+# The placement of a residual: on the device, in host memory, or nowhere until the backward pass recomputes
+# the value.
+type Verb = Literal["save", "offload", "recompute"]
+# Label -> placement of all values with this label. A label without an entry is recomputed.
+type Placements = Mapping[Label, Verb]
 
-# Stands for the outputs of dots and convolutions that have no name.
+# The name under which the outputs of dots and convolutions without a name are placed.
 UNNAMED_DOTS = "(dots)"
-# All that stands for values without a name.
+# All names of values without a name: unnamed dots, and values with a mark only.
 UNNAMED = (UNNAMED_DOTS, "(offload)", "(not_offload)")
-# Ends the labels of layers that are placed otherwise than the first ones.
-_OTHERS = "\0others"
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-    """What the forward pass of a layer makes, or takes from the layer before.
+class Label:
+    """The unit of placement: all values with the same label have the same placement.
 
     Attributes:
-      nbytes: of one iteration.
-      is_large: whether it is more than half as large as the layer's largest.
-      ms: how long making it again takes.
-      reads: numbers of the values that it is made from, smaller than its own.
-      first, last: the first and the last step of the backward pass that reads it; None if none does.
-      label: what decides where it lives, if something does.
-      fixed: where a mark puts it.
-      carried: whether the layer takes it from the layer before.
-      shape, source: for people.
-      made_ms: when the forward pass has made it.
-      stored_ms: how long it takes to write it into the stack that saves it, unless the elementwise kernel
-        that makes it writes it there alone.
-      copied: the first and the last step of the backward pass that needs a copy of it if it is in a stack.
-      same_as: the number of a value that this is another name of, in the same memory.
+      name: as given to `jaxoff.name`, or a member of `UNNAMED`.
+      of_others: whether the label covers the layers after the first ones. False where first layers are not
+        placed apart from the others.
+    """
+
+    name: str
+    of_others: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerValue:
+    """An array of a layer's forward pass: a kernel's result, the layer's input, or a row of a stack of
+    weights.
+
+    Attributes:
+      nbytes: bytes of one iteration.
+      is_large: whether the value is large; see `LARGE_PART`. XLA seldom puts small values into buffers of
+        large ones.
+      recompute_ms: duration of recomputation.
+      reads: indices of the values from which the kernel computes this value; all smaller than its own index.
+      first_reader, last_reader: indices of the first and the last reader of the value among the kernels of
+        the backward pass; None without a reader.
+      label: the label of the value, or None.
+      fixed: the placement by a mark, or None.
+      is_carried: whether the value is a result of the layer before.
+      shape: dtype and shape, for tables.
+      produced_ms: time at which the forward pass has computed the value, by the scheduler's estimates.
+      store_ms: duration of the copy into the stack of saved rows; 0 where an elementwise kernel writes
+        its result into the stack directly.
+      row_copy: indices of the first and the last kernel of the backward pass that need a copy of the value's
+        row, if the value is saved in a stack; None where all kernels read the row in the stack.
+      alias_of: index of the value with the same contents in the same buffer under another name, or None.
     """
 
     nbytes: int
     is_large: bool
-    ms: float
+    recompute_ms: float
     reads: tuple[int, ...]
-    first: int | None = None
-    last: int | None = None
-    label: str | None = None
-    fixed: Placement | None = None
-    carried: bool = False
+    first_reader: int | None = None
+    last_reader: int | None = None
+    label: Label | None = None
+    fixed: Verb | None = None
+    is_carried: bool = False
     shape: str = ""
-    source: str = ""
-    made_ms: float = 0.0
-    stored_ms: float = 0.0
-    copied: tuple[int, int] | None = None
-    same_as: int | None = None
+    produced_ms: float = 0.0
+    store_ms: float = 0.0
+    row_copy: tuple[int, int] | None = None
+    alias_of: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """A kernel, and the memory that is in use while it runs but for values of the forward pass that wait.
+class KernelUse:
+    """A kernel of a pass, and the memory in use while the kernel runs, without the residuals.
 
     Attributes:
-      what: the operation.
-      small, large: bytes in use, of values up to half as large as the layer's largest and of others.
-      written: of the small ones, results of the part, which can be written to their place at once.
-      ends_ms: when it is done.
-      handed_on: of the small ones, what can take the memory of the cotangent.
-      shared: kernels that it may be one with.
-      fills: whether small kernels find no room beside it.
+      operation: primitive and source line, for messages.
+      small_nbytes, large_nbytes: bytes in use, of small and of large values.
+      stacked_nbytes: part of `small_nbytes`: gradients written into their stacks directly.
+      ends_ms: time from the start of the pass to the kernel's end, by the scheduler's estimates.
+      in_cotangent_nbytes: part of `small_nbytes`: results in the buffer of a cotangent.
+      fusions: possible fusions with recomputation kernels.
+      fills_device: whether no small kernel can run concurrently.
     """
 
-    what: str
-    small: int
-    large: int
-    written: int
+    operation: str
+    small_nbytes: int
+    large_nbytes: int
+    stacked_nbytes: int
     ends_ms: float
-    handed_on: int = 0
-    shared: tuple[Shared, ...] = ()
-    fills: bool = False
+    in_cotangent_nbytes: int = 0
+    fusions: tuple[RecomputeFusion, ...] = ()
+    fills_device: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
-    """What a kernel reads of a stack, and others read to make values again: XLA makes one kernel of them.
+class RecomputeFusion:
+    """A stack row read both by a kernel of the backward pass and by recomputation kernels.
 
-    It has several results, and writes none of them over what it reads.
+    XLA fuses the readers into a multi-output kernel, whose results cannot reuse the buffer of an operand.
 
     Attributes:
-      value: the number of what they read.
-      again: the numbers of what the others make.
-      small, large: bytes that the kernel alone would have written over something.
+      value: index of the value in the row.
+      recomputed: indices of the values recomputed by the other readers.
+      small_nbytes, large_nbytes: bytes of operands whose buffers the kernel alone would reuse.
     """
 
     value: int
-    again: tuple[int, ...]
-    small: int
-    large: int
+    recomputed: tuple[int, ...]
+    small_nbytes: int
+    large_nbytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """An iteration of a part.
+    """One iteration of a layer group: a loop over equal layers, or a layer outside of loops.
 
     Attributes:
-      iterations: how many.
-      values: of the forward pass.
-      forward, backward: the steps of the two passes; the backward pass if nothing is made again.
-      source: where it is written.
-      in_order: whether `jaxoff.jit` puts its iterations in order even if it moves nothing.
-      paced_ms: the times of the two passes; None for those at which the last steps end.
-      within: labels of what loops and branches in it make: a policy would keep it for each of their
-        iterations.
+      iterations: iterations of the loop; 1 outside of loops.
+      values: the values of the forward pass.
+      forward, backward: the kernels of both passes; the backward pass without recomputation.
+      source: file and line of the layer.
+      is_ordered: whether `jaxoff.jit` orders the kernels of an iteration even without copies, as in
+        `jaxoff.scan`.
+      pass_times_ms: durations of the forward and the backward pass within a step; None for the times at which
+        the last kernels end.
+      inner_names: names of values in loops and branches inside of the layer. A policy would keep these values
+        for each inner iteration.
     """
 
     iterations: int
-    values: tuple[Value, ...]
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
+    values: tuple[LayerValue, ...]
+    forward: tuple[KernelUse, ...]
+    backward: tuple[KernelUse, ...]
     source: str
-    in_order: bool = False
-    paced_ms: tuple[float, float] | None = None
-    within: frozenset[str] = frozenset()
+    is_ordered: bool = False
+    pass_times_ms: tuple[float, float] | None = None
+    inner_names: frozenset[str] = frozenset()
 
     @property
     def forward_ms(self) -> float:
-        return self.paced_ms[0] if self.paced_ms else _ends_ms(self.forward)
+        """Duration of the forward pass within a step."""
+        return self.pass_times_ms[0] if self.pass_times_ms else _end_ms(self.forward)
 
     @property
     def backward_ms(self) -> float:
-        return self.paced_ms[1] if self.paced_ms else _ends_ms(self.backward)
+        """Duration of the backward pass within a step, without recomputation."""
+        return self.pass_times_ms[1] if self.pass_times_ms else _end_ms(self.backward)
 
     @property
-    def forward_ends_ms(self) -> float:
-        """When the forward pass ends by the estimates of `jaxoff.jit`, which times copies by them."""
-        return _ends_ms(self.forward)
+    def scheduled_forward_ms(self) -> float:
+        """Duration of the forward pass by the estimates with which `jaxoff.jit` times copies."""
+        return _end_ms(self.forward)
 
-    def with_iterations(self, iterations: int, *, others: bool) -> Layer:
-        """The same layer in so many iterations: first ones, or others."""
-        if not others:
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """The labels whose placement is free, in the order in which their values are computed."""
+        labels = (value.label for value in self.values if not value.fixed)
+        return tuple(dict.fromkeys(label for label in labels if label is not None))
+
+    def restrict(self, iterations: int, *, of_others: bool) -> Layer:
+        """Returns the same layer with another number of iterations, as first layers or as the others."""
+        if not of_others:
             return dataclasses.replace(self, iterations=iterations)
         values = tuple(
-            value if value.label is None else dataclasses.replace(value, label=of_others(value.label))
+            value if value.label is None else dataclasses.replace(value, label=Label(value.label.name, True))
             for value in self.values
         )
         return dataclasses.replace(self, iterations=iterations, values=values)
 
-    def labels(self) -> dict[str, None]:
-        """What decides, in the order in which it is made."""
-        return {value.label: None for value in self.values if value.label is not None and not value.fixed}
 
-
-def of_others(label: str) -> str:
-    """The label that stands for a name in layers that are placed otherwise than the first ones."""
-    return label + _OTHERS
-
-
-def is_of_others(label: str) -> bool:
-    """Whether a label stands for a name there."""
-    return label.endswith(_OTHERS)
-
-
-def name_of(label: str) -> str:
-    """The name that a label stands for."""
-    return label.removesuffix(_OTHERS)
-
-
-def _ends_ms(steps: Sequence[Step]) -> float:
-    return steps[-1].ends_ms if steps else 0.0
+def _end_ms(kernels: Sequence[KernelUse]) -> float:
+    return kernels[-1].ends_ms if kernels else 0.0

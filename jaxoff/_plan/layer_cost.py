@@ -1,4 +1,8 @@
-"""What the placement of its residuals costs a layer; see `jaxoff._plan.step_cost`."""
+"""The cost of a layer under a placement of its residuals: durations, device memory, host memory.
+
+`jaxoff._plan.step_cost` adds up the layers of a step. The integer program in `jaxoff._plan.search` states the
+same rules as linear constraints; each method here with a counterpart there names the counterpart.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +13,21 @@ import itertools
 from collections.abc import Mapping
 
 from jaxoff._device.profile import Device
-from jaxoff._plan.layer import Layer, Shared, Step, Value
-from jaxoff._policy.decision import Placement
+from jaxoff._plan.calibrations import COPY_SLOWDOWN, RELOADED_LAYERS, UNSHARED_PART
+from jaxoff._plan.layer import KernelUse, Layer, LayerValue, Placements, RecomputeFusion, Verb
 from jaxoff._schedule.copy_times import LEAST_SLACK, SEND_SLACK, SLACK, Long, unhindered
-
-type Choice = Mapping[str, Placement]
-
-# Of so many parts in no loop, the last ones, what is moved is on the device when the pass back begins.
-LAST = 2
-# How much of the memory that small and large values could share they do not, beside copies.
-APART = 0.75
-# Kernels beside a copy take longer by so much of the copy's time.
-SLOWED = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """The time of a step, in ms.
+    """The duration of a step, in ms, by cause.
 
     Attributes:
-      kernels: if everything were kept.
-      recomputed: of kernels that run again.
-      slowed: by which kernels take longer beside copies.
-      exposed_forward, exposed_backward: copies that nothing hides.
-      stored: to write what is saved into the stacks of loops.
+      kernels: kernels of every placement.
+      recomputed: recomputation kernels.
+      slowed: slowdown of kernels during copies.
+      exposed_forward, exposed_backward: copies not hidden by kernels.
+      stored: copies of saved values into the stacks of loops.
     """
 
     kernels: float = 0.0
@@ -44,7 +39,7 @@ class Times:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all causes."""
         return sum(dataclasses.astuple(self))
 
     def __add__(self, other: Times) -> Times:
@@ -56,42 +51,45 @@ class Times:
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
-    """What becomes of the values of a layer under a choice, by their numbers.
+class ValueStates:
+    """The state of each value of a layer under a placement, by the value's index.
+
+    A value without use in the backward pass is in none of the three sets.
 
     Attributes:
-      again: those made again in the backward pass.
-      saved, moved: those that wait on the device and in host memory.
-      ordered: whether `jaxoff.jit` puts the iteration in order.
-      concurrent: whether the step moves anything, here or elsewhere: its graphs then have edges by data.
+      recomputed: indices of values recomputed in the backward pass.
+      saved, offloaded: indices of values waiting on the device and in host memory.
+      is_ordered: whether `jaxoff.jit` orders the kernels of an iteration.
+      has_copies: whether any layer of the step offloads a value. XLA then runs the step as CUDA graphs whose
+        edges are data dependencies.
     """
 
-    again: frozenset[int]
+    recomputed: frozenset[int]
     saved: frozenset[int]
-    moved: frozenset[int]
-    ordered: bool
-    concurrent: bool
+    offloaded: frozenset[int]
+    is_ordered: bool
+    has_copies: bool
 
     @property
-    def packed(self) -> bool:
-        """Whether iterations in order run one kernel after the other: a value may take any place free by
-        then.
+    def is_packed(self) -> bool:
+        """Whether the kernels run strictly in sequence, so that a buffer may hold several values in turn.
 
-        In graphs with edges by data, which copies need, XLA gives every value a place for the whole
+        In CUDA graphs with data dependencies, which copies need, each value has a buffer for the whole
         iteration.
         """
-        return self.ordered and not self.concurrent
+        return self.is_ordered and not self.has_copies
 
 
 class LayerModel:
-    """The costs of an iteration of a part.
+    """The cost of an iteration of a layer group under a placement.
 
     Attributes:
       layer: the iteration.
-      count: how many parts are like it.
-      device: speeds.
-      runs: how often each runs in a step.
-      numbers: of the parts in their `jaxoff.layers`, in the order of the forward pass; none if in none.
+      count: number of equal layer groups in the step.
+      device: rates of the device and of its link.
+      runs: how often a step runs each group; more than once in a loop over microbatches.
+      numbers: positions of the groups in their `jaxoff.layers`, in the order of the forward pass; empty
+        outside of `jaxoff.layers`.
     """
 
     def __init__(
@@ -102,19 +100,20 @@ class LayerModel:
 
     @property
     def iterations(self) -> int:
-        """How many iterations of such parts a step has."""
+        """The number of iterations of all equal groups in a step."""
         return self.layer.iterations * self.count * self.runs
 
     @property
     def is_loop(self) -> bool:
-        """Whether its parts are each a `jaxoff.scan`, which two loops can compute."""
-        return self.layer.in_order and self.layer.iterations > 1
+        """Whether the groups are `jaxoff.scan` loops, which may be divided into two loops."""
+        return self.layer.is_ordered and self.layer.iterations > 1
 
-    def in_two(self, first: int) -> list[LayerModel]:
-        """Its first layers and its others, whose labels differ, or those of the two that there are.
+    def split(self, first: int) -> list[LayerModel]:
+        """Divides the layers into first layers and others, with separate labels. Leaves out an empty side.
 
         Args:
-          first: how many layers are first in each `jaxoff.scan` and `jaxoff.layers`. All else is others.
+          first: number of first layers of each `jaxoff.scan` and `jaxoff.layers`. Layers outside of both
+            belong to the others.
         """
         iterations = self.layer.iterations
         if self.is_loop:
@@ -125,23 +124,24 @@ class LayerModel:
         numbers = [n for n in self.numbers if n < first], [n for n in self.numbers if n >= first]
         return [
             LayerModel(
-                self.layer.with_iterations(n, others=others),
+                self.layer.restrict(n, of_others=of_others),
                 count,
                 self.device,
                 self.runs,
-                tuple(numbers[others]),
+                tuple(numbers[of_others]),
             )
-            for others, (n, count) in zip((False, True), sizes, strict=True)
+            for of_others, (n, count) in zip((False, True), sizes, strict=True)
             if n and count
         ]
 
-    def held_in_two(self, number: int, first: int, *, first_runs: bool) -> list[int]:
-        """How many first ones and how many others hold their residuals, of so many parts that do.
+    def split_holders(self, number: int, first: int, *, first_runs: bool) -> list[int]:
+        """Divides the holders of residuals into groups of first layers and groups of others.
 
         Args:
-          number: of the parts, the first ones in the forward pass.
-          first: as for `in_two`.
-          first_runs: whether the first layers of one of them run: its others have not begun, or are over.
+          number: how many groups hold residuals; the earliest of the forward pass.
+          first: as for `split`.
+          first_runs: whether the first layers of a group run, so that its other layers hold nothing yet, or
+            nothing any more.
         """
         if self.is_loop:
             return [number, number - first_runs]
@@ -150,276 +150,328 @@ class LayerModel:
 
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:
-        """By value, those that are made from it."""
+        """Index of a value -> indices of the values computed from it."""
         readers: dict[int, list[int]] = {n: [] for n in range(len(self.layer.values))}
         for n, value in enumerate(self.layer.values):
             for read in value.reads:
                 readers[read].append(n)
         return readers
 
-    def placed(self, value: Value, choice: Choice) -> Placement:
-        """Where a value would live, if it is needed."""
-        if value.carried:
+    def find_verb(self, value: LayerValue, placements: Placements) -> Verb:
+        """Returns the placement of a value, if the backward pass needs the value."""
+        if value.is_carried:
             return "save"
-        return value.fixed or choice.get(value.label or "", "recompute")
+        if value.fixed is not None or value.label is None:
+            return value.fixed or "recompute"
+        return placements.get(value.label, "recompute")
 
-    def use(self, choice: Choice) -> Use:
-        """What is made again, saved and moved: what the backward pass needs, back to what is kept."""
-        again, kept = set(), {"save": set(), "offload": set()}
+    def find_states(self, placements: Placements) -> ValueStates:
+        """Finds the state of each value: the values the backward pass needs, back to the nearest kept ones.
+
+        `_LayerVariables.__init__` of the search states the same rule as constraints.
+        """
+        found: dict[Verb, set[int]] = {"save": set(), "offload": set(), "recompute": set()}
         for n in reversed(range(len(self.layer.values))):
             value = self.layer.values[n]
-            if value.first is not None or any(reader in again for reader in self.readers[n]):
-                place = self.placed(value, choice)
-                (again if place == "recompute" else kept[place]).add(n)
-        moves = bool(kept["offload"])
-        saved, moved = frozenset(kept["save"]), frozenset(kept["offload"])
-        return Use(frozenset(again), saved, moved, self.layer.in_order or moves, moves)
+            if value.first_reader is not None or any(r in found["recompute"] for r in self.readers[n]):
+                found[self.find_verb(value, placements)].add(n)
+        recomputed, saved, offloaded = (frozenset(found[verb]) for verb in ("recompute", "save", "offload"))
+        has_copies = bool(offloaded)
+        return ValueStates(recomputed, saved, offloaded, self.layer.is_ordered or has_copies, has_copies)
 
     def d2h_ms(self, n: int) -> float:
+        """Duration of the copy of a value to the host."""
         return self.device.d2h_ms(self.layer.values[n].nbytes)
 
     def h2d_ms(self, n: int) -> float:
+        """Duration of the copy of a value back to the device."""
         return self.device.h2d_ms(self.layer.values[n].nbytes)
 
-    def together_ms(self, n: int) -> float:
-        """Of the copies from the host of a value and of those of its label that are read first when it is."""
+    def joint_reload_ms(self, n: int) -> float:
+        """Duration of the reloads of a value and of all values with its label and its first reader."""
         value = self.layer.values[n]
-        if value.label is None or value.first is None:
+        if value.label is None or value.first_reader is None:
             return self.h2d_ms(n)
-        read = (value.label, value.first)
-        same = (m for m, other in enumerate(self.layer.values) if (other.label, other.first) == read)
+        read = (value.label, value.first_reader)
+        same = (m for m, other in enumerate(self.layer.values) if (other.label, other.first_reader) == read)
         return sum(map(self.h2d_ms, same))
 
-    def slowed_ms(self, n: int) -> float:
-        """By which kernels take longer beside the copies of a value: those read and write memory, too."""
+    def slowdown_ms(self, n: int) -> float:
+        """Slowdown of kernels during the copies of a value: copies take memory bandwidth, too."""
         copies = self.d2h_ms(n) + self.h2d_ms(n)
-        return max(SLOWED * copies, self.device.pass_ms(self.layer.values[n].nbytes))
+        return max(COPY_SLOWDOWN * copies, self.device.pass_ms(self.layer.values[n].nbytes))
 
-    def times(self, use: Use) -> Times:
-        """Of an iteration."""
+    def times(self, states: ValueStates) -> Times:
+        """The duration of an iteration. Counterpart in the search: `_LayerVariables._add_times`."""
         forward, backward = self.layer.forward_ms, self.layer.backward_ms
-        again = sum(self.layer.values[n].ms for n in use.again)
-        sent, back = sum(map(self.d2h_ms, use.moved)), sum(map(self.h2d_ms, use.moved))
+        recompute = sum(self.layer.values[n].recompute_ms for n in states.recomputed)
+        send, reload = sum(map(self.d2h_ms, states.offloaded)), sum(map(self.h2d_ms, states.offloaded))
         return Times(
             kernels=forward + backward,
-            recomputed=again,
-            slowed=sum(map(self.slowed_ms, use.moved)),
-            exposed_forward=max(0.0, sent - forward),
-            exposed_backward=max(0.0, back - backward - again),
-            stored=sum(self.layer.values[n].stored_ms for n in use.saved),
+            recomputed=recompute,
+            slowed=sum(map(self.slowdown_ms, states.offloaded)),
+            exposed_forward=max(0.0, send - forward),
+            exposed_backward=max(0.0, reload - backward - recompute),
+            stored=sum(self.layer.values[n].store_ms for n in states.saved),
         )
 
-    def residual_nbytes(self, use: Use) -> int:
-        """On the device, of all iterations."""
-        return self.layer.iterations * sum(self.layer.values[n].nbytes for n in use.saved)
+    def residual_nbytes(self, states: ValueStates) -> int:
+        """Bytes of saved residuals of all iterations. Counterpart: `_LayerVariables.residual_terms`."""
+        return self.layer.iterations * sum(self.layer.values[n].nbytes for n in states.saved)
 
-    def is_kept_large(self, n: int) -> bool:
-        """Whether a saved value takes a large place: a large one, or one of a loop's stacks."""
+    def is_large_residual(self, n: int) -> bool:
+        """Whether a saved value has a large buffer: of a large value, or the stack of a loop."""
         return self.layer.iterations > 1 or self.layer.values[n].is_large
 
-    def large_residual_nbytes(self, use: Use) -> int:
-        """On the device, of all iterations, in large places."""
-        kept = filter(self.is_kept_large, use.saved)
-        return self.layer.iterations * sum(self.layer.values[n].nbytes for n in kept)
+    def large_residual_nbytes(self, states: ValueStates) -> int:
+        """Bytes of saved residuals in large buffers, of all iterations."""
+        large = filter(self.is_large_residual, states.saved)
+        return self.layer.iterations * sum(self.layer.values[n].nbytes for n in large)
 
-    def large_working_nbytes(self, use: Use) -> int:
-        """The large values of the working set of a part in no loop, in the backward pass.
+    def large_working_nbytes(self, states: ValueStates) -> int:
+        """Bytes of large values in the working set of the backward pass of a layer outside of loops.
 
-        What the last parts move is still there, or again, when that begins: by programs compiled for an H200,
-        of two of them.
+        The offloaded residuals of the last `RELOADED_LAYERS` layers are on the device when the backward pass
+        starts. Counterpart: `_LayerVariables.large_working_terms`.
         """
-        moved = sum(self.layer.values[n].nbytes for n in use.moved if self.layer.values[n].is_large)
-        return LAST * moved + max(self.by_step(use)[1], default=0)
+        large = (n for n in states.offloaded if self.layer.values[n].is_large)
+        offloaded = sum(self.layer.values[n].nbytes for n in large)
+        return RELOADED_LAYERS * offloaded + max(self.nbytes_by_kernel(states)[1], default=0)
 
-    def left_nbytes(self, use: Use) -> int:
-        """On the device, between a loop's forward pass and its backward pass, of what it moves.
+    def lingering_nbytes(self, states: ValueStates) -> int:
+        """Bytes of offloaded values on the device between a loop's forward and backward pass.
 
-        Its last iteration leaves there what its first iteration back could not reload in time.
+        The last forward iteration does not free a value that the first backward iteration could not reload in
+        time. Counterpart: `_LayerVariables._find_lingering`.
         """
         if self.layer.iterations == 1:
             return 0
-        starts = self.starts(use)
-        left = (n for n in use.moved if self.first_needed(n, starts) <= self.left_until(n))
-        return sum(self.layer.values[n].nbytes for n in left)
+        starts = self.find_recompute_starts(states)
+        lingering = (n for n in states.offloaded if self.find_first_use(n, starts) <= self.lingers_until(n))
+        return sum(self.layer.values[n].nbytes for n in lingering)
 
     @functools.cache  # noqa: B019 - lives as long as the model
-    def left_until(self, n: int) -> int:
-        """The last step for which a reload that it needs first cannot be in time; -1 if there is none."""
-        if self.is_sent_late(n):
+    def lingers_until(self, n: int) -> int:
+        """Returns the last kernel before which, as first reader, no reload can arrive; -1 if none."""
+        if self.is_offloaded_late(n):
             return len(self.layer.backward)
-        steps = range(len(self.layer.backward))
-        return max((first for first in steps if self.arrives(n, first) < 0), default=-1)
+        kernels = range(len(self.layer.backward))
+        return max((first for first in kernels if self.find_arrival(n, first) < 0), default=-1)
 
-    def first_needed(self, n: int, starts: Mapping[int, int]) -> int:
-        """The first step that needs a moved value, if others are made again before such steps."""
-        return min([self.reach(n)[0], *(starts[r] for r in self.readers[n] if r in starts)])
+    def find_first_use(self, n: int, starts: Mapping[int, int]) -> int:
+        """Returns the first kernel in need of an offloaded value.
 
-    def host_nbytes(self, use: Use) -> int:
-        """In host memory, of all iterations; stacks of a loop have a spare row."""
-        rows = self.layer.iterations + (self.layer.iterations > 1)
-        return rows * sum(self.layer.values[n].nbytes for n in use.moved)
-
-    def is_sent_late(self, n: int) -> bool:
-        """Whether a copy to the host does not end with the iteration that makes the value."""
-        return self.layer.values[n].made_ms + SEND_SLACK * self.d2h_ms(n) > self.layer.forward_ends_ms
-
-    def arrives(self, n: int, first: int) -> int:
-        """The step from which on a reloaded value is on the device, if one needs it first.
-
-        -1: a reload that could not be in time starts in the iteration before. By programs compiled for an
-        H200 it then has its place all the time, beside that of the value of the iteration until that was read
-        last.
+        Args:
+          n: index of the value.
+          starts: index of a recomputed value -> kernel before which the value is recomputed.
         """
-        return self._arrivals(n)[first]
+        return min([self.find_use_range(n)[0], *(starts[r] for r in self.readers[n] if r in starts)])
+
+    def host_nbytes(self, states: ValueStates) -> int:
+        """Bytes in host memory, of all iterations; the host stacks of a loop have a spare row.
+
+        Counterpart: `_LayerVariables.host_terms`.
+        """
+        rows = self.layer.iterations + (self.layer.iterations > 1)
+        return rows * sum(self.layer.values[n].nbytes for n in states.offloaded)
+
+    def is_offloaded_late(self, n: int) -> bool:
+        """Whether the copy to the host ends after its own iteration."""
+        value = self.layer.values[n]
+        return value.produced_ms + SEND_SLACK * self.d2h_ms(n) > self.layer.scheduled_forward_ms
+
+    def find_arrival(self, n: int, first: int) -> int:
+        """Returns the kernel from which on a reloaded value is on the device, given the value's first reader.
+
+        -1 stands for a reload from the iteration before, because a reload in the same iteration
+        could not be in time. XLA then keeps the reloaded value in a buffer of its own for the whole
+        iteration, beside the buffer of the current iteration's value until the last reader of the latter
+        (programs compiled for an H200).
+        """
+        return self._find_arrivals(n)[first]
 
     @functools.cache  # noqa: B019 - lives as long as the model
-    def _arrivals(self, n: int) -> list[int]:
-        """By the step that needs a value first, from when on it is there: not later than for later ones."""
-        ends, ms = [step.ends_ms for step in self.layer.backward], self.together_ms(n)
-        steps = zip(self.layer.backward, (0.0, *ends), strict=False)
-        long = [Long(s, began, step.ends_ms) for s, (step, began) in enumerate(steps) if step.fills]
+    def _find_arrivals(self, n: int) -> list[int]:
+        """First reader -> kernel from which on a reloaded value is on the device; never decreasing."""
+        ends, ms = [kernel.ends_ms for kernel in self.layer.backward], self.joint_reload_ms(n)
+        kernels = zip(self.layer.backward, (0.0, *ends), strict=False)
+        long = [Long(s, began, use.ends_ms) for s, (use, began) in enumerate(kernels) if use.fills_device]
         found = []
         for needed in (0.0, *ends):
             starts = needed - SLACK * ms
-            step = bisect.bisect_right(ends, starts)
-            found.append(-1 if starts < 0 else unhindered(step, needed - LEAST_SLACK * ms, long))
+            kernel = bisect.bisect_right(ends, starts)
+            found.append(-1 if starts < 0 else unhindered(kernel, needed - LEAST_SLACK * ms, long))
         return list(itertools.accumulate(reversed(found), min))[::-1]
 
-    def copies(self, n: int, first: int, s: int) -> int:
-        """How many copies of a reloaded value are on the device at a step, if one needs it first."""
-        arrives, last = self.arrives(n, first), self.reach(n)[1]
-        return 1 + (s <= last) if arrives < 0 else int(arrives <= s <= last)
+    def count_copies(self, n: int, first: int, s: int) -> int:
+        """Counts the copies of a reloaded value on the device while a kernel runs.
+
+        Counterpart: `_LayerVariables._add_copies`.
+
+        Args:
+          n: index of the value.
+          first: index of the value's first reader.
+          s: index of the kernel.
+        """
+        arrival, last = self.find_arrival(n, first), self.find_use_range(n)[1]
+        return 1 + (s <= last) if arrival < 0 else int(arrival <= s <= last)
 
     @functools.cache  # noqa: B019
-    def reach(self, n: int) -> tuple[int, int]:
-        """The first and last step that reads a value, by way of others that may be made again, too."""
+    def find_use_range(self, n: int) -> tuple[int, int]:
+        """Returns the first and the last reader of a value, directly or through recomputed values."""
         value = self.layer.values[n]
-        steps = [s for s in (value.first, value.last) if s is not None]
-        if not steps:
-            steps = [self.reach(reader)[0] for reader in self.readers[n] if self.is_reached(reader)]
-        return min(steps), max(steps)
+        kernels = [s for s in (value.first_reader, value.last_reader) if s is not None]
+        if not kernels:
+            kernels = [self.find_use_range(reader)[0] for reader in self.readers[n] if self.is_needed(reader)]
+        return min(kernels), max(kernels)
 
     @functools.cache  # noqa: B019
-    def is_reached(self, n: int) -> bool:
-        """Whether the backward pass needs a value, or one that is made from it."""
-        return self.layer.values[n].first is not None or any(map(self.is_reached, self.readers[n]))
+    def is_needed(self, n: int) -> bool:
+        """Whether the backward pass reads a value, or another value computed from it."""
+        return self.layer.values[n].first_reader is not None or any(map(self.is_needed, self.readers[n]))
 
     @functools.cache  # noqa: B019
-    def copied_row(self, n: int) -> tuple[int, int] | None:
-        """The steps between which an iteration holds a copy of a saved value: a row of a stack."""
+    def find_row_copy(self, n: int) -> tuple[int, int] | None:
+        """Returns the first and the last kernel that need a copy of a saved value's row, or None."""
         if self.layer.iterations == 1:
             return None
-        names = [v for m, v in enumerate(self.layer.values) if m == n or n in self.names_of(m)]
-        ends = [s for v in names for s in v.copied or ()]
+        aliases = [v for m, v in enumerate(self.layer.values) if m == n or n in self.find_aliased(m)]
+        ends = [s for v in aliases for s in v.row_copy or ()]
         return (min(ends), max(ends)) if ends else None
 
-    def copied_from(self, first: int, n: int, use: Use, starts: Mapping[int, int]) -> int:
-        """The step from which on there is a copy of a saved value's row, which a step reads first.
+    def find_row_copy_start(self, first: int, n: int, states: ValueStates, starts: Mapping[int, int]) -> int:
+        """Returns the kernel before which XLA copies the row of a saved value.
 
-        In order, others that are made again from it read the same copy before. In graphs with edges by data,
-        it is made at any time.
+        In ordered iterations, kernels that recompute other values from the row read the same copy earlier. In
+        CUDA graphs with data dependencies, XLA may copy the row at any time: from kernel 0 on.
+
+        Args:
+          first: index of the first reader of the copy.
+          n: index of the value.
+          states: the state of each value.
+          starts: index of a recomputed value -> kernel before which the value is recomputed.
         """
-        if not use.ordered:
+        if not states.is_ordered:
             return first
-        return 0 if use.concurrent else min([first, *(starts[r] for r in self.readers[n] if r in starts)])
+        return 0 if states.has_copies else min([first, *(starts[r] for r in self.readers[n] if r in starts)])
 
     @functools.cache  # noqa: B019
-    def names_of(self, n: int) -> frozenset[int]:
-        """The values that a value is another name of."""
-        other = self.layer.values[n].same_as
-        return frozenset() if other is None else self.names_of(other) | {other}
+    def find_aliased(self, n: int) -> frozenset[int]:
+        """Returns the indices of all values of which a value is an alias.
+
+        Counterpart: `_LayerVariables._add_alone`.
+        """
+        other = self.layer.values[n].alias_of
+        return frozenset() if other is None else self.find_aliased(other) | {other}
 
     @functools.cache  # noqa: B019
-    def hidden(self, n: int) -> int:
-        """The last step at which a value is there anyway under another name; -1 if at none."""
-        lasts = (self.layer.values[other].last for other in self.names_of(n))
+    def find_alias_end(self, n: int) -> int:
+        """Returns the last kernel during which a value is on the device under another name; -1 if none."""
+        lasts = (self.layer.values[other].last_reader for other in self.find_aliased(n))
         return max((last for last in lasts if last is not None), default=-1)
 
-    def starts(self, use: Use) -> dict[int, int]:
-        """The step before which each value is made again: at first use in order, else at the beginning."""
-        if not use.ordered:
-            return dict.fromkeys(use.again, 0)
+    def find_recompute_starts(self, states: ValueStates) -> dict[int, int]:
+        """Returns: index of a recomputed value -> kernel before which the value is recomputed.
+
+        The kernel is the first reader in ordered iterations, and kernel 0 otherwise. Counterpart:
+        `_LayerVariables._find_recomputed_by`.
+        """
+        if not states.is_ordered:
+            return dict.fromkeys(states.recomputed, 0)
         starts: dict[int, int] = {}
-        for n in sorted(use.again, reverse=True):
-            first = self.layer.values[n].first
-            later = [starts[r] for r in self.readers[n] if r in use.again and not self.is_read_anew(n)]
+        for n in sorted(states.recomputed, reverse=True):
+            first = self.layer.values[n].first_reader
+            later = [
+                starts[r] for r in self.readers[n] if r in states.recomputed and not self.is_read_twice(n)
+            ]
             starts[n] = min([*later, *([first] if first is not None else [])])
         return starts
 
     @functools.cache  # noqa: B019
-    def is_read_anew(self, n: int) -> bool:
-        """Whether iterations in order read a value twice, for others that are made again and for itself.
+    def is_read_twice(self, n: int) -> bool:
+        """Whether ordered iterations read a row from its stack twice: for recomputation, and for the backward
+        pass.
 
-        By programs compiled for an H200, large rows of stacks such as the weights of experts.
+        XLA does so for large rows, such as the weights of experts (programs compiled for an H200).
         """
         value = self.layer.values[n]
-        return value.is_large and not value.reads and not value.carried and value.first is not None
+        return value.is_large and not value.reads and not value.is_carried and value.first_reader is not None
 
-    def forward_nbytes(self, use: Use) -> int:
-        """The working set of the forward pass."""
-        late = sum(self.layer.values[n].nbytes for n in use.moved if self.is_sent_late(n))
-        steps = self.layer.forward
-        return late + max((s.small for s in steps), default=0) + max((s.large for s in steps), default=0)
+    def forward_nbytes(self, states: ValueStates) -> int:
+        """Bytes of the working set of the forward pass. Counterpart: `_LayerVariables.forward_terms`."""
+        late = sum(self.layer.values[n].nbytes for n in states.offloaded if self.is_offloaded_late(n))
+        kernels = self.layer.forward
+        small = max((kernel.small_nbytes for kernel in kernels), default=0)
+        return late + small + max((kernel.large_nbytes for kernel in kernels), default=0)
 
-    def written(self, step: Step, ordered: bool) -> int:
-        """What of a step takes no memory of its own.
+    def in_place_nbytes(self, kernel: KernelUse, *, is_ordered: bool) -> int:
+        """Bytes of a kernel's small results without a buffer of their own.
 
-        In stock order gradients go into their stacks; in jaxoff's, sums of cotangents into the memory of one.
+        In stock order, the kernel writes gradients into their stacks. In the order of `jaxoff.jit`, the
+        kernel writes sums of cotangents into the buffer of a cotangent.
         """
-        return step.handed_on if ordered else step.written
+        return kernel.in_cotangent_nbytes if is_ordered else kernel.stacked_nbytes
 
-    def is_shared(self, shared: Shared, use: Use) -> bool:
-        """Whether XLA makes one kernel of several: barriers between them prevent it in jaxoff's order."""
-        names = self.names_of(shared.value) | {shared.value}
-        return not (use.ordered or names.isdisjoint(use.saved) or use.again.isdisjoint(shared.again))
+    def is_fused(self, fusion: RecomputeFusion, states: ValueStates) -> bool:
+        """Whether XLA makes a fusion. Barriers between the kernels of ordered iterations prevent fusions."""
+        aliases = self.find_aliased(fusion.value) | {fusion.value}
+        has_row = not aliases.isdisjoint(states.saved)
+        return has_row and not states.is_ordered and not states.recomputed.isdisjoint(fusion.recomputed)
 
-    def working_nbytes(self, use: Use) -> tuple[int, str]:
-        """The working set of the backward pass, and the step at which most of it is in use.
+    def working_nbytes(self, states: ValueStates) -> tuple[int, str]:
+        """Bytes of the working set of the backward pass, and the operation at which most bytes are in use.
 
-        Where every value has a place for the whole iteration, few small ones are put where large ones have
-        been: it is nearer to the most that the large ones take at once, and the most that the small ones do,
-        than to the most at one step.
+        Where each value has a buffer for the whole iteration, XLA puts few small values into buffers of large
+        ones. The working set is then nearer to the largest sum of large values plus the largest sum of small
+        values than to the largest sum of both at one kernel; see `UNSHARED_PART`. Counterpart: the end of
+        `_LayerVariables.__init__`.
         """
         if not self.layer.backward:
             return 0, ""
-        small, large = self.by_step(use)
+        small, large = self.nbytes_by_kernel(states)
         both = [sum(sizes) for sizes in zip(small, large, strict=True)]
-        what = self.layer.backward[both.index(max(both))].what
-        apart = 0.0 if use.packed else APART if use.ordered else 1.0
-        return round((1 - apart) * max(both) + apart * (max(small) + max(large))), what
+        operation = self.layer.backward[both.index(max(both))].operation
+        apart = 0.0 if states.is_packed else UNSHARED_PART if states.is_ordered else 1.0
+        return round((1 - apart) * max(both) + apart * (max(small) + max(large))), operation
 
-    def fullest(self, use: Use) -> set[int]:
-        """The steps of the backward pass at which the small and the large values take most, or both do."""
-        small, large = self.by_step(use)
+    def find_fullest(self, states: ValueStates) -> set[int]:
+        """Returns the kernels of the backward pass with most small, most large, and most bytes in use."""
+        small, large = self.nbytes_by_kernel(states)
         both = [sum(sizes) for sizes in zip(small, large, strict=True)]
         return {sizes.index(max(sizes)) for sizes in (both, small, large)}
 
-    def by_step(self, use: Use) -> tuple[list[int], list[int]]:
-        """Bytes of small and of large values, by step of the backward pass."""
-        small = [step.small - self.written(step, use.ordered) for step in self.layer.backward]
-        large = [step.large for step in self.layer.backward]
-        for s, step in enumerate(self.layer.backward):
-            for shared in step.shared:
-                if self.is_shared(shared, use):
-                    small[s] += shared.small
-                    large[s] += shared.large
+    def nbytes_by_kernel(self, states: ValueStates) -> tuple[list[int], list[int]]:
+        """Bytes of small and of large values in use, by kernel of the backward pass.
+
+        Counterpart: `_LayerVariables._add_memory`.
+        """
+        small = [
+            kernel.small_nbytes - self.in_place_nbytes(kernel, is_ordered=states.is_ordered)
+            for kernel in self.layer.backward
+        ]
+        large = [kernel.large_nbytes for kernel in self.layer.backward]
+        for s, kernel in enumerate(self.layer.backward):
+            for fusion in kernel.fusions:
+                if self.is_fused(fusion, states):
+                    small[s] += fusion.small_nbytes
+                    large[s] += fusion.large_nbytes
 
         def add(n: int, first: int, last: int) -> None:
             value = self.layer.values[n]
             for s in range(first, last + 1):
                 (large if value.is_large else small)[s] += value.nbytes
 
-        starts = self.starts(use)
+        starts = self.find_recompute_starts(states)
         for n, start in starts.items():
-            last, hidden = self.layer.values[n].last, self.hidden(n)
-            if last is not None and not (self.names_of(n) & (use.saved | use.moved)):
-                add(n, max(start, hidden + 1), last)
-        for n in use.saved:
-            if (row := self.copied_row(n)) is not None:
-                add(n, self.copied_from(row[0], n, use, starts), row[1])
-        for n in use.moved:
-            first = self.first_needed(n, starts)
+            last, alias_end = self.layer.values[n].last_reader, self.find_alias_end(n)
+            if last is not None and not (self.find_aliased(n) & (states.saved | states.offloaded)):
+                add(n, max(start, alias_end + 1), last)
+        for n in states.saved:
+            if (row := self.find_row_copy(n)) is not None:
+                add(n, self.find_row_copy_start(row[0], n, states, starts), row[1])
+        for n in states.offloaded:
+            first = self.find_first_use(n, starts)
             value = self.layer.values[n]
             for s in range(len(small)):
-                (large if value.is_large else small)[s] += value.nbytes * self.copies(n, first, s)
+                (large if value.is_large else small)[s] += value.nbytes * self.count_copies(n, first, s)
         return small, large

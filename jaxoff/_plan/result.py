@@ -1,4 +1,4 @@
-"""A plan: where every residual lives, and what a step is predicted to cost."""
+"""A plan: the placement of each residual, and the predicted cost of a step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxoff._device.profile import Device
-from jaxoff._plan.layer import UNNAMED, UNNAMED_DOTS
+from jaxoff._plan.layer import UNNAMED, UNNAMED_DOTS, Verb
 from jaxoff._plan.layer_cost import Times
 from jaxoff._plan.step_cost import Moment
 from jaxoff._policy.combinators import FirstLayers
 from jaxoff._policy.policy import PLAN_PRESET, Policy, Unmarked
 from jaxoff._report.tables import format_nbytes, render_text
 
-type Verb = Literal["save", "offload", "recompute"]
+# The layers to which a row of a plan applies.
 type Layers = Literal["all", "first", "others"]
 
-# What a policy does with dots without a name.
+# Placement of unnamed dots -> the field `unmarked` of a policy with this placement.
 _UNMARKED: dict[Verb, Unmarked] = {"save": "dots", "offload": "offload_dots", "recompute": "recompute"}
 
 
@@ -27,8 +27,8 @@ class BudgetError(ValueError):
     """No placement fits the budget.
 
     Attributes:
-      smallest_bytes: the smallest budget of device memory for which there is a plan; None where the budget of
-        host memory is what nothing fits.
+      smallest_bytes: the smallest budget of device memory for which there is a plan; None where no placement
+        fits the budget of host memory.
     """
 
     def __init__(self, message: str, smallest_bytes: int | None):
@@ -38,20 +38,20 @@ class BudgetError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """Where the values of one name live, and what that costs.
+    """The placement of the values of a name, and its predicted cost.
 
     Attributes:
       name: as given to `jaxoff.name`; "(dots)" for outputs of dots and convolutions without a name,
-        "(offload)" and "(not_offload)" for marked values without one.
-      shape: of one instance.
-      count: instances in a step.
-      nbytes: of all of them.
+        "(offload)" and "(not_offload)" for marked values without a name.
+      shape: dtype and shape of an instance.
+      count: number of instances in a step.
+      nbytes: bytes of all instances.
       choice: "save", "offload" or "recompute".
-      recomputed_ms: of a step, that saving it instead would spare.
-      copied_ms: of the link, both ways.
-      exposed_ms: of that, its share of what nothing hides.
-      why: what the other choices would do, or which mark decided.
-      layers: whether it is of "all" layers, of the "first" ones, or of the "others".
+      recomputed_ms: time spared by a step with the values saved instead.
+      copied_ms: time on the link, in both directions.
+      exposed_ms: share of the time of copies not hidden by kernels.
+      why: the effect of each other choice, or the reason why there is no choice.
+      layers: the layers of the row: "all", the "first" or the "others".
     """
 
     name: str
@@ -68,17 +68,18 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A placement of every residual, and what it is predicted to cost. Prints as a table.
+    """A placement of each residual, and its predicted cost. Prints as a table.
 
     Attributes:
-      rows: the placements, in the order in which the values are made.
-      peak: the moment of a step at which most device memory is in use.
-      host_bytes: pinned host memory.
-      times: of a step, split.
-      device_bytes: the budget.
-      device: what it was planned for.
-      first_layers: how many layers of each loop are placed otherwise than the others; 0 if none.
-      compiled_bytes: device memory that the compiled step takes, where `compile_step` was given; None else.
+      rows: the placements, in the order in which the forward pass computes the values.
+      peak: the moment of a step with most device memory in use.
+      host_bytes: bytes of pinned host memory.
+      times: duration of a step, by cause.
+      device_bytes: the budget of device memory.
+      device: the profile of the device.
+      first_layers: number of layers of each loop with a placement of their own; 0 if all layers share a
+        placement.
+      compiled_bytes: device memory of the compiled step, where `compile_step` was given; None otherwise.
     """
 
     rows: tuple[Planned, ...]
@@ -94,8 +95,8 @@ class Plan:
     def policy(self) -> Any:
         """The placement as a policy, for `jax.checkpoint`, `jaxoff.scan` or `jaxoff.layers`.
 
-        A `jaxoff.FirstLayers` where first layers are placed otherwise. Their `keep_first="auto"` leaves it as
-        it is.
+        A `jaxoff.FirstLayers` where first layers have a placement of their own. `keep_first="auto"` does not
+        change the policy of a plan.
         """
         if self.first_layers:
             return FirstLayers(self.first_layers, self._policy("first"), self._policy("others"))
@@ -104,33 +105,37 @@ class Plan:
     def _policy(self, layers: Layers) -> Policy:
         rows = [row for row in self.rows if row.layers == layers]
 
-        def named(choice: Verb) -> tuple[str, ...]:
+        def find_names(choice: Verb) -> tuple[str, ...]:
             return tuple(glob.escape(r.name) for r in rows if r.choice == choice and r.name not in UNNAMED)
 
         dots: list[Verb] = [row.choice for row in rows if row.name == UNNAMED_DOTS]
         return Policy(
-            offload=named("offload"),
-            save=named("save"),
-            recompute=named("recompute"),
+            offload=find_names("offload"),
+            save=find_names("save"),
+            recompute=find_names("recompute"),
             unmarked=_UNMARKED[dots[0]] if dots else "recompute",
             preset=PLAN_PRESET,
         )
 
     @property
     def peak_bytes(self) -> int:
-        """The most device memory in use at once, predicted."""
+        """The predicted peak of device memory, in bytes."""
         return self.peak.nbytes
 
     @property
     def step_ms(self) -> float:
-        """The time of a step, predicted: of the train step, or of the loss and its gradients."""
+        """The predicted duration of a train step, or of a loss and its gradients, in ms."""
         return self.times.total
 
     def choice(self, name: str, *, others: bool = False) -> Verb:
-        """Where the values of a name live: of the first layers, or of the others, if those differ.
+        """The placement of the values of a name.
+
+        Args:
+          name: the name.
+          others: whether to return the placement in the layers after the first ones, where it differs.
 
         Raises:
-          KeyError: for a name that is not planned.
+          KeyError: for a name without a row.
         """
         for row in self.rows:
             if row.name == name and row.layers in ("all", "others" if others else "first"):
@@ -152,7 +157,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Plan:
-        """The plan whose `to_dict` this is."""
+        """Builds a plan from the result of `to_dict`."""
         return cls(
             rows=tuple(Planned(**row) for row in fields["rows"]),
             peak=Moment(**fields["peak"]),
@@ -170,7 +175,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan whose `to_json` this is.
+        """Builds a plan from the result of `to_json`.
 
         Raises:
           ValueError: for other text.
@@ -183,7 +188,7 @@ class Plan:
             ) from None
 
     def table(self) -> str:
-        """The plan as text: name, bytes, choice, ms recomputed, copied and exposed, why; and the totals."""
+        """The plan as text: for each name bytes, choice, times and the reason; then the totals."""
         return render_text(self)
 
     def __str__(self) -> str:
@@ -195,8 +200,8 @@ class Plan:
         yield from render(self, console.is_terminal)
 
 
-def split(peak: Moment) -> str:
-    """What takes the device's memory at a moment."""
+def describe_parts(peak: Moment) -> str:
+    """Lists the bytes of device memory at a moment, by use."""
     parts = (
         ("arguments", peak.arguments),
         ("resident", peak.resident),
@@ -207,9 +212,9 @@ def split(peak: Moment) -> str:
     return ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in parts if nbytes)
 
 
-def fullest(peak: Moment) -> str:
-    """What takes the space of a step that does not fit, and what to do."""
+def describe_peak(peak: Moment) -> str:
+    """Says which use of memory makes a step too large, and which changes make it smaller."""
     return (
-        f"At its fullest, in the {peak.what}, the device then holds {split(peak)}. Take a smaller batch, or "
-        "shorter or fewer layers."
+        f"At its fullest, in the {peak.what}, the device then holds {describe_parts(peak)}. Take a smaller "
+        "batch, or shorter or fewer layers."
     )

@@ -1,10 +1,14 @@
-"""The fastest placement within a budget, exactly: an integer program for HiGHS, by way of scipy.
+"""The fastest placement within a budget, exactly: an integer program for the solver HiGHS, by way of scipy.
 
-Two binaries a label say whether it is saved or moved. What follows from them is continuous, and as large as
-it must be: whether a value is needed (the backward pass reads it, or what is made again does), made again (it
-is needed and not kept), on the device at a step. The integer program is a relaxation at first: in jaxoff's
-order a value is made again just before its first use, which may be that of another one made from it. Where a
-solution breaks the budget for that, the step at which it does is written out, and it is solved again.
+Two binary variables for each label say whether its values are saved or offloaded. All other variables are
+continuous, and as large as the constraints demand: whether a value is needed (the backward pass reads the
+value, or recomputes another value from it), whether it is recomputed (needed, and neither saved nor
+offloaded), how many copies are on the device at a kernel.
+
+`StepModel` and `LayerModel` state the same rules as functions of a placement; each method here with a
+counterpart there names the counterpart. At first the integer program is a relaxation: ordered iterations
+recompute a value just before its first use, which may be the recomputation of another value. If a solution
+breaks the budget for this reason, the search adds exact constraints for the fullest kernels and solves again.
 """
 
 from __future__ import annotations
@@ -15,387 +19,513 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from jaxoff._plan.calibrations import RELOADED_LAYERS, UNSHARED_PART
 from jaxoff._plan.integer_program import IntegerProgram
-from jaxoff._plan.layer import UNNAMED_DOTS, name_of
-from jaxoff._plan.layer_cost import APART, LAST, Choice, LayerModel
-from jaxoff._plan.step_cost import Model
-from jaxoff._policy.decision import Placement
+from jaxoff._plan.layer import UNNAMED_DOTS, Label, Placements, Verb
+from jaxoff._plan.layer_cost import LayerModel
+from jaxoff._plan.step_cost import StepModel
 
-# Bytes are counted in this, and for small models in a part of their own size: what HiGHS can tell apart.
-_GB, _PART = 1e9, 0.1
-# HiGHS keeps constraints up to 1e-6; the model counts whole bytes.
-_TOLERANCE, _ROUNDED = 2e-6, 2
-# What keeping dots without a name costs besides, in hundredths of what a step takes in any case: of choices
-# that are equally fast, one that keeps what has a name is found. HiGHS tells differences above 1e-6.
-_UNNAMED = 3e-5
+# Factor by which a budget exceeds the memory of a placement so that the search, with its tolerance, finds the
+# placement.
+BUDGET_FACTOR = 1.000001
+# Bytes in a unit of memory variables, at most.
+_GB = 1e9
+# The same for small models, as a part of the model's peak: HiGHS distinguishes values of order 1 best.
+_PEAK_PART = 0.1
+# Error of a constraint in a solution, in units of memory: twice the tolerance of HiGHS, 1e-6.
+_TOLERANCE = 2e-6
+# Bytes by which a budget and a peak may differ by rounding up: the model counts whole bytes.
+_ROUNDED = 2
+# Tie-break, in percent of a step: the charge for keeping unnamed dots, so that among equally fast placements
+# the search finds one with named values. HiGHS distinguishes costs with a difference of 1e-6.
+_UNNAMED_CHARGE = 3e-5
+# Weight of the duration, in percent of a step, where the search minimises memory: a tie-break, too.
+_TIME_WEIGHT = 1e-6
 
 
-def fastest(
-    model: Model, device_bytes: int, host_bytes: int | None, fixed: Choice, below_ms: float = math.inf
-) -> Choice | None:
-    """The choice with the shortest step within budgets of device and host memory; None where none fits.
+def find_fastest(
+    model: StepModel, device_bytes: int, host_bytes: int | None, fixed: Placements, below_ms: float = math.inf
+) -> Placements | None:
+    """Finds the placement with the shortest step within budgets of device and host memory; None if none fits.
 
     Args:
       model: the costs.
-      device_bytes: the budget, of which the model's margin stays free.
-      host_bytes: at most so much pinned host memory, if given.
+      device_bytes: budget of device memory, of which the model's margin stays unused.
+      host_bytes: budget of pinned host memory, or None.
       fixed: placements of some labels.
-      below_ms: only a shorter step is looked for.
+      below_ms: duration below which a step must be.
     """
-    return _Search(model, host_bytes, fixed).solve(device_bytes, below_ms)
+    return _PlacementSearch(model, host_bytes, fixed).solve(device_bytes, below_ms)
 
 
-def smallest(model: Model, host_bytes: int | None, fixed: Choice) -> Choice | None:
-    """The choice that needs least device memory, and of those a fast one; None if none fits the host."""
-    return _Search(model, host_bytes, fixed).solve(None)
+def find_smallest(model: StepModel, host_bytes: int | None, fixed: Placements) -> Placements | None:
+    """Finds the placement with the least device memory; None if none fits the host. Of equals, a fast one."""
+    return _PlacementSearch(model, host_bytes, fixed).solve(None)
 
 
-class _Kind:
-    """The variables of a kind of part.
+class _LayerVariables:
+    """The variables and constraints of a kind of layer group.
 
     Attributes:
-      again, saved, moved: by value, the variables that say so.
-      moving: whether it moves anything, or may take the memory of what does; in jaxoff's order, whether the
-        step does.
-      small, large, both, working: of its working set in the backward pass.
+      recomputed, saved, offloaded: index of a value -> variable that is 1 if the value is in this state.
+      offloads: variable that is 1 if the layer offloads a value. For ordered layers: if any layer of the step
+        does.
+      small, large, both, working: variables of the working set of the backward pass: the largest sum of small
+        values, of large values, of both at one kernel, and the bytes allocated by XLA.
     """
 
     def __init__(
         self,
         program: IntegerProgram,
         model: LayerModel,
-        save: dict[str, int],
-        move: dict[str, int],
-        step_moves: int,
+        save: dict[Label, int],
+        offload: dict[Label, int],
+        step_offloads: int,
     ):
+        """Adds the layer to a program. Counterparts: `LayerModel.find_states` and
+        `LayerModel.working_nbytes`.
+
+        Args:
+          program: the integer program.
+          model: the costs of the layer.
+          save, offload: label -> binary variable that is 1 if the label's values are saved or offloaded.
+          step_offloads: variable that is 1 if any layer of the step offloads a value.
+        """
         self._program, self._model = program, model
         self.layer, values = model.layer, model.layer.values
-        self.again = {n: program.variable() for n in range(len(values))}
-        self.saved = {n: program.variable() for n in range(len(values))}
-        self.moved = {n: program.variable() for n in range(len(values))}
-        self.moving = step_moves if self.layer.in_order else program.variable(integer=True)
-        self.small, self.large, self.both, self.working = (program.variable(np.inf) for _ in range(4))
-        steps = (s.small + s.large + sum(t.small + t.large for t in s.shared) for s in self.layer.backward)
-        # More than the working set can be: what it need not be at least is lower by as much.
-        self._much = (2 * sum(value.nbytes for value in values) + max(steps, default=0)) / self._program.unit
-        self._made_by: dict[int, dict[int, int]] = {}
-        self._left_there: dict[int, int] | None = None
-        self._written_out: set[int] = set()
+        self.recomputed = {n: program.add_variable() for n in range(len(values))}
+        self.saved = {n: program.add_variable() for n in range(len(values))}
+        self.offloaded = {n: program.add_variable() for n in range(len(values))}
+        self.offloads = step_offloads if self.layer.is_ordered else program.add_variable(integer=True)
+        self.small, self.large, self.both, self.working = (program.add_variable(np.inf) for _ in range(4))
+        kernels = (
+            kernel.small_nbytes
+            + kernel.large_nbytes
+            + sum(fusion.small_nbytes + fusion.large_nbytes for fusion in kernel.fusions)
+            for kernel in self.layer.backward
+        )
+        # A bound above every working set: a constraint lower by the bound has no effect.
+        bound = 2 * sum(value.nbytes for value in values) + max(kernels, default=0)
+        self._bound = bound / self._program.unit
+        self._recomputed_by: dict[int, dict[int, int]] = {}
+        self._lingering: dict[int, int] | None = None
+        self._exact_kernels: set[int] = set()
         for n, value in enumerate(values):
             kept: list[tuple[int, float]] = []
-            always: Placement | None = "save" if value.carried else value.fixed
+            always: Verb | None = "save" if value.is_carried else value.fixed
             if always is None and value.label is not None:
-                kept = [(save[value.label], 1.0), (move[value.label], 1.0)]
-            states = {"recompute": self.again[n], "save": self.saved[n], "offload": self.moved[n]}
-            # Each reason to need it: 1, or a variable.
-            reasons: list[list[tuple[int, float]]] = [[(self.again[r], 1.0)] for r in model.readers[n]]
-            reasons += [[]] if value.first is not None else []
+                kept = [(save[value.label], 1.0), (offload[value.label], 1.0)]
+            states: dict[Verb, int] = {
+                "recompute": self.recomputed[n],
+                "save": self.saved[n],
+                "offload": self.offloaded[n],
+            }
+            # The value is needed if a reason is 1: the sum of its terms, or 1 without terms.
+            reasons: list[list[tuple[int, float]]] = [[(self.recomputed[r], 1.0)] for r in model.readers[n]]
+            reasons += [[]] if value.first_reader is not None else []
             for reason in reasons:
                 constant = 0.0 if reason else 1.0
                 if always is not None:
-                    program.at_least(states[always], reason, constant)
+                    program.add_lower_bound(states[always], reason, constant)
                     continue
-                program.at_least(states["recompute"], [*reason, *((v, -f) for v, f in kept)], constant)
-                for place, variable in zip(("save", "offload"), kept, strict=False):
-                    program.at_least(states[place], [*reason, variable], constant - 1.0)
-            self._exact(states, always, kept, [r[0][0] for r in reasons if r], value.first is not None)
-        self._time()
+                program.add_lower_bound(states["recompute"], [*reason, *((v, -f) for v, f in kept)], constant)
+                for verb, variable in zip(("save", "offload"), kept, strict=False):
+                    program.add_lower_bound(states[verb], [*reason, variable], constant - 1.0)
+            is_read = value.first_reader is not None
+            self._bound_states(states, always, kept, [r[0][0] for r in reasons if r], is_read=is_read)
+        self._add_times()
         for s in range(len(self.layer.backward)):
-            for ordered in (True,) if self.layer.in_order else (False, True):
-                self._memory(s, ordered)
-        moved = list(self.moved.values())
-        if not self.layer.in_order:
-            program.at_most([(self.moving, 1.0), *((v, -1.0) for v in moved)], 0.0)
-        for variable in moved:
-            for moves in {self.moving, step_moves}:
-                program.at_most([(variable, 1.0), (moves, -1.0)], 0.0)
-        beside_copies = [(self.both, 1 - APART), (self.small, APART), (self.large, APART)]
-        if self.layer.in_order:  # what is packed takes less: the most at one step, by `_memory`
-            program.at_least(self.working, [*beside_copies, (self.moving, self._much)], -self._much)
-        else:  # in stock order it is all apart
-            program.at_least(self.working, beside_copies)
+            for is_ordered in (True,) if self.layer.is_ordered else (False, True):
+                self._add_memory(s, is_ordered=is_ordered)
+        offloaded = list(self.offloaded.values())
+        if not self.layer.is_ordered:
+            program.add_upper_bound([(self.offloads, 1.0), *((v, -1.0) for v in offloaded)], 0.0)
+        for variable in offloaded:
+            for offloads in {self.offloads, step_offloads}:
+                program.add_upper_bound([(variable, 1.0), (offloads, -1.0)], 0.0)
+        with_copies = [
+            (self.both, 1 - UNSHARED_PART),
+            (self.small, UNSHARED_PART),
+            (self.large, UNSHARED_PART),
+        ]
+        if self.layer.is_ordered:  # packed without copies: by `_add_memory`
+            program.add_lower_bound(self.working, [*with_copies, (self.offloads, self._bound)], -self._bound)
+        else:  # without copies in stock order: small and large values share no buffers
+            program.add_lower_bound(self.working, with_copies)
             apart = [(self.small, 1.0), (self.large, 1.0)]
-            program.at_least(self.working, [*apart, (self.moving, -self._much)])
+            program.add_lower_bound(self.working, [*apart, (self.offloads, -self._bound)])
 
-    def _exact(self, states, always, kept, readers, is_read: bool) -> None:
-        """A value that nothing needs is in no state, and one is in the state that its label says."""
+    def _bound_states(
+        self,
+        states: Mapping[Verb, int],
+        always: Verb | None,
+        kept: list[tuple[int, float]],
+        readers: list[int],
+        *,
+        is_read: bool,
+    ) -> None:
+        """Bounds the states of a value from above: none if the value is not needed, else the state of its
+        label.
+
+        Args:
+          states: placement -> variable of the state.
+          always: the placement of the value if no label places it.
+          kept: the variables of the value's label, or none.
+          readers: variables of the values recomputed from the value.
+          is_read: whether the backward pass reads the value.
+        """
         everything = [(variable, 1.0) for variable in states.values()]
         if not is_read:
-            self._program.at_most([*everything, *((r, -1.0) for r in readers)], 0.0)
-        self._program.at_most(everything, 1.0)
-        for place, variable in zip(("save", "offload"), kept, strict=False):
-            self._program.at_most([(states[place], 1.0), (variable[0], -1.0)], 0.0)
-        for place in () if kept else ("save", "offload"):
-            if place != always:
-                self._program.at_most([(states[place], 1.0)], 0.0)
+            self._program.add_upper_bound([*everything, *((r, -1.0) for r in readers)], 0.0)
+        self._program.add_upper_bound(everything, 1.0)
+        keeping: tuple[Verb, Verb] = ("save", "offload")
+        for verb, variable in zip(keeping, kept, strict=False):
+            self._program.add_upper_bound([(states[verb], 1.0), (variable[0], -1.0)], 0.0)
+        for verb in () if kept else keeping:
+            if verb != always:
+                self._program.add_upper_bound([(states[verb], 1.0)], 0.0)
         if always not in (None, "recompute"):
-            self._program.at_most([(states["recompute"], 1.0)], 0.0)
+            self._program.add_upper_bound([(states["recompute"], 1.0)], 0.0)
 
-    def _time(self) -> None:
+    def _add_times(self) -> None:
+        """Adds the duration of all iterations to the cost. Counterpart: `LayerModel.times`."""
         program, model, layer = self._program, self._model, self.layer
         iterations = model.iterations
-        exposed = program.variable(np.inf), program.variable(np.inf)
-        again = [(v, layer.values[n].ms) for n, v in self.again.items()]
-        sent = [(v, model.d2h_ms(n)) for n, v in self.moved.items()]
-        back = [(v, model.h2d_ms(n)) for n, v in self.moved.items()]
-        program.at_least(exposed[0], sent, -layer.forward_ms)
-        program.at_least(exposed[1], [*back, *((v, -ms) for v, ms in again)], -layer.backward_ms)
-        stored = [(v, layer.values[n].stored_ms) for n, v in self.saved.items()]
-        slowed = [(v, model.slowed_ms(n)) for n, v in self.moved.items()]
-        for variable, ms in (*again, *stored, *slowed):
+        exposed = program.add_variable(np.inf), program.add_variable(np.inf)
+        recompute = [(v, layer.values[n].recompute_ms) for n, v in self.recomputed.items()]
+        send = [(v, model.d2h_ms(n)) for n, v in self.offloaded.items()]
+        reload = [(v, model.h2d_ms(n)) for n, v in self.offloaded.items()]
+        program.add_lower_bound(exposed[0], send, -layer.forward_ms)
+        program.add_lower_bound(exposed[1], [*reload, *((v, -ms) for v, ms in recompute)], -layer.backward_ms)
+        store = [(v, layer.values[n].store_ms) for n, v in self.saved.items()]
+        slowdown = [(v, model.slowdown_ms(n)) for n, v in self.offloaded.items()]
+        for variable, ms in (*recompute, *store, *slowdown):
             program.cost[variable] += iterations * ms
         for variable in exposed:
             program.cost[variable] += iterations
 
-    def residuals(self, parts: int, waiting: int, *, large: bool = False) -> list[tuple[int, float]]:
-        """What so many parts keep on the device, so many of which do not run; all, or large values."""
+    def residual_terms(
+        self, groups: int, waiting: int, *, only_large: bool = False
+    ) -> list[tuple[int, float]]:
+        """Returns the terms of residuals on the device.
+
+        Counterparts: `LayerModel.residual_nbytes`, `large_residual_nbytes` and `lingering_nbytes`.
+
+        Args:
+          groups: number of groups with residuals.
+          waiting: number of these groups other than the running group.
+          only_large: whether only residuals in large buffers count.
+        """
         values = self.layer.values
         terms = [
-            (v, parts * self.layer.iterations * values[n].nbytes)
+            (v, groups * self.layer.iterations * values[n].nbytes)
             for n, v in self.saved.items()
-            if self._model.is_kept_large(n) or not large
+            if self._model.is_large_residual(n) or not only_large
         ]
-        left = self._left() if waiting and self.layer.iterations > 1 else {}
-        terms += [(v, waiting * self.layer.values[n].nbytes) for n, v in left.items()]
+        lingering = self._find_lingering() if waiting and self.layer.iterations > 1 else {}
+        terms += [(v, waiting * self.layer.values[n].nbytes) for n, v in lingering.items()]
         return [(v, nbytes / self._program.unit) for v, nbytes in terms]
 
-    def large_working(self) -> list[tuple[int, float]]:
-        """The large values of the working set of a part in no loop."""
-        moved = [
-            (v, LAST * self.layer.values[n].nbytes / self._program.unit)
-            for n, v in self.moved.items()
+    def large_working_terms(self) -> list[tuple[int, float]]:
+        """Returns terms of large values in use. Counterpart: `LayerModel.large_working_nbytes`."""
+        offloaded = [
+            (v, RELOADED_LAYERS * self.layer.values[n].nbytes / self._program.unit)
+            for n, v in self.offloaded.items()
             if self.layer.values[n].is_large
         ]
-        return [(self.large, 1.0), *moved]
+        return [(self.large, 1.0), *offloaded]
 
-    def _left(self) -> dict[int, int]:
-        """By value, the variable that says whether the last iteration of a loop leaves it on the device."""
-        if self._left_there is None:
-            self._left_there = left = {}
-            for n, until in ((n, self._model.left_until(n)) for n in self.moved if self._model.is_reached(n)):
-                if self._model.reach(n)[0] <= until:
-                    left[n] = self.moved[n]
+    def _find_lingering(self) -> dict[int, int]:
+        """Returns: index of a value -> variable that is 1 if the last iteration leaves the value on the
+        device.
+
+        Counterpart: `LayerModel.lingering_nbytes`.
+        """
+        if self._lingering is None:
+            self._lingering = lingering = {}
+            needed = (n for n in self.offloaded if self._model.is_needed(n))
+            for n, until in ((n, self._model.lingers_until(n)) for n in needed):
+                if self._model.find_use_range(n)[0] <= until:
+                    lingering[n] = self.offloaded[n]
                     continue
-                made = self._made(until) if until >= 0 else {}
-                if readers := [made[r] for r in self._model.readers[n] if r in made]:
-                    left[n] = self._program.variable()
+                by_then = self._find_recomputed_by(until) if until >= 0 else {}
+                if readers := [by_then[r] for r in self._model.readers[n] if r in by_then]:
+                    lingering[n] = self._program.add_variable()
                     for reader in readers:
-                        self._program.at_least(left[n], [(reader, 1.0), (self.moved[n], 1.0)], -1.0)
-        return self._left_there
+                        self._program.add_lower_bound(
+                            lingering[n], [(reader, 1.0), (self.offloaded[n], 1.0)], -1.0
+                        )
+        return self._lingering
 
-    def on_host(self) -> list[tuple[int, float]]:
-        factor = (
-            self._model.count * (self.layer.iterations + (self.layer.iterations > 1)) / self._program.unit
-        )
-        return [(v, factor * self.layer.values[n].nbytes) for n, v in self.moved.items()]
+    def host_terms(self) -> list[tuple[int, float]]:
+        """Returns the terms of host memory. Counterpart: `LayerModel.host_nbytes`."""
+        rows = self.layer.iterations + (self.layer.iterations > 1)
+        factor = self._model.count * rows / self._program.unit
+        return [(v, factor * self.layer.values[n].nbytes) for n, v in self.offloaded.items()]
 
-    def forward(self) -> tuple[list[tuple[int, float]], float]:
-        """The working set of the forward pass, in the program's kernel: terms and a constant."""
-        late = [n for n in self.moved if self._model.is_sent_late(n)]
-        terms = [(self.moved[n], self.layer.values[n].nbytes / self._program.unit) for n in late]
-        steps = self.layer.forward
-        most = max((s.small for s in steps), default=0) + max((s.large for s in steps), default=0)
+    def forward_terms(self) -> tuple[list[tuple[int, float]], float]:
+        """Returns terms and constant of the forward pass. Counterpart: `LayerModel.forward_nbytes`."""
+        late = [n for n in self.offloaded if self._model.is_offloaded_late(n)]
+        terms = [(self.offloaded[n], self.layer.values[n].nbytes / self._program.unit) for n in late]
+        kernels = self.layer.forward
+        most = max((k.small_nbytes for k in kernels), default=0)
+        most += max((k.large_nbytes for k in kernels), default=0)
         return terms, most / self._program.unit
 
-    def write_out(self, s: int) -> bool:
-        """Adds what is on the device at a step for the sake of values that are made again from it.
+    def add_exact_memory(self, s: int) -> bool:
+        """Adds the memory of values that are on the device at a kernel only to recompute other values from
+        them.
 
-        False if that was done before.
+        Returns whether the program changes: False for an exact kernel.
         """
-        if s in self._written_out:
+        if s in self._exact_kernels:
             return False
-        self._written_out.add(s)
-        self._memory(s, True, whole=True)
+        self._exact_kernels.add(s)
+        self._add_memory(s, is_ordered=True, is_exact=True)
         return True
 
-    def _made(self, s: int) -> dict[int, int]:
-        """By value, the variable that says whether it is made again by a step, in jaxoff's order."""
-        if s not in self._made_by:
-            made = self._made_by[s] = {}
+    def _find_recomputed_by(self, s: int) -> dict[int, int]:
+        """Returns: index of a value -> variable that is 1 if an ordered iteration recomputes the value by a
+        kernel.
+
+        Counterpart: `LayerModel.find_recompute_starts`.
+        """
+        if s not in self._recomputed_by:
+            found = self._recomputed_by[s] = {}
             for n in reversed(range(len(self.layer.values))):
                 value = self.layer.values[n]
-                if value.first is not None and value.first <= s:
-                    made[n] = self.again[n]
-                elif readers := [made[r] for r in self._model.readers[n] if r in made]:
-                    made[n] = self._program.variable()
+                if value.first_reader is not None and value.first_reader <= s:
+                    found[n] = self.recomputed[n]
+                elif readers := [found[r] for r in self._model.readers[n] if r in found]:
+                    found[n] = self._program.add_variable()
                     for reader in readers:
-                        self._program.at_least(made[n], [(reader, 1.0), (self.again[n], 1.0)], -1.0)
-        return self._made_by[s]
+                        self._program.add_lower_bound(
+                            found[n], [(reader, 1.0), (self.recomputed[n], 1.0)], -1.0
+                        )
+        return self._recomputed_by[s]
 
-    def _memory(self, s: int, ordered: bool, *, whole: bool = False) -> None:
-        """The working set is at least that of a step, in stock order or in that of `jaxoff.jit`.
+    def _add_memory(self, s: int, *, is_ordered: bool, is_exact: bool = False) -> None:
+        """Bounds the working set from below by the bytes in use at a kernel of the backward pass.
 
-        If not `whole`, without what is there for the sake of values that are made again from it.
+        Counterpart: `LayerModel.nbytes_by_kernel`.
+
+        Args:
+          s: index of the kernel.
+          is_ordered: whether the bound is for the order of `jaxoff.jit`, or for stock order.
+          is_exact: whether values count that are on the device only to recompute other values from them.
         """
-        step, model = self.layer.backward[s], self._model
+        kernel, model = self.layer.backward[s], self._model
         terms: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
-        if_moving: list[tuple[int, float]] = []  # copies of rows that wait beside others then, negative
-        made = self._made(s) if whole else {}
+        without_copies: list[tuple[int, float]] = []  # negative: no early row copies
+        recomputed = self._find_recomputed_by(s) if is_exact else {}
         for n, value in enumerate(self.layer.values):
             size, held = value.nbytes / self._program.unit, terms[value.is_large]
-            if not model.is_reached(n):
+            if not model.is_needed(n):
                 continue
-            if value.last is not None and model.hidden(n) < s <= value.last and value.first is not None:
-                if not ordered or value.first <= s:
-                    held.append((self._alone(n, self.again[n]), size))
-                elif n in made and not model.is_read_anew(n):
-                    held.append((self._alone(n, made[n]), size))
-            row, (first, _) = model.copied_row(n), model.reach(n)
-            if row is not None and s <= row[1] and (ordered or row[0] <= s):
+            first, last = value.first_reader, value.last_reader
+            if last is not None and model.find_alias_end(n) < s <= last and first is not None:
+                if not is_ordered or first <= s:
+                    held.append((self._add_alone(n, self.recomputed[n]), size))
+                elif n in recomputed and not model.is_read_twice(n):
+                    held.append((self._add_alone(n, recomputed[n]), size))
+            row, (first_use, _) = model.find_row_copy(n), model.find_use_range(n)
+            if row is not None and s <= row[1] and (is_ordered or row[0] <= s):
                 held.append((self.saved[n], size))
                 if s < row[0]:
-                    if_moving.append((self.saved[n], -size))
-                    if whole:
-                        if_moving.append((self._read_by(n, made), size))
-            if ordered and whole:
-                held.append((self._copies(n, s), size))
-            elif ordered:
-                held.append((self.moved[n], model.copies(n, first, s) * size))
-        for shared in () if ordered else step.shared:
-            variable = self._program.variable()
-            names = model.names_of(shared.value) | {shared.value}
-            for name, n in itertools.product(names, shared.again):
-                self._program.at_least(variable, [(self.saved[name], 1.0), (self.again[n], 1.0)], -1.0)
-            terms[False].append((variable, shared.small / self._program.unit))
-            terms[True].append((variable, shared.large / self._program.unit))
+                    without_copies.append((self.saved[n], -size))
+                    if is_exact:
+                        without_copies.append((self._add_saved_and_read(n, recomputed), size))
+            if is_ordered and is_exact:
+                held.append((self._add_copies(n, s), size))
+            elif is_ordered:
+                held.append((self.offloaded[n], model.count_copies(n, first_use, s) * size))
+        for fusion in () if is_ordered else kernel.fusions:
+            variable = self._program.add_variable()
+            aliases = model.find_aliased(fusion.value) | {fusion.value}
+            for alias, n in itertools.product(aliases, fusion.recomputed):
+                self._program.add_lower_bound(
+                    variable, [(self.saved[alias], 1.0), (self.recomputed[n], 1.0)], -1.0
+                )
+            terms[False].append((variable, fusion.small_nbytes / self._program.unit))
+            terms[True].append((variable, fusion.large_nbytes / self._program.unit))
         own = (
-            (step.small - model.written(step, ordered)) / self._program.unit,
-            step.large / self._program.unit,
+            (kernel.small_nbytes - model.in_place_nbytes(kernel, is_ordered=is_ordered)) / self._program.unit,
+            kernel.large_nbytes / self._program.unit,
         )
         for size, is_large in ((self.small, False), (self.large, True)):
             off, constant = [], own[is_large]
-            if not self.layer.in_order:
-                off.append((self.moving, self._much if ordered else -self._much))
-                constant -= self._much if ordered else 0.0
-            self._program.at_least(size, [*terms[is_large], *off], constant)
-        if ordered:
-            off = [] if self.layer.in_order else [(self.moving, self._much)]
-            constant = sum(own) - (0.0 if self.layer.in_order else self._much)
-            self._program.at_least(self.both, [*terms[False], *terms[True], *off], constant)
-        if self.layer.in_order:
-            self._program.at_least(self.working, [*terms[False], *terms[True], *if_moving], sum(own))
+            if not self.layer.is_ordered:
+                off.append((self.offloads, self._bound if is_ordered else -self._bound))
+                constant -= self._bound if is_ordered else 0.0
+            self._program.add_lower_bound(size, [*terms[is_large], *off], constant)
+        if is_ordered:
+            off = [] if self.layer.is_ordered else [(self.offloads, self._bound)]
+            constant = sum(own) - (0.0 if self.layer.is_ordered else self._bound)
+            self._program.add_lower_bound(self.both, [*terms[False], *terms[True], *off], constant)
+        if self.layer.is_ordered:
+            self._program.add_lower_bound(
+                self.working, [*terms[False], *terms[True], *without_copies], sum(own)
+            )
 
-    def _read_by(self, n: int, made: Mapping[int, int]) -> int:
-        """The variable that says that a value is saved, and read for one of those made again."""
-        read = self._program.variable()
-        for reader in (made[r] for r in self._model.readers[n] if r in made):
-            self._program.at_least(read, [(self.saved[n], 1.0), (reader, 1.0)], -1.0)
+    def _add_saved_and_read(self, n: int, recomputed: Mapping[int, int]) -> int:
+        """Adds a variable that is 1 if a value is saved and a kernel recomputes another value from it.
+
+        Args:
+          n: index of the value.
+          recomputed: see `_find_recomputed_by`.
+        """
+        read = self._program.add_variable()
+        for reader in (recomputed[r] for r in self._model.readers[n] if r in recomputed):
+            self._program.add_lower_bound(read, [(self.saved[n], 1.0), (reader, 1.0)], -1.0)
         return read
 
-    def _alone(self, n: int, made: int) -> int:
-        """The variable that says that a value is made again and no other name of it is kept."""
-        names = self._model.names_of(n)
-        if not names:
-            return made
-        alone, kept = self._program.variable(), [v[m] for v in (self.saved, self.moved) for m in names]
-        self._program.at_least(alone, [(made, 1.0), *((v, -1.0) for v in kept)])
+    def _add_alone(self, n: int, recomputed: int) -> int:
+        """Adds a variable that is 1 if a value is recomputed and no alias of the value is kept.
+
+        Args:
+          n: index of the value.
+          recomputed: variable that is 1 if the value is recomputed.
+        """
+        aliases = self._model.find_aliased(n)
+        if not aliases:
+            return recomputed
+        alone = self._program.add_variable()
+        kept = [v[m] for v in (self.saved, self.offloaded) for m in aliases]
+        self._program.add_lower_bound(alone, [(recomputed, 1.0), *((v, -1.0) for v in kept)])
         return alone
 
-    def _copies(self, n: int, s: int) -> int:
-        """The variable that says how many copies of a moved value are on the device at a step."""
+    def _add_copies(self, n: int, s: int) -> int:
+        """Adds a variable: number of copies of an offloaded value on the device at a kernel.
+
+        Counterpart: `LayerModel.count_copies`.
+        """
         program, model = self._program, self._model
-        copies, last = program.variable(2.0), model.reach(n)[1]
-        program.at_least(copies, [(self.moved[n], model.copies(n, model.reach(n)[0], s))])
-        # By number of copies, the latest step of a reader for which there are as many.
-        latest = {model.copies(n, first, s): first for first in range(last + 1)}
+        first_use, last_use = model.find_use_range(n)
+        copies = program.add_variable(2.0)
+        program.add_lower_bound(copies, [(self.offloaded[n], model.count_copies(n, first_use, s))])
+        # Number of copies -> the latest first reader with this number.
+        latest = {model.count_copies(n, first, s): first for first in range(last_use + 1)}
         for number, first in latest.items():
-            made = self._made(first) if number else {}
-            for reader in (made[r] for r in model.readers[n] if r in made):
-                program.at_least(copies, [(reader, number), (self.moved[n], number)], -number)
+            recomputed = self._find_recomputed_by(first) if number else {}
+            for reader in (recomputed[r] for r in model.readers[n] if r in recomputed):
+                program.add_lower_bound(copies, [(reader, number), (self.offloaded[n], number)], -number)
         return copies
 
 
-class _Search:
-    def __init__(self, model: Model, host_bytes: int | None, fixed: Choice):
+class _PlacementSearch:
+    """The integer program of a whole step."""
+
+    def __init__(self, model: StepModel, host_bytes: int | None, fixed: Placements):
+        """Builds the program. Counterpart: `StepModel.timeline`.
+
+        Args:
+          model: the costs.
+          host_bytes: budget of pinned host memory, or None.
+          fixed: placements of some labels.
+        """
         self._model, self._fixed = model, fixed
         least = model.cost({}).peak.nbytes
-        self._program = program = IntegerProgram(max(1.0, min(_GB, _PART * least)))
-        self._save, self._move = {}, {}
+        self._program = program = IntegerProgram(max(1.0, min(_GB, _PEAK_PART * least)))
+        self._save, self._offload = {}, {}
         for label in model.labels:
-            place = fixed.get(label)
-            for variables, name in ((self._save, "save"), (self._move, "offload")):
-                possible = place in (None, name)
-                variables[label] = program.variable(float(possible), lower=float(place == name), integer=True)
-            program.at_most([(self._save[label], 1.0), (self._move[label], 1.0)], 1.0)
-        moves = program.variable(integer=True)
-        self._kinds = [_Kind(program, kind, self._save, self._move, moves) for kind in model.layers]
-        self._peak = program.variable(np.inf)
-        for point in model.telling_points:
+            verb = fixed.get(label)
+            for variables, kept in ((self._save, "save"), (self._offload, "offload")):
+                upper, lower = float(verb in (None, kept)), float(verb == kept)
+                variables[label] = program.add_variable(upper, lower=lower, integer=True)
+            program.add_upper_bound([(self._save[label], 1.0), (self._offload[label], 1.0)], 1.0)
+        offloads = program.add_variable(integer=True)
+        self._kinds = [
+            _LayerVariables(program, kind, self._save, self._offload, offloads) for kind in model.layers
+        ]
+        self._peak = program.add_variable(np.inf)
+        for point in model.decisive_points:
             alive = (point.nbytes - point.results_nbytes) / self._program.unit
             terms, constant = [], alive
-            for parts, waiting, kind in zip(point.holds, point.waiting, self._kinds, strict=True):
-                terms += kind.residuals(parts, waiting) if parts else []
+            for groups, waiting, kind in zip(point.holds, point.waiting, self._kinds, strict=True):
+                terms += kind.residual_terms(groups, waiting) if groups else []
             if point.kind is not None:
                 kind = self._kinds[point.kind]
-                if point.backward:
+                if point.is_backward:
                     terms.append((kind.working, 1.0))
                 else:
-                    more, most = kind.forward()
+                    more, most = kind.forward_terms()
                     terms, constant = terms + more, constant + most
-            self._fits(point.results_nbytes, terms, constant)
-            if point.kind is not None and model.is_beside_results(point):
-                results = point.results_nbytes + sum(point.to_come)
-                working = self._kinds[point.kind].large_working()
+            self._bound_peak(point.results_nbytes, terms, constant)
+            if point.kind is not None and model.competes_with_results(point):
+                results = point.results_nbytes + sum(point.pending_nbytes)
+                working = self._kinds[point.kind].large_working_terms()
                 held = [*zip(point.holds, self._kinds, strict=True)]
-                large = [term for parts, kind in held for term in kind.residuals(parts, 0, large=True)]
-                self._fits(results, [*large, *working], alive)
-                every = [term for parts, kind in held for term in kind.residuals(parts, 0)]
-                self._fits(results, [*every, *working], alive - model.places(point) / self._program.unit)
+                large = [
+                    term for groups, kind in held for term in kind.residual_terms(groups, 0, only_large=True)
+                ]
+                self._bound_peak(results, [*large, *working], alive)
+                every = [term for groups, kind in held for term in kind.residual_terms(groups, 0)]
+                shareable = model.shareable_nbytes(point) / self._program.unit
+                self._bound_peak(results, [*every, *working], alive - shareable)
         if host_bytes is not None:
-            program.at_most(
-                [term for kind in self._kinds for term in kind.on_host()], host_bytes / self._program.unit
+            program.add_upper_bound(
+                [term for kind in self._kinds for term in kind.host_terms()], host_bytes / self._program.unit
             )
 
-    def _fits(self, results: int, terms: Iterable[tuple[int, float]], constant: float) -> None:
-        """The peak is at least that of a moment at which there are some bytes of results."""
+    def _bound_peak(self, results: int, terms: Iterable[tuple[int, float]], constant: float) -> None:
+        """Bounds the peak from below by the memory of a moment.
+
+        Args:
+          results: bytes of results, to which the margin does not apply.
+          terms, constant: all other memory, without arguments and resident data.
+        """
         model, scale = self._model, 1 / (1 - self._model.margin)
         known = (model.argument_nbytes + model.resident_nbytes + results) / self._program.unit
         terms = [(variable, scale * factor) for variable, factor in terms]
-        self._program.at_least(self._peak, terms, known + scale * constant)
+        self._program.add_lower_bound(self._peak, terms, known + scale * constant)
 
-    def solve(self, device_bytes: int | None, below_ms: float = math.inf) -> Choice | None:
-        """The fastest choice with at most so much device memory; without a bound, that which needs least."""
-        # In hundredths of what a step takes in any case.
-        unit = self._model.kernels_ms / 100 or 1.0
+    def solve(self, device_bytes: int | None, below_ms: float = math.inf) -> Placements | None:
+        """Finds the fastest placement for a budget, or the placement with least memory; None if none fits.
+
+        Args:
+          device_bytes: the budget, or None to minimise memory.
+          below_ms: duration below which a step must be.
+        """
+        unit = self._model.kernels_ms / 100 or 1.0  # costs are in percent of a step without recomputation
         cost = {variable: ms / unit for variable, ms in self._program.cost.items()}
         if below_ms < math.inf:
-            self._program.at_most(cost.items(), below_ms / unit - 100)
-        for label in (label for label in self._model.labels if name_of(label) == UNNAMED_DOTS):
-            for variable in (self._save[label], self._move[label]):
-                cost[variable] = cost.get(variable, 0.0) + _UNNAMED
+            self._program.add_upper_bound(cost.items(), below_ms / unit - 100)
+        for label in (label for label in self._model.labels if label.name == UNNAMED_DOTS):
+            for variable in (self._save[label], self._offload[label]):
+                cost[variable] = cost.get(variable, 0.0) + _UNNAMED_CHARGE
         if device_bytes is None:
-            cost = {variable: 1e-6 * ms for variable, ms in cost.items()} | {self._peak: 1.0}
+            cost = {variable: _TIME_WEIGHT * ms for variable, ms in cost.items()} | {self._peak: 1.0}
         else:
-            self._program.at_most([(self._peak, 1.0)], device_bytes / self._program.unit)
+            self._program.add_upper_bound([(self._peak, 1.0)], device_bytes / self._program.unit)
         while True:
             solution = self._program.minimise(cost)
             if solution is None:
                 return None
-            choice = self._choice(solution)
-            needed = self._model.needed(choice)
+            placements = self._read_placements(solution)
+            needed = self._model.find_budget(placements)
             promised = solution[self._peak] * self._program.unit if device_bytes is None else device_bytes
             if needed <= promised + _TOLERANCE * self._program.unit + _ROUNDED:
-                return choice
-            if not self._write_out(choice):
+                return placements
+            if not self._add_exact_memory(placements):
                 raise RuntimeError(
                     f"The planner's search and its model disagree: {needed} bytes by the model, at most "
                     f"{promised:.0f} by the search. A bug in jaxoff: please report it and the program."
                 )
 
-    def _choice(self, solution: np.ndarray) -> Choice:
-        choice: dict[str, Placement] = {}
+    def _read_placements(self, solution: np.ndarray) -> Placements:
+        """Reads the placement from a solution. Labels without a needed value are recomputed, unless fixed."""
+        found: dict[Label, Verb] = {}
         for label in self._model.labels:
-            saved, moved = solution[self._save[label]] > 0.5, solution[self._move[label]] > 0.5
-            choice[label] = "save" if saved else "offload" if moved else "recompute"
-        kept = self._model.kept_labels(choice)
-        # What nothing needs is kept in name only.
-        return {k: place if k in kept or k in self._fixed else "recompute" for k, place in choice.items()}
+            saved, offloaded = solution[self._save[label]] > 0.5, solution[self._offload[label]] > 0.5
+            found[label] = "save" if saved else "offload" if offloaded else "recompute"
+        kept = self._model.find_kept_labels(found)
+        return {k: verb if k in kept or k in self._fixed else "recompute" for k, verb in found.items()}
 
-    def _write_out(self, choice: Choice) -> bool:
-        """Writes out the steps at which parts in jaxoff's order are fullest; False if there is none left."""
-        found = False
-        uses = self._model.uses(choice)
-        for kind, model, use in zip(self._kinds, self._model.layers, uses, strict=True):
-            for s in model.fullest(use) if use.ordered else ():
-                found = kind.write_out(s) or found
-        return found
+    def _add_exact_memory(self, placements: Placements) -> bool:
+        """Adds exact constraints for the fullest kernels of ordered layers; False if all are exact."""
+        changed = False
+        states = self._model.find_states(placements)
+        for kind, model, of_kind in zip(self._kinds, self._model.layers, states, strict=True):
+            for s in model.find_fullest(of_kind) if of_kind.is_ordered else ():
+                changed = kind.add_exact_memory(s) or changed
+        return changed

@@ -1,15 +1,16 @@
-"""What a placement of residuals costs: time, device memory over a step, host memory. A model; see `plan`.
+"""The predicted cost of a placement of residuals: duration, device memory over a step, host memory.
 
-Per iteration of a part, with R the values that are made again, O those moved to the host and c their copies:
+Per iteration of a layer group, with R the duration of recomputation, and D and H the durations of all copies
+to the host and back:
 
-    forward  = kernels + max(0, sum of c to the host over O - kernels)
-    backward = kernels + R + max(0, sum of c from the host over O - kernels - R)
+    forward  = kernels + max(0, D - kernels)
+    backward = kernels + R + max(0, H - kernels - R)
 
-and 2% of the time of the copies, by which kernels beside them are slower, or what their traffic takes, and
-the time to write what is saved into stacks (bench/LOG.md).
+To these come the slowdown of kernels during copies (`COPY_SLOWDOWN`, at least the memory traffic of the
+copies) and the copies of saved values into stacks (bench/LOG.md).
 
-The peak is the largest of the moments of a step: arguments, gradients so far and what else is alive, the
-residuals of all parts whose backward pass is not over, and the working set of the part that runs.
+The peak is the largest moment of a step: arguments, gradients computed so far and other live values,
+residuals of all layer groups whose backward pass is not over, and the working set of the running layer group.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
-from jaxoff._plan.layer_cost import Choice, LayerModel, Times, Use
+from jaxoff._plan.calibrations import SECOND_LOOP_PART
+from jaxoff._plan.layer import Label, Placements
+from jaxoff._plan.layer_cost import LayerModel, Times, ValueStates
 from jaxoff._plan.timeline import Point
-
-# Of a step, what a second loop costs: two that the model had 0.03% faster than one were 0.5% slower.
-SECOND_LOOP = 0.003
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Moment:
     """Device memory at a moment of a step, in bytes.
 
     Attributes:
-      what: what runs.
-      arguments: of the step, weights and inputs.
-      resident: what else is on the device all the time, such as an optimizer's state.
-      alive: gradients and other values outside of parts.
-      residuals: what parts keep on the device for their backward pass.
-      working: of the part that runs: what it makes, makes again, or has just reloaded.
-      results: what of `alive` is results of the step.
+      what: the running kernel, or the running pass of a layer group.
+      arguments: arguments of the step, such as weights and inputs.
+      resident: other data on the device for the whole step, such as an optimizer's state.
+      alive: gradients and other values outside of layer groups.
+      residuals: residuals of layer groups on the device.
+      working: working set of the running layer group: computed, recomputed and reloaded values.
+      results: part of `alive`: results of the step.
     """
 
     what: str
@@ -50,27 +50,31 @@ class Moment:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.arguments + self.resident + self.alive + self.residuals + self.working
 
-    def needed(self, margin: float) -> int:
-        """The budget of which this leaves a part free: of what arguments and results leave of it."""
+    def find_budget(self, margin: float) -> int:
+        """Returns the smallest budget for this moment, in bytes.
+
+        Args:
+          margin: unused part of the budget less arguments and results.
+        """
         known = self.arguments + self.resident + self.results
-        return math.ceil(_with_margin(self.nbytes, known, margin))
+        return math.ceil(_add_margin(self.nbytes, known, margin))
 
 
-def _with_margin(nbytes: int, known: int, margin: float) -> float:
-    """The budget of which, but for what is known, a part stays free."""
+def _add_margin(nbytes: int, known: int, margin: float) -> float:
+    """Returns the budget for some bytes of which the known part is exact and the rest may be short."""
     return known + (nbytes - known) / (1 - margin)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a placement costs, by the model.
+    """The predicted cost of a placement.
 
     Attributes:
-      times: of a step.
-      peak: the moment at which most device memory is in use.
+      times: duration of a step, by cause.
+      peak: the moment with most device memory in use.
       host_nbytes: pinned host memory.
     """
 
@@ -80,15 +84,15 @@ class Cost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-    """The costs of a step.
+class StepModel:
+    """The cost of a step under any placement.
 
     Attributes:
-      layers: the kinds of parts.
-      points: the moments of a step.
-      argument_nbytes, resident_nbytes: as in `Moment`.
-      outside_ms: of what is in no part.
-      margin: the part that stays free of what arguments and results, which are known, leave of a budget.
+      layers: a model for each kind of layer group. Equal groups are of the same kind.
+      points: points of the step, in order.
+      argument_nbytes, resident_nbytes: as `arguments` and `resident` of `Moment`.
+      outside_ms: duration of all kernels outside of layer groups.
+      margin: unused part of the budget less arguments and results.
     """
 
     layers: tuple[LayerModel, ...]
@@ -99,140 +103,148 @@ class Model:
     margin: float = 0.0
 
     @functools.cached_property
-    def labels(self) -> tuple[str, ...]:
-        """What decides, in the order in which it is made."""
-        return tuple(dict.fromkeys(label for kind in self.layers for label in kind.layer.labels()))
+    def labels(self) -> tuple[Label, ...]:
+        """The labels whose placement is free, in the order in which their values are computed."""
+        return tuple(dict.fromkeys(label for kind in self.layers for label in kind.layer.labels))
 
     @functools.cached_property
-    def within(self) -> frozenset[str]:
-        """The labels of what loops and branches in layers make, too."""
-        return frozenset(label for kind in self.layers for label in kind.layer.within)
+    def inner_names(self) -> frozenset[str]:
+        """Names of values in loops and branches inside of layers."""
+        return frozenset(name for kind in self.layers for name in kind.layer.inner_names)
 
     @functools.cached_property
-    def telling_points(self) -> tuple[Point, ...]:
-        """The points that can be the peak or decide the budget, of those with the same parts."""
+    def decisive_points(self) -> tuple[Point, ...]:
+        """The points which can be the peak or decide the budget: of equal residuals and pass, the largest."""
         found: dict[Point, None] = {}
         for margin in {0.0, self.margin}:
             largest: dict[tuple, tuple[float, Point]] = {}
             for point in self.points:
-                key = point.holds, point.kind, point.backward, self.is_beside_results(point)
-                needed = _with_margin(point.nbytes, point.results_nbytes, margin)
-                if key not in largest or largest[key][0] < needed:
-                    largest[key] = needed, point
+                key = point.holds, point.kind, point.is_backward, self.competes_with_results(point)
+                budget = _add_margin(point.nbytes, point.results_nbytes, margin)
+                if key not in largest or largest[key][0] < budget:
+                    largest[key] = budget, point
             found |= dict.fromkeys(point for _, point in largest.values())
         return tuple(found)
 
-    def is_beside_results(self, point: Point) -> bool:
-        """Whether the memory of results that are not made yet has to be reckoned with.
+    def competes_with_results(self, point: Point) -> bool:
+        """Whether buffers of pending results add to the memory of a point.
 
-        Results have memory from the beginning. Before they are made, others may take it, but in XLA one value
-        at a time: small ones. In loops results are stacks, which the loop back makes.
+        XLA allocates results for the whole step. Until a result is computed, its buffer may hold other
+        values, but in a step without loops one small value at a time. Results of loops are stacks, which the
+        backward loop fills.
         """
         in_no_loop = point.kind is not None and self.layers[point.kind].layer.iterations == 1
-        return in_no_loop and point.backward and bool(point.to_come)
+        return in_no_loop and point.is_backward and bool(point.pending_nbytes)
 
-    def places(self, point: Point) -> int:
-        """Bytes of small values that results which are not made yet have the memory for."""
-        return self._small_nbytes * sum(nbytes >= self._small_nbytes for nbytes in point.to_come)
+    def shareable_nbytes(self, point: Point) -> int:
+        """Bytes of small values in buffers of pending results."""
+        small = self._small_residual_nbytes
+        return small * sum(nbytes >= small for nbytes in point.pending_nbytes)
 
     @functools.cached_property
-    def _small_nbytes(self) -> int:
-        """The largest of the small values that layers in no loop may keep."""
+    def _small_residual_nbytes(self) -> int:
+        """Bytes of the largest small value with a label in a layer outside of loops."""
         values = (v for kind in self.layers if kind.layer.iterations == 1 for v in kind.layer.values)
         return max((v.nbytes for v in values if v.label is not None and not v.is_large), default=0)
 
     @property
     def kernels_ms(self) -> float:
-        """What a step takes in any case."""
+        """Duration of the kernels of every placement."""
         per_kind = (
             kind.iterations * (kind.layer.forward_ms + kind.layer.backward_ms) for kind in self.layers
         )
         return self.outside_ms + sum(per_kind)
 
-    def in_two(self, first: int) -> Model:
-        """The same step with so many first layers in each `jaxoff.scan` and `jaxoff.layers`.
+    def split(self, first: int) -> StepModel:
+        """Returns the same step with separate labels for first layers and for the others.
 
-        The others' labels differ; what is in neither goes with them. A second loop costs time; see
-        `SECOND_LOOP`.
+        A second loop adds `SECOND_LOOP_PART` of the step's duration.
+
+        Args:
+          first: number of first layers of each `jaxoff.scan` and `jaxoff.layers`. Layers outside of both
+            belong to the others.
         """
         kinds: list[LayerModel] = []
-        parts: list[Sequence[int]] = []  # by kind, which it has become
+        divided: list[Sequence[int]] = []  # kind before -> kinds after
         for kind in self.layers:
-            made = kind.in_two(first)
-            parts.append(range(len(kinds), len(kinds) + len(made)))
-            kinds += made
+            parts = kind.split(first)
+            divided.append(range(len(kinds), len(kinds) + len(parts)))
+            kinds += parts
 
-        def divided(point: Point) -> Iterator[Point]:
+        def split_point(point: Point) -> Iterator[Point]:
             running: Sequence[int | None] = (None,)
             if point.kind is not None:
-                running = parts[point.kind]
+                running = divided[point.kind]
                 if numbers := self.layers[point.kind].numbers:
-                    # The one that runs is the last one that holds its residuals.
+                    # The running group is the last of the groups with residuals.
                     is_first = numbers[point.holds[point.kind] - 1] < first
                     running = running[:1] if is_first else running[-1:]
             for part in running:
                 holds: list[int] = []
-                for kind, of, number in zip(self.layers, parts, point.holds, strict=True):
-                    both = kind.held_in_two(number, first, first_runs=part == of[0])
+                for kind, of, number in zip(self.layers, divided, point.holds, strict=True):
+                    both = kind.split_holders(number, first, first_runs=part == of[0])
                     holds += both if len(of) == 2 else [number]
                 yield dataclasses.replace(point, holds=tuple(holds), kind=part)
 
-        points = tuple(part for point in self.points for part in divided(point))
-        is_second = any(kind.is_loop and len(of) == 2 for kind, of in zip(self.layers, parts, strict=True))
-        outside_ms = self.outside_ms + is_second * SECOND_LOOP * self.kernels_ms
+        points = tuple(part for point in self.points for part in split_point(point))
+        has_second = any(kind.is_loop and len(of) == 2 for kind, of in zip(self.layers, divided, strict=True))
+        outside_ms = self.outside_ms + has_second * SECOND_LOOP_PART * self.kernels_ms
         return dataclasses.replace(self, layers=tuple(kinds), points=points, outside_ms=outside_ms)
 
-    def uses(self, choice: Choice) -> list[Use]:
-        """What becomes of the values of each kind of part."""
-        uses = [kind.use(choice) for kind in self.layers]
-        concurrent = any(use.moved for use in uses)
-        return [dataclasses.replace(use, concurrent=concurrent) for use in uses]
+    def find_states(self, placements: Placements) -> list[ValueStates]:
+        """Finds the states of the values of each kind of layer group."""
+        states = [kind.find_states(placements) for kind in self.layers]
+        has_copies = any(kind.offloaded for kind in states)
+        return [dataclasses.replace(kind, has_copies=has_copies) for kind in states]
 
-    def needed(self, choice: Choice) -> int:
-        """The smallest budget of device memory that a choice fits."""
-        return max(moment.needed(self.margin) for moment in self.timeline(choice))
+    def find_budget(self, placements: Placements) -> int:
+        """Returns the smallest budget of device memory for a placement, in bytes."""
+        return max(moment.find_budget(self.margin) for moment in self.timeline(placements))
 
-    def kept_labels(self, choice: Choice) -> set[str]:
-        """Those of whose values something is saved or moved under a choice."""
+    def find_kept_labels(self, placements: Placements) -> set[Label | None]:
+        """Finds the labels with a saved or offloaded value; None for values without a label."""
         kept = set()
-        for kind, use in zip(self.layers, self.uses(choice), strict=True):
-            kept |= {kind.layer.values[n].label or "" for n in use.saved | use.moved}
+        for kind, states in zip(self.layers, self.find_states(placements), strict=True):
+            kept |= {kind.layer.values[n].label for n in states.saved | states.offloaded}
         return kept
 
-    def cost(self, choice: Choice) -> Cost:
-        """What a choice costs."""
-        uses = self.uses(choice)
-        times = Times(self.outside_ms)
-        for kind, use in zip(self.layers, uses, strict=True):
-            times += kind.times(use) * kind.iterations
-        host = sum(kind.count * kind.host_nbytes(use) for kind, use in zip(self.layers, uses, strict=True))
-        return Cost(times, max(self.timeline(choice), key=lambda moment: moment.nbytes), host)
+    def cost(self, placements: Placements) -> Cost:
+        """The predicted cost of a placement."""
+        states = self.find_states(placements)
+        times, host = Times(self.outside_ms), 0
+        for kind, of_kind in zip(self.layers, states, strict=True):
+            times += kind.times(of_kind) * kind.iterations
+            host += kind.count * kind.host_nbytes(of_kind)
+        return Cost(times, max(self.timeline(placements), key=lambda moment: moment.nbytes), host)
 
-    def timeline(self, choice: Choice) -> Iterator[Moment]:
-        """Device memory over a step: forward, then backward."""
-        uses = self.uses(choice)
-        kept = [kind.residual_nbytes(use) for kind, use in zip(self.layers, uses, strict=True)]
-        left = [kind.left_nbytes(use) for kind, use in zip(self.layers, uses, strict=True)]
-        large = [kind.large_residual_nbytes(use) for kind, use in zip(self.layers, uses, strict=True)]
-        for point in self.telling_points:
-            held = sum(n * nbytes for n, nbytes in zip(point.holds, kept, strict=True))
-            residuals = held + sum(n * nbytes for n, nbytes in zip(point.waiting, left, strict=True))
+    def timeline(self, placements: Placements) -> Iterator[Moment]:
+        """Yields device memory over a step: the forward pass, then the backward pass.
+
+        `_PlacementSearch.__init__` of the search states the same rule as constraints.
+        """
+        kinds = list(zip(self.layers, self.find_states(placements), strict=True))
+        saved = [kind.residual_nbytes(states) for kind, states in kinds]
+        lingering = [kind.lingering_nbytes(states) for kind, states in kinds]
+        large = [kind.large_residual_nbytes(states) for kind, states in kinds]
+        for point in self.decisive_points:
+            held = sum(n * nbytes for n, nbytes in zip(point.holds, saved, strict=True))
+            residuals = held + sum(n * nbytes for n, nbytes in zip(point.waiting, lingering, strict=True))
             what, working = point.what, 0
             if point.kind is not None:
-                kind, use = self.layers[point.kind], uses[point.kind]
-                what = (
-                    f"{'backward' if point.backward else 'forward'} pass of {kind.layer.source or 'a layer'}"
-                )
-                if point.backward:
-                    working, step = kind.working_nbytes(use)
-                    what = f"{what}, {step}"
+                kind, states = kinds[point.kind]
+                direction = "backward" if point.is_backward else "forward"
+                what = f"{direction} pass of {kind.layer.source or 'a layer'}"
+                if point.is_backward:
+                    working, operation = kind.working_nbytes(states)
+                    what = f"{what}, {operation}"
                 else:
-                    working = kind.forward_nbytes(use)
+                    working = kind.forward_nbytes(states)
             always = self.argument_nbytes, self.resident_nbytes
             yield Moment(what, *always, point.nbytes, residuals, working, point.results_nbytes)
-            if point.kind is not None and self.is_beside_results(point):
+            if point.kind is not None and self.competes_with_results(point):
                 held_large = sum(n * nbytes for n, nbytes in zip(point.holds, large, strict=True))
-                residuals = max(held_large, held - self.places(point))
-                working = self.layers[point.kind].large_working_nbytes(uses[point.kind])
-                alive, results = (n + sum(point.to_come) for n in (point.nbytes, point.results_nbytes))
+                residuals = max(held_large, held - self.shareable_nbytes(point))
+                kind, states = kinds[point.kind]
+                working = kind.large_working_nbytes(states)
+                alive, results = (n + sum(point.pending_nbytes) for n in (point.nbytes, point.results_nbytes))
                 yield Moment(what, *always, alive, residuals, working, results)

@@ -1,11 +1,11 @@
-"""How a plan looks on a terminal and in a file."""
+"""Renders a plan as a table, for a terminal or a file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxoff._plan.result import split
+from jaxoff._plan.result import describe_parts
 from jaxoff._report.tables import format_nbytes
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ _HEADINGS = ("name", "shape", "count", "bytes", "choice", "recomputed", "copied"
 
 
 def render(plan: Plan, terminal: bool) -> Iterator[Any]:
-    """The renderables of a plan: its table and its totals."""
+    """Yields the renderables of a plan: its table, then its totals."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -41,6 +41,5 @@ def render(plan: Plan, terminal: bool) -> Iterator[Any]:
     compiled = "" if plan.compiled_bytes is None else f" (compiled {format_nbytes(plan.compiled_bytes)})"
     yield Text(
         f"device peak {format_nbytes(plan.peak_bytes)}{compiled} of {format_nbytes(plan.device_bytes)}: "
-        f"{split(plan.peak)}; "
-        f"host {format_nbytes(plan.host_bytes)}"
+        f"{describe_parts(plan.peak)}; host {format_nbytes(plan.host_bytes)}"
     )

@@ -1,4 +1,4 @@
-"""The memory and the time of a program in which some equations stand for the passes of parts."""
+"""The memory and the duration of a program in which opaque equations stand for the passes of layer groups."""
 
 from __future__ import annotations
 
@@ -17,54 +17,55 @@ from jaxoff._jaxpr.primitives import VIEWS, is_compute
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A moment of a step outside of parts, or while one of them runs.
+    """The memory of a step while a kernel outside of layer groups runs, or while a pass of a layer group
+    runs.
 
     Attributes:
-      what: the operation, for people.
-      nbytes: what is alive, without the residuals and the working set of parts.
-      holds: by number of the kind of part, how many of them hold their residuals.
-      kind: of the part that runs, or None.
-      backward: whether its backward pass runs.
-      results_nbytes: what of `nbytes` is results of the program, such as gradients.
-      to_come: results that are not made yet, their bytes.
+      what: primitive and source line, for messages.
+      nbytes: bytes alive, without residuals and working sets of layer groups.
+      holds: kind of layer group -> number of groups with residuals in memory.
+      kind: kind of the running layer group, or None.
+      is_backward: whether the backward pass of the group runs.
+      results_nbytes: part of `nbytes`: results of the program, such as gradients.
+      pending_nbytes: bytes of each pending result.
     """
 
     what: str
     nbytes: int
     holds: tuple[int, ...]
     kind: int | None = None
-    backward: bool = False
+    is_backward: bool = False
     results_nbytes: int = 0
-    to_come: tuple[int, ...] = ()
+    pending_nbytes: tuple[int, ...] = ()
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """By number of the kind of part, how many hold their residuals and do not run."""
+        """Kind of layer group -> number of groups with residuals in memory, without the running group."""
         return tuple(max(0, n - (kind == self.kind)) for kind, n in enumerate(self.holds))
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """What an equation stands for.
+class PassCall:
+    """The pass of a layer group for which an opaque equation stands.
 
     Attributes:
-      part: the number of the part.
-      backward: whether it is its backward pass.
-      kept: operands that are counted as the part's residuals.
-      handed_on: operands whose memory its results may take: what goes from layer to layer.
+      group: number of the layer group.
+      is_backward: whether the pass is the backward pass.
+      residuals: operands among the residuals of the group.
+      reusable: operands whose buffers the results may reuse: values carried from layer to layer.
     """
 
-    part: int
-    backward: bool
-    kept: frozenset[Any] = frozenset()
-    handed_on: frozenset[Any] = frozenset()
+    group: int
+    is_backward: bool
+    residuals: frozenset[Any] = frozenset()
+    reusable: frozenset[Any] = frozenset()
 
 
 class Timeline:
-    """A straight-line program with parts.
+    """A straight-line program with opaque passes of layer groups.
 
     Attributes:
-      calls: by equation, the pass of a part that it stands for.
+      calls: index of an equation -> pass for which the equation stands.
     """
 
     def __init__(
@@ -72,33 +73,33 @@ class Timeline:
         eqns: Sequence[JaxprEqn],
         inputs: set[Var],
         outs: frozenset[Var],
-        calls: Mapping[int, Call],
+        calls: Mapping[int, PassCall],
         *,
         in_place: frozenset[Var] = frozenset(),
-        loops: Mapping[int, Loop] | None = None,
+        loops: Mapping[int, GroupLoop] | None = None,
     ):
-        """Looks at every kernel.
+        """Finds the kernels of the program.
 
         Args:
           eqns: the program.
-          inputs: its arguments, which live all the time and are not counted.
-          outs: its results.
-          calls: as above.
-          in_place: results that take the memory of an argument.
-          loops: by equation, a loop with parts in its body.
+          inputs: arguments of the program, which live for the whole step and are not counted.
+          outs: results of the program.
+          calls: index of an equation -> pass for which the equation stands.
+          in_place: results written into the buffer of an argument.
+          loops: index of an equation -> loop with layer groups in its body.
         """
         self._eqns, self._inputs, self._outs = eqns, inputs, outs
         self.calls, self._in_place, self._loops = calls, in_place, loops or {}
-        self._graph = KernelGraph(eqns, outs | self._converted())
+        self._graph = KernelGraph(eqns, outs | self._find_converted())
 
-    def ms(self, device: Device) -> float:
-        """How long what is in no part takes, about."""
+    def outside_ms(self, device: Device) -> float:
+        """Estimated duration of all kernels outside of layer groups, in ms."""
         outside = (i for i in self._graph.kernels if i not in self.calls and i not in self._loops)
-        loops = sum(loop.iterations * loop.body.ms(device) for loop in self._loops.values())
+        loops = sum(loop.iterations * loop.body.outside_ms(device) for loop in self._loops.values())
         return loops + sum(step_kernel_ms(self._graph, i, device) for i in outside)
 
-    def _converted(self) -> frozenset[Var]:
-        """What parts and loops read as another type, such as all weights: they take it whole."""
+    def _find_converted(self) -> frozenset[Var]:
+        """Finds operands of groups and loops in another type, such as cast weights: XLA stores them whole."""
         maker = map_makers(self._eqns)
         found = set()
         for v in (v for i in (*self.calls, *self._loops) for v in variables(self._eqns[i])):
@@ -109,11 +110,11 @@ class Timeline:
         return frozenset(found)
 
     def is_input(self, atom: Any) -> bool:
-        """Whether a value is an argument, or a view of one."""
-        return not self._makers(atom)
+        """Whether a value is an argument, or a view of an argument."""
+        return not self._find_makers(atom)
 
-    def _makers(self, atom: Any) -> set[int]:
-        """The kernels that make a value; none for arguments."""
+    def _find_makers(self, atom: Any) -> set[int]:
+        """Finds the makers of a value; none for arguments."""
         found, todo = set(), [atom]
         while todo:
             v = todo.pop()
@@ -126,92 +127,97 @@ class Timeline:
         return found
 
     def points(self, kinds: Mapping[int, int]) -> Iterator[Point]:
-        """Its moments in order.
+        """Yields the points of the program in order.
 
         Args:
-          kinds: by part that has a backward pass, the number of its kind.
+          kinds: number of a layer group with a backward pass -> kind of the group.
         """
         order = self._graph.kernels
-        held, last = self._held(), self._last_readers()
+        spans, last = self._find_residual_spans(), self._find_last_readers()
         live, results, num_kinds = 0, 0, len(set(kinds.values()))
-        to_come = tuple(compat.nbytes(v.aval) for i in order for v in self._new(i, last) if v in self._outs)
+        pending = tuple(
+            compat.nbytes(v.aval) for i in order for v in self._find_allocated(i, last) if v in self._outs
+        )
         for t, i in enumerate(order):
-            new = self._new(i, last)
+            new = self._find_allocated(i, last)
             made = compat.nbytes_of(new)
             done = [v for v in new if v in self._outs]
             results += compat.nbytes_of(done)
-            to_come = to_come[len(done) :]  # itself, where nothing is done
+            pending = pending[len(done) :]  # the same tuple where no result is computed
             dying = [v for v in self._graph.reads[i] if last.get(v) == t and v not in self._inputs]
             freed = compat.nbytes_of(dying)
-            reused = min(compat.nbytes_of(v for v in dying if self._may_be_taken(v, i)), made)
+            reused = min(compat.nbytes_of(v for v in dying if self._is_reusable(v, i)), made)
             holds = [0] * num_kinds
-            for part, (first, until) in held.items():
-                holds[kinds[part]] += first <= t <= until
+            for group, (first, until) in spans.items():
+                holds[kinds[group]] += first <= t <= until
             call = self.calls.get(i)
-            kind = None if call is None else kinds.get(call.part)
+            kind = None if call is None else kinds.get(call.group)
             what = f"{self._eqns[i].primitive.name} {compat.source_line(self._eqns[i])}".strip()
-            now = live + made - reused
-            known = min(now, results)
+            alive = live + made - reused
+            known = min(alive, results)
             if i in self._loops:
                 for point in self._loops[i].points(kinds):
-                    nbytes = now + point.nbytes
-                    yield dataclasses.replace(point, nbytes=nbytes, results_nbytes=known, to_come=to_come)
+                    nbytes = alive + point.nbytes
+                    yield dataclasses.replace(
+                        point, nbytes=nbytes, results_nbytes=known, pending_nbytes=pending
+                    )
             else:
-                backward = call is not None and call.backward
-                yield Point(what, now, tuple(holds), kind, backward, known, to_come)
+                is_backward = call is not None and call.is_backward
+                yield Point(what, alive, tuple(holds), kind, is_backward, known, pending)
             live += made - freed
 
-    def _new(self, i: int, last: Mapping[Var, int]) -> list[Var]:
-        """What an equation makes that takes memory of its own."""
+    def _find_allocated(self, i: int, last: Mapping[Var, int]) -> list[Var]:
+        """Finds the results of an equation with a buffer of their own."""
         return [v for v in self._eqns[i].outvars if v in last and v not in self._in_place]
 
-    def _may_be_taken(self, v: Var, i: int) -> bool:
-        """Whether results of an equation may take the memory of an operand that nothing else reads."""
+    def _is_reusable(self, v: Var, i: int) -> bool:
+        """Whether results of an equation may reuse the buffer of an operand without later readers."""
         if (passing := self.calls.get(i) or self._loops.get(i)) is not None:
-            return v in passing.handed_on
+            return v in passing.reusable
         return not is_compute(self._eqns[i])
 
-    def _last_readers(self) -> dict[Var, int]:
-        """By value that takes memory, the time of its last reader, but for parts that keep it."""
+    def _find_last_readers(self) -> dict[Var, int]:
+        """Returns: value with memory -> position of its last reader, other than as a residual."""
         last: dict[Var, int] = {}
         for t, i in enumerate(self._graph.kernels):
-            kept = self.calls[i].kept if i in self.calls else frozenset()
-            last |= dict.fromkeys((v for v in self._graph.reads[i] if v not in kept), t)
+            residuals = self.calls[i].residuals if i in self.calls else frozenset()
+            last |= dict.fromkeys((v for v in self._graph.reads[i] if v not in residuals), t)
         return last | dict.fromkeys(self._outs, len(self._graph.kernels))
 
-    def _held(self) -> dict[int, tuple[int, int]]:
-        """By part, from when until when it holds its residuals.
+    def _find_residual_spans(self) -> dict[int, tuple[int, int]]:
+        """Returns: layer group -> positions between which the group holds its residuals.
 
-        Where no equation stands for its forward pass, from when on there is all that it keeps.
+        Without an opaque forward pass, a group holds residuals from the position at which the last residual
+        is computed.
         """
-        when = {i: t for t, i in enumerate(self._graph.kernels)}
-        forward = {call.part: when[i] for i, call in self.calls.items() if not call.backward}
-        held: dict[int, tuple[int, int]] = {}
+        position = {i: t for t, i in enumerate(self._graph.kernels)}
+        forward = {call.group: position[i] for i, call in self.calls.items() if not call.is_backward}
+        spans: dict[int, tuple[int, int]] = {}
         for i, call in self.calls.items():
-            if call.backward:
-                made = (when[j] for v in call.kept for j in self._makers(v))
-                first = forward[call.part] if call.part in forward else max(made, default=0)
-                held[call.part] = first, when[i]
-        return held
+            if call.is_backward:
+                made = (position[j] for v in call.residuals for j in self._find_makers(v))
+                first = forward[call.group] if call.group in forward else max(made, default=0)
+                spans[call.group] = first, position[i]
+        return spans
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
-    """A loop with parts in its body.
+class GroupLoop:
+    """A loop whose body contains layer groups, such as a loop over microbatches.
 
     Attributes:
-      iterations: how many.
-      body: one of them.
-      slices_nbytes: what an iteration reads out of stacks.
-      handed_on: operands that go from iteration to iteration.
+      iterations: number of iterations.
+      body: the timeline of one iteration.
+      slices_nbytes: bytes of the rows of stacks in an iteration.
+      reusable: operands carried from iteration to iteration, whose buffers the results reuse.
     """
 
     iterations: int
     body: Timeline
     slices_nbytes: int
-    handed_on: frozenset[Any]
+    reusable: frozenset[Any]
 
     def points(self, kinds: Mapping[int, int]) -> Iterator[Point]:
-        """The moments of an iteration."""
+        """Yields the points of an iteration; see `Timeline.points`."""
         for point in self.body.points(kinds):
             yield dataclasses.replace(point, nbytes=point.nbytes + self.slices_nbytes)

@@ -16,7 +16,7 @@ from bench import frontier
 from bench.frontier_points import Point, planner_of
 from bench.step_models import Workload
 from jaxoff._device.profile import H200
-from jaxoff._plan.layer import of_others
+from jaxoff._plan.layer import Label
 from jaxoff._plan.plan import Planner
 from jaxoff._runtime.flags import DISABLED_PASSES
 from tests.aot import programs, swiglu
@@ -179,11 +179,11 @@ def test_two_loops_take_what_is_predicted_as_exactly_as_one(first, rest):
         assert cost.host_nbytes == host
         return peak - cost.peak.nbytes
 
-    model = Planner.of(loss(jaxoff.policy()), arguments(), {}, 0, None, H200, None, False).model
-    kept = [{k: "offload" if v == MOVE else "save" for k, v in choices.items()} for choices in (first, rest)]
+    model = Planner.of(loss(jaxoff.policy()), arguments(), {}, device=H200).model
+    kept = [{Label(k): v for k, v in choices.items()} for choices in (first, rest)]
     one = [short(model, *each) for each in zip(kept, map(policy, (first, rest)), strict=True)]
-    both = kept[0] | {of_others(name): place for name, place in kept[1].items()}
-    two = short(model.in_two(6), both, jaxoff.FirstLayers(6, policy(first), policy(rest)))
+    both = kept[0] | {Label(name, True): verb for name, verb in rest.items()}
+    two = short(model.split(6), both, jaxoff.FirstLayers(6, policy(first), policy(rest)))
     assert min(*one, 0) - 2e8 <= two <= max(*one, 0) + 2e8
 
 

@@ -24,8 +24,8 @@ from bench.frontier_points import (
     predicted_ms,
 )
 from bench.step_models import Workload
-from jaxoff._plan.plan import MARGIN
-from jaxoff._plan.search import smallest
+from jaxoff._plan.calibrations import MARGIN
+from jaxoff._plan.search import find_smallest
 
 DENSE = Workload("dense", batch=2, layers=4, tiny=True)
 
@@ -45,7 +45,9 @@ def of_role(points, role):
 
 
 def test_every_product_of_the_dense_layer_has_a_name(planner):
-    assert {"x_in", "qkv", "attn", "out_proj", "mlp_in", "pre", "down"} <= set(planner.model.labels)
+    assert {"x_in", "qkv", "attn", "out_proj", "mlp_in", "pre", "down"} <= {
+        label.name for label in planner.model.labels
+    }
 
 
 def test_budgets_go_from_making_all_again_to_the_fastest(planner):
@@ -53,7 +55,7 @@ def test_budgets_go_from_making_all_again_to_the_fastest(planner):
     assert budgets == sorted(budgets)
     again = planner.model.cost({}).peak.nbytes
     model = dataclasses.replace(planner.model, margin=MARGIN)
-    least = model.needed(smallest(model, None, {}))
+    least = model.find_budget(find_smallest(model, None, {}))
     assert budgets[0] == pytest.approx(max(again, least), rel=0.002)
     assert budgets[-1] > budgets[0]
 
@@ -102,7 +104,7 @@ def test_times_are_predicted_for_another_card(planner, points):
 
 
 def test_a_plan_by_layer_is_predicted_as_it_was_planned(planner):
-    names = [label for label in planner.model.labels if not label.startswith("(")]
+    names = [label.name for label in planner.model.labels if label.name[0] != "("]
     first, rest = {"offload": names[:1], "save": names[1:2]}, {"save": names[:1]}
     both = Point("first 2", "layers", {"count": 2, "policy": first, "rest": rest})
     alone = [predicted_ms(planner, Point("", "plan", policy)) for policy in (first, rest)]

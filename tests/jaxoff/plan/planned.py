@@ -8,12 +8,12 @@ from jax import lax
 
 import jaxoff
 from jaxoff._device.profile import Device
-from jaxoff._plan.divide_loss import divide
-from jaxoff._plan.layer import Layer, Step, Value
+from jaxoff._plan.divide_loss import divide_loss
+from jaxoff._plan.layer import KernelUse, Label, Layer, LayerValue
 from jaxoff._plan.layer_cost import LayerModel
-from jaxoff._plan.step_cost import Model
+from jaxoff._plan.step_cost import StepModel
 from jaxoff._plan.timeline import Point
-from jaxoff._residuals.traced_function import TracedFunction
+from jaxoff._residuals.traced_function import Program
 
 ROWS, WIDTH, HIDDEN, LAYERS = 64, 32, 128, 4
 X_NBYTES, ACT_NBYTES, W_NBYTES = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN, 4 * WIDTH * HIDDEN
@@ -61,7 +61,7 @@ def arguments(layers=LAYERS):
 
 
 def divided(fun, *args, device=DEVICE):
-    return divide(TracedFunction.trace(fun, args, {}, None, False), device)
+    return divide_loss(Program.trace(fun, args, {}, None, False), device)
 
 
 def iteration(fun, *args, device=DEVICE):
@@ -72,28 +72,44 @@ def iteration(fun, *args, device=DEVICE):
 
 def chain(num_names: int, iterations: int, nbytes: Sequence[int], ms: Sequence[float]) -> Layer:
     """A layer of values, each made from the one before and read by its own step of the backward pass."""
-    values = [Value(nbytes[0], False, 0.0, (), None, None, carried=True)]
+    values = [LayerValue(nbytes[0], False, 0.0, (), None, None, is_carried=True)]
     for n in range(num_names):
         step = num_names - 1 - n
         size = nbytes[n % len(nbytes)]
         values.append(
-            Value(size, size > max(nbytes) / 2, ms[n % len(ms)], (n,), step, step, f"v{n}", made_ms=n + 1.0)
+            LayerValue(
+                size,
+                size > max(nbytes) / 2,
+                ms[n % len(ms)],
+                (n,),
+                step,
+                step,
+                Label(f"v{n}"),
+                produced_ms=n + 1.0,
+            )
         )
-    forward = [Step("f", min(nbytes), max(nbytes), 0, n + 1.0) for n in range(num_names)]
-    backward = [Step("b", min(nbytes), max(nbytes), 0, 2.0 * (n + 1)) for n in range(num_names)]
+    forward = [KernelUse("f", min(nbytes), max(nbytes), 0, n + 1.0) for n in range(num_names)]
+    backward = [KernelUse("b", min(nbytes), max(nbytes), 0, 2.0 * (n + 1)) for n in range(num_names)]
     return Layer(iterations, tuple(values), tuple(forward), tuple(backward), "layer")
 
 
-def model_of(layers: Sequence[Layer], device: Device = DEVICE, resident=0, margin=0.0) -> Model:
+def model_of(layers: Sequence[Layer], device: Device = DEVICE, resident=0, margin=0.0) -> StepModel:
     """A step of one part of each layer, forward and then backward, which makes a third of a gigabyte."""
     kinds = range(len(layers))
     points = [Point("f", 10**7, tuple(int(k <= kind) for k in kinds), kind) for kind in kinds]
     for kind in reversed(kinds):
         holds, made = tuple(int(k <= kind) for k in kinds), 10**9 // (3 * (kind + 1))
-        points += [Point("b", made + 2 * 10**7, holds, kind, True, made, to_come=(10**8, 10**8, 10**7))]
+        points += [
+            Point("b", made + 2 * 10**7, holds, kind, True, made, pending_nbytes=(10**8, 10**8, 10**7))
+        ]
         points += [Point("b", made + 10**7, holds, kind, True, made // 2)]
     models = tuple(LayerModel(layer, 1, device) for layer in layers)
-    return Model(models, tuple(points), 10**9, resident, 1.0, margin)
+    return StepModel(models, tuple(points), 10**9, resident, 1.0, margin)
+
+
+def placed(by_name=None, /, **more):
+    """The placements of labels, given those of names: of layers that are all placed alike."""
+    return {Label(name): verb for name, verb in {**(by_name or {}), **more}.items()}
 
 
 def flat_scan(w, x):

@@ -14,7 +14,8 @@ from jax import lax
 
 import jaxoff
 from jaxoff import Device, SharedLink
-from jaxoff._plan.plan import MARGIN
+from jaxoff._plan.calibrations import MARGIN
+from jaxoff._plan.plan import Planner
 from tests.jaxoff.plan.planned import (
     ACT_NBYTES,
     DEVICE,
@@ -48,8 +49,9 @@ def test_with_plenty_of_memory_nothing_that_costs_time_is_left():
     found = planned()
     assert "offload" not in {row.choice for row in found.rows}
     named, dots = ("save", "offload", "recompute"), ("save", "recompute")
+    planner = Planner.of(scanned(), arguments(), {}, device=DEVICE)
     every = [
-        planned(fixed={"x_in": x_in, "act": act, "(dots)": unnamed}).step_ms
+        planner.plan(PLENTY, None, {"x_in": x_in, "act": act, "(dots)": unnamed}, None).step_ms
         for x_in, act, unnamed in itertools.product(named, named, dots)
     ]
     assert found.step_ms == pytest.approx(min(every))
@@ -166,10 +168,11 @@ def test_of_equals_what_has_a_name_is_kept():
     unnamed = {"(dots)": "save", "up0": "recompute", "up1": "recompute"}
     times = [planned(scanned(body), fixed=choice).step_ms for choice in (named, unnamed)]
     assert times[0] == pytest.approx(times[1])
-    least, most = smallest(fun=scanned(body)), planned(scanned(body)).peak.needed(MARGIN)
-    for budget in np.linspace(least, most, 12):
+    least, most = smallest(fun=scanned(body)), planned(scanned(body)).peak.find_budget(MARGIN)
+    planner = Planner.of(scanned(body), arguments(), {}, device=DEVICE)
+    for budget in np.linspace(least, most, 6):
         for host in (0, None):
-            found = planned(scanned(body), device_bytes=1.0001 * budget, host_bytes=host)
+            found = planner.plan(1.0001 * budget, host, {}, None)
             assert found.choice("(dots)") == "recompute"
 
 

@@ -9,10 +9,12 @@ import pytest
 import jaxoff
 from jaxoff._compiled.verify import program_nbytes
 from jaxoff._plan import compiled as compiled_plans
-from tests.jaxoff.plan.planned import arguments, scanned
-from tests.jaxoff.plan.test_plan import HOST, planned, smallest
+from jaxoff._plan.plan import Planner
+from tests.jaxoff.plan.planned import DEVICE, arguments, scanned
+from tests.jaxoff.plan.test_plan import HOST, PLENTY, planned, smallest
 
 
+@functools.cache
 def compiled(policy):
     return jaxoff.jit(jax.value_and_grad(scanned(policy=policy), (0, 1))).lower(*arguments()).compile()
 
@@ -82,14 +84,25 @@ def test_one_plan_that_takes_too_much_does_not_cost_the_others(monkeypatch):
     assert len(tried) == len(set(tried)) <= 5
 
 
+@pytest.fixture(scope="module")
+def by_prediction():
+    """Plans by budget, as predicted, and the least and the greatest of those budgets."""
+    planner = Planner.of(scanned(), arguments(), {}, device=DEVICE)
+
+    @functools.cache
+    def cached(device_bytes=PLENTY):
+        return planner.plan(device_bytes, HOST, {}, 0.0)
+
+    least, most = smallest(margin=0, host_bytes=HOST), cached().peak_bytes
+    plans = [cached(device_bytes=1.001 * (least + i * (most - least) / 30)) for i in range(31)]
+    return cached, plans, least, most
+
+
 @pytest.mark.parametrize("share", [0.8, 1.0])
-def test_what_compiled_plans_leave_is_used(monkeypatch, share):
+def test_what_compiled_plans_leave_is_used(monkeypatch, by_prediction, share):
     """Where all take the same share of what is predicted, the plan is the one for as much more."""
     some_program = jax.jit(jnp.sin).lower(1.0).compile()
-    least = smallest(margin=0, host_bytes=HOST)
-    by_prediction = functools.partial(planned, margin=0.0, host_bytes=HOST)
-    most = by_prediction().peak_bytes
-    plans = [by_prediction(device_bytes=1.001 * (least + i * (most - least) / 60)) for i in range(61)]
+    predict, plans, least, most = by_prediction
     peaks = {plan.policy: plan.peak_bytes for plan in plans}
     tried = []
 
@@ -100,12 +113,12 @@ def test_what_compiled_plans_leave_is_used(monkeypatch, share):
     monkeypatch.setattr(compiled_plans, "program_nbytes", lambda _: round(share * peaks[tried[-1]]))
     budget = (least + most) // 2
     found = planned(device_bytes=budget, host_bytes=HOST, compile_step=compile_step)
-    assert tried[0] == by_prediction(device_bytes=budget).policy
+    assert tried[0] == predict(device_bytes=budget).policy
     assert found.compiled_bytes == round(share * found.peak_bytes) <= budget == found.device_bytes
     if share == 1.0:
         assert tried == [found.policy]
     else:
-        assert found.step_ms < by_prediction(device_bytes=budget).step_ms
+        assert found.step_ms < predict(device_bytes=budget).step_ms
         assert found.peak_bytes > budget
         assert len(tried) <= 4
 

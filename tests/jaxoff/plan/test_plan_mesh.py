@@ -10,9 +10,19 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
-from jaxoff._plan.plan import MARGIN, WIDE_MARGIN
+from jaxoff._plan.calibrations import MARGIN, WIDE_MARGIN
 from jaxoff._runtime.pinned_pool import POOL_VARIABLE
-from tests.jaxoff.plan.planned import LAYERS, ROWS, W_NBYTES, WIDTH, X_NBYTES, arguments, layer, scanned
+from tests.jaxoff.plan.planned import (
+    LAYERS,
+    ROWS,
+    W_NBYTES,
+    WIDTH,
+    X_NBYTES,
+    arguments,
+    layer,
+    placed,
+    scanned,
+)
 from tests.jaxoff.plan.test_plan_step import CHOICES, NOTHING, planner
 
 WEIGHTS_NBYTES = LAYERS * 2 * W_NBYTES
@@ -49,7 +59,7 @@ def test_a_device_of_a_mesh_does_what_one_alone_would(choice, devices):
     alone = planner(functools.partial(gradients, NOTHING), arguments()).model
     divided = planner(jax.jit(data_parallel(devices)), whole(devices)).model
     assert divided.argument_nbytes == alone.argument_nbytes == WEIGHTS_NBYTES + X_NBYTES
-    a, b = alone.cost(choice), divided.cost(choice)
+    a, b = alone.cost(placed(choice)), divided.cost(placed(choice))
     assert [kind.layer for kind in divided.layers] == [kind.layer for kind in alone.layers]
     assert (b.peak.working, b.peak.residuals, b.host_nbytes) == (
         a.peak.working,
@@ -88,7 +98,9 @@ def test_what_an_optimizer_keeps_is_divided_as_its_weights_are():
     assert found.argument_nbytes == 2 * WEIGHTS_NBYTES // 2 + X_NBYTES
     twice = planner(jax.jit(with_moments), (w, w, x)).model
     choice = dict(x_in="save")
-    more = max(m.alive for m in twice.timeline(choice)) - max(m.alive for m in found.timeline(choice))
+    more = max(m.alive for m in twice.timeline(placed(choice))) - max(
+        m.alive for m in found.timeline(placed(choice))
+    )
     assert more >= WEIGHTS_NBYTES // 2  # new weights beside the old ones
 
 
@@ -97,7 +109,9 @@ def test_what_an_exchange_brings_has_a_place_of_its_own():
     found = planner(jax.jit(with_moments), (w, w, x)).model
     alone = planner(functools.partial(gradients, NOTHING), arguments()).model
     (divided,), (usual,) = found.layers, alone.layers
-    working = [kind.working_nbytes(kind.use(dict(x_in="save")))[0] for kind in (usual, divided)]
+    working = [
+        kind.working_nbytes(kind.find_states(placed(dict(x_in="save"))))[0] for kind in (usual, divided)
+    ]
     assert working[1] >= working[0] + W_NBYTES  # gradients of a layer, sent whole
 
 
@@ -124,8 +138,8 @@ def test_devices_of_a_process_share_its_pool(monkeypatch):
     w, x = whole()
     for devices, share in ((1, 6 << 30), (2, 3 << 30)):
         found = planner(jax.jit(data_parallel(devices)), (w, x))
-        assert found.host_budget(None) == share
-        assert found.host_budget(5) == 5
+        assert found.find_host_budget(None) == share
+        assert found.find_host_budget(5) == 5
     monkeypatch.setenv(POOL_VARIABLE, "0")
     found = planner(jax.jit(data_parallel()), (w, x))
     assert found.plan(1e9, None, {}, None).host_bytes == 0

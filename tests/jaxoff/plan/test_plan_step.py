@@ -9,7 +9,7 @@ from jax import lax
 
 import jaxoff
 from jaxoff._plan.plan import Planner
-from tests.jaxoff.plan.planned import DEVICE, LAYERS, W_NBYTES, X_NBYTES, arguments, layer, scanned
+from tests.jaxoff.plan.planned import DEVICE, LAYERS, W_NBYTES, X_NBYTES, arguments, layer, placed, scanned
 
 NOTHING = jaxoff.policy()
 WEIGHTS_NBYTES = LAYERS * 2 * W_NBYTES
@@ -59,7 +59,7 @@ def test_the_layers_of_a_step_are_those_of_its_loss(form, choice):
     whole = planner(jax.jit(step), args).model
     loss = planner(form(NOTHING), arguments()).model
     assert [kind.layer.backward for kind in whole.layers] == [kind.layer.backward for kind in loss.layers]
-    found, expected = whole.cost(choice), loss.cost(choice)
+    found, expected = whole.cost(placed(choice)), loss.cost(placed(choice))
     state = WEIGHTS_NBYTES
     assert found.peak.nbytes - state == expected.peak.nbytes
     assert (found.peak.residuals, found.peak.working) == (expected.peak.residuals, expected.peak.working)
@@ -83,13 +83,14 @@ def test_a_step_says_where_its_budget_goes(form):
 def test_what_is_not_donated_is_there_twice():
     step, args = step_of(loop, 2)
     donated, kept = (
-        planner(jax.jit(step, donate_argnums=which), args).model.cost({}).peak for which in ((0, 1), ())
+        planner(jax.jit(step, donate_argnums=which), args).model.cost(placed({})).peak
+        for which in ((0, 1), ())
     )
     assert "backward pass" in donated.what
     assert kept.nbytes == 2 * 3 * WEIGHTS_NBYTES + 2 * X_NBYTES + 4
-    half = planner(jax.jit(step, donate_argnums=1), args).model.cost({}).peak.nbytes
+    half = planner(jax.jit(step, donate_argnums=1), args).model.cost(placed({})).peak.nbytes
     assert donated.nbytes <= half < kept.nbytes
-    assert planner(step, args).model.cost({}).peak == kept
+    assert planner(step, args).model.cost(placed({})).peak == kept
 
 
 def in_microbatches(number, policy=NOTHING, cast=False):
@@ -111,7 +112,7 @@ def test_microbatches_take_their_time_and_a_sum_of_gradients():
     three, loss = planner(*in_microbatches(3)).model, planner(scanned(), arguments(), argnums=0).model
     (kind,) = three.layers
     assert (kind.runs, kind.iterations) == (3, 3 * LAYERS)
-    found, expected = three.cost(choice), loss.cost(choice)
+    found, expected = three.cost(placed(choice)), loss.cost(placed(choice))
     assert found.times.recomputed == pytest.approx(3 * expected.times.recomputed)
     # Each iteration of a loop hands a gradient on, though that of the rows is not asked for.
     assert kind.layer.backward_ms == loss.layers[0].layer.backward_ms
@@ -123,7 +124,8 @@ def test_microbatches_take_their_time_and_a_sum_of_gradients():
 
 def test_weights_of_another_type_are_there_whole():
     wide, narrow = (
-        planner(*in_microbatches(2, cast=cast)).model.cost(dict(x_in="save")).peak for cast in (False, True)
+        planner(*in_microbatches(2, cast=cast)).model.cost(placed(dict(x_in="save"))).peak
+        for cast in (False, True)
     )
     # Narrow weights and narrow gradients of them, in place of wide gradients.
     assert narrow.alive - wide.alive == pytest.approx(0, abs=X_NBYTES)
