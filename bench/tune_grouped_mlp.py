@@ -12,7 +12,7 @@ they compile side by side and time one at a time.
     python -m bench.tune_grouped_mlp --out tiles.json --shapes nano-16k --products F1
     python -m bench.tune_grouped_mlp --table tiles.json more.json
 
-Each prints a table to paste into `pallas_kernels/mosaic/tuning.py`, keyed by (H, I, `rows_bucket`), and the
+Each prints a table to paste into `pallas_kernels/_mosaic/tuning.py`, keyed by (H, I, `bucket_rows`), and the
 time over the best one of the rule and of what is in use, the table's entry where there is one.
 """
 
@@ -37,8 +37,8 @@ from bench.grouped_mlp_shapes import GROUPS, MEASURED, PRODUCTS, SHAPES, Shape, 
 from bench.options import one_of
 from bench.provenance import provenance
 from bench.turns import turn
-from pallas_kernels.mosaic import tuning
-from pallas_kernels.mosaic.tuning import Config, Configs
+from pallas_kernels._mosaic import tuning
+from pallas_kernels._mosaic.tuning import Config, Configs
 
 # Widths of other models, for which no tile is chosen by hand: OLMoE, gpt-oss-20b, Llama 4 Scout.
 OFF_TABLE = (
@@ -68,11 +68,11 @@ type Key = tuple[int, int, int]
 
 
 def key_of(shape: Shape) -> Key:
-    return shape.width, shape.hidden, tuning.rows_bucket(shape.rows, shape.experts)
+    return shape.width, shape.hidden, tuning.bucket_rows(shape.rows, shape.experts)
 
 
 def of_shape(choose: Callable[..., Configs], shape: Shape, product: str) -> Config:
-    """The config of a product that `tuning.rule`, or `tuning.configs`, chooses."""
+    """The config of a product that `tuning.apply_rule`, or `tuning.choose_configs`, chooses."""
     return getattr(choose((shape.experts, shape.width, shape.hidden), shape.rows), FIELDS[product])
 
 
@@ -142,9 +142,9 @@ def order_candidates(product: str, shape: Shape, config: Config) -> list[Config]
 def program_of(product: str, config: Config, data: Data) -> Program:
     """One product under one config, its schedule made outside of the clock."""
     # Here, since the candidates and the table need no Mosaic GPU, which sets environment variables.
-    from pallas_kernels.mosaic import row_products
-    from pallas_kernels.mosaic.schedule import schedule
-    from pallas_kernels.mosaic.weights import grad_weight
+    from pallas_kernels._mosaic import row_products
+    from pallas_kernels._mosaic.row_tiling import tile_rows
+    from pallas_kernels._mosaic.weights import grad_weight
 
     kernels: dict[str, tuple[Callable[..., Any], tuple[jax.Array, ...]]] = {
         "F1": (lambda x, w1, plan: row_products.fc1(x, w1, None, plan, config), (data.x, data.w1)),
@@ -163,7 +163,7 @@ def program_of(product: str, config: Config, data: Data) -> Program:
         "B4": (lambda x, dz, plan: grad_weight(x, dz, plan, x.dtype, config), (data.x, data.dz)),
     }
     kernel, operands = kernels[product]
-    return peers.jax_product(kernel, *operands, schedule=lambda sizes: schedule(sizes, data.shape.rows))
+    return peers.jax_product(kernel, *operands, schedule=lambda sizes: tile_rows(sizes, data.shape.rows))
 
 
 @jax.jit
@@ -252,8 +252,8 @@ def tune(
       The configs of the rule, of what is in use and the best, their times, and every candidate, JSON-ready.
     """
     chosen = {
-        "rule": of_shape(tuning.rule, data.shape, product),
-        "in_use": of_shape(tuning.configs, data.shape, product),
+        "rule": of_shape(tuning.apply_rule, data.shape, product),
+        "in_use": of_shape(tuning.choose_configs, data.shape, product),
     }
     rule, search = chosen["rule"], Search(product, data, sizes, turns)
     candidates = tile_candidates(product, data.shape, thorough=thorough)
@@ -299,7 +299,7 @@ def config_literal(config: Config) -> str:
 
 
 def table_literal(found: dict[Key, dict[str, Config]]) -> str:
-    """Python text of a dict from (H, I, `rows_bucket`) to `Configs`, of keys whose six products are known."""
+    """Python text of a dict from (H, I, `bucket_rows`) to `Configs`, of keys whose six products are known."""
     lines = ["TABLE: dict[tuple[int, int, int], Configs] = {"]
     for key, configs in sorted(found.items()):
         if len(configs) == len(FIELDS):

@@ -8,8 +8,8 @@ import pytest
 
 from bench import tune_grouped_mlp as tune
 from bench.grouped_mlp_shapes import PRODUCTS, TINY, Shape
-from pallas_kernels.mosaic import tuning
-from pallas_kernels.mosaic.tuning import Config, Configs
+from pallas_kernels._mosaic import tuning
+from pallas_kernels._mosaic.tuning import Config, Configs
 
 NANO = tune.ALL_SHAPES["nano-16k"]
 A_RUN = {"device": "1 x NVIDIA H200", "versions": {"jax": "1"}}
@@ -34,7 +34,7 @@ def test_candidates_fit_and_fill_the_shared_memory(name, product):
     assert set(tune.tile_candidates(product, shape, thorough=False)) < set(found)
 
 
-@pytest.mark.parametrize("choose", [tuning.rule, tuning.configs])
+@pytest.mark.parametrize("choose", [tuning.apply_rule, tuning.choose_configs])
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("name", tune.ALL_SHAPES)
 def test_what_is_chosen_fits(name, product, choose):
@@ -188,7 +188,7 @@ def test_a_wrong_command_line_is_refused(words, message, capsys):
 def test_configs_are_those_of_the_kernels():
     mixtral = tune.ALL_SHAPES["mixtral"]
     dimensions = (mixtral.experts, mixtral.width, mixtral.hidden)
-    for choose in (tuning.rule, tuning.configs):
+    for choose in (tuning.apply_rule, tuning.choose_configs):
         want = choose(dimensions, mixtral.rows)
         got = {field: tune.of_shape(choose, mixtral, product) for product, field in tune.FIELDS.items()}
         assert Configs(**got) == want

@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
         return jnp.expand_dims((row >= self.first) & (row < self.stop), 1)
 
 
-def tile_height(rows: int, experts: int) -> int:
+def choose_height(rows: int, experts: int) -> int:
     """Chooses the static height of a tile.
 
     A quarter of the average group, as a power of two between 8 and 512: each group wastes half a tile on
@@ -52,8 +52,8 @@ def tile_height(rows: int, experts: int) -> int:
       The height, at most `rows`.
 
     Example:
-      >>> from pallas_kernels.tiles import tile_height
-      >>> tile_height(rows=98304, experts=128)
+      >>> from pallas_kernels._tiles import choose_height
+      >>> choose_height(rows=98304, experts=128)
       128
     """
     quarter = max(rows // (4 * experts), 1)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._backend import Grads
 from pallas_kernels._compat import vary, varying_axes
-from pallas_kernels.backend import Grads
-from pallas_kernels.tiles import Tiles, cut_tiles, tile_height
+from pallas_kernels._tiles import Tiles, choose_height, cut_tiles
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -61,7 +61,7 @@ def _for_tiles(step: Callable[[Any, Tiles], Any], init: Any, tiles: Tiles) -> An
 
 
 class Reference:
-    """The implementation of `pallas_kernels.backend.Backend` in XLA operations."""
+    """The implementation of `pallas_kernels._backend.Backend` in XLA operations."""
 
     def fc1(self, x, w, group_sizes):
         tiles, height = _tiles_of(x, w, group_sizes)
@@ -131,5 +131,5 @@ class Reference:
 
 
 def _tiles_of(x, w, group_sizes) -> tuple[Tiles, int]:
-    height = tile_height(x.shape[0], w.w1.shape[0])
+    height = choose_height(x.shape[0], w.w1.shape[0])
     return cut_tiles(group_sizes, x.shape[0], height), height

@@ -44,18 +44,18 @@ class Configs:
     grad_w2: Config
 
 
-def rows_bucket(rows: int, experts: int) -> int:
+def bucket_rows(rows: int, experts: int) -> int:
     """The power of two at or below the mean number of rows an expert has, at least 1.
 
     Example:
-      >>> from pallas_kernels.mosaic.tuning import rows_bucket
-      >>> rows_bucket(rows=98304, experts=128)
+      >>> from pallas_kernels._mosaic.tuning import bucket_rows
+      >>> bucket_rows(rows=98304, experts=128)
       512
     """
     return 1 << (max(rows // experts, 1).bit_length() - 1)
 
 
-def configs(w1_shape: tuple[int, ...], rows: int) -> Configs:
+def choose_configs(w1_shape: tuple[int, ...], rows: int) -> Configs:
     """Chooses the tiles for a shape: those of the table, else those of the rule.
 
     Args:
@@ -66,11 +66,11 @@ def configs(w1_shape: tuple[int, ...], rows: int) -> Configs:
       The choice.
     """
     experts, width, inner = w1_shape
-    found = TABLE.get((width, inner, rows_bucket(rows, experts)))
-    return found or rule(w1_shape, rows)
+    found = TABLE.get((width, inner, bucket_rows(rows, experts)))
+    return found or apply_rule(w1_shape, rows)
 
 
-def rule(w1_shape: tuple[int, ...], rows: int) -> Configs:
+def apply_rule(w1_shape: tuple[int, ...], rows: int) -> Configs:
     """Chooses tiles for a shape that was not measured.
 
     Tiles 256 wide move the fewest bytes, tiles 192 wide hide their ends better: the wider serve groups that
@@ -114,7 +114,7 @@ def scales_dy(w1_shape: tuple[int, ...]) -> bool:
     return 4 * width < 3 * inner
 
 
-# By (H, I, rows_bucket), measured on an H200.
+# By (H, I, bucket_rows), measured on an H200.
 TABLE: dict[tuple[int, int, int], Configs] = {
     # Mixtral 8x7B
     (4096, 14336, 4096): Configs(

@@ -8,8 +8,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from pallas_kernels import op
-from pallas_kernels.implementation import IMPLEMENTATIONS, choose_implementation, require_mosaic
+from pallas_kernels import _op
+from pallas_kernels._implementation import IMPLEMENTATIONS, choose_implementation, require_mosaic
 
 _DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -98,8 +98,8 @@ def grouped_mlp(
     if implementation == "mosaic":
         require_mosaic(x, w1)
     name = implementation or choose_implementation(x, w1).name
-    static = op.Static(name, grad_dtype)
-    return op.grouped_mlp(static, x, w1, w2, jnp.asarray(group_sizes), probs, b1, b2, grad_accumulators)
+    static = _op.StaticOptions(name, grad_dtype)
+    return _op.grouped_mlp(static, x, w1, w2, jnp.asarray(group_sizes), probs, b1, b2, grad_accumulators)
 
 
 def _check_implementation(implementation: str | None) -> None:

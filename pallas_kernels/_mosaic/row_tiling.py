@@ -11,7 +11,7 @@ BLOCK_ROWS = 128
 ROW_ALIGNMENT = 8
 
 
-class Schedule(NamedTuple):
+class RowTiling(NamedTuple):
     """Tiles of `BLOCK_ROWS` rows, ordered by row, each within one group.
 
     A tile starts at a multiple of `ROW_ALIGNMENT`, at or before the first row that it owns, so it may see
@@ -37,13 +37,13 @@ class Schedule(NamedTuple):
         return self.tiles.shape[0]
 
 
-def max_tiles(rows: int, experts: int) -> int:
+def bound_tiles(rows: int, experts: int) -> int:
     """Bounds the number of tiles: each group, and the rows past the last, wastes at most one tile."""
     groups = min(experts + 1, rows)
     return (rows + groups * (BLOCK_ROWS + ROW_ALIGNMENT - 2)) // BLOCK_ROWS
 
 
-def schedule(group_sizes: jax.Array, rows: int) -> Schedule:
+def tile_rows(group_sizes: jax.Array, rows: int) -> RowTiling:
     """Lays tiles over the groups and over the rows past the last group.
 
     Args:
@@ -51,7 +51,7 @@ def schedule(group_sizes: jax.Array, rows: int) -> Schedule:
       rows: number of rows R; groups are cut off there.
 
     Returns:
-      The schedule.
+      The tiling.
     """
     experts = group_sizes.shape[0]
     group_stop = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
@@ -63,7 +63,7 @@ def schedule(group_sizes: jax.Array, rows: int) -> Schedule:
     count = jnp.where(stop > first, (stop - origin + BLOCK_ROWS - 1) // BLOCK_ROWS, 0)
     tiles_stop = jnp.cumsum(count, dtype=jnp.int32)
     num_tiles = tiles_stop[-1:]
-    tile = jnp.minimum(lax.iota(jnp.int32, max_tiles(rows, experts)), num_tiles - 1)
+    tile = jnp.minimum(lax.iota(jnp.int32, bound_tiles(rows, experts)), num_tiles - 1)
     # The number of groups that end at or before the tile.
     group = jnp.sum(tile[:, None] >= tiles_stop[None, :], axis=1, dtype=jnp.int32)
     row = origin[group] + (tile - (tiles_stop - count)[group]) * BLOCK_ROWS
@@ -71,10 +71,10 @@ def schedule(group_sizes: jax.Array, rows: int) -> Schedule:
     high = jnp.minimum(stop[group] - row, BLOCK_ROWS)
     largest_first = jnp.argsort(group_first - group_stop, stable=True).astype(jnp.int32)
     tiles = jnp.stack([group, row, low, high], axis=1)
-    return Schedule(tiles, num_tiles, group_first, group_stop, largest_first)
+    return RowTiling(tiles, num_tiles, group_first, group_stop, largest_first)
 
 
-def group_of_rows(plan: Schedule, rows: int) -> jax.Array:
+def find_groups(tiling: RowTiling, rows: int) -> jax.Array:
     """The group of each row, E for rows past the last group: (R,) int32."""
     row = lax.iota(jnp.int32, rows)
-    return jnp.sum(row[:, None] >= plan.group_stop[None, :], axis=1, dtype=jnp.int32)
+    return jnp.sum(row[:, None] >= tiling.group_stop[None, :], axis=1, dtype=jnp.int32)

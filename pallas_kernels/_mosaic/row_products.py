@@ -8,9 +8,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.rows import CHUNK, RAGGED, WG_ROWS, Tile, rows_product, store_ragged
-from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule
-from pallas_kernels.mosaic.tuning import Config
+from pallas_kernels._mosaic.row_tiling import BLOCK_ROWS, RowTiling
+from pallas_kernels._mosaic.rows import CHUNK, RAGGED, WG_ROWS, HalfTile, rows_product, store_ragged
+from pallas_kernels._mosaic.tuning import Config
 
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 _OF_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -26,7 +26,7 @@ def _staging(dtype, slots=2):
     return plgpu.SMEM((2, slots, WG_ROWS, CHUNK), dtype, transforms=RAGGED)
 
 
-def _store_chunks(acc, tile: Tile, wg, target, staging, block: int) -> None:
+def _store_chunks(acc, tile: HalfTile, wg, target, staging, block: int) -> None:
     """Writes an accumulator out in chunks, copying one while the next is converted."""
     chunks, slots = acc.shape[1] // CHUNK, staging.shape[1]
     for begin in range(0, chunks, slots):
@@ -40,16 +40,16 @@ def _store_chunks(acc, tile: Tile, wg, target, staging, block: int) -> None:
         plgpu.commit_smem_to_gmem_group()
 
 
-def _load_of_row(ref, tile: Tile):
+def _load_of_row(ref, tile: HalfTile):
     return plgpu.load(ref.at[pl.ds(tile.row, WG_ROWS)], layout=_OF_ROW, optimized=False)
 
 
-def _load_of_column(ref, tile: Tile, block: int, width: int):
+def _load_of_column(ref, tile: HalfTile, block: int, width: int):
     column = pl.ds(tile.block * block, width)
     return plgpu.load(ref.at[tile.expert, column], layout=_OF_COLUMN, optimized=False)
 
 
-def fc1(x: jax.Array, w1: jax.Array, b1: jax.Array | None, schedule: Schedule, config: Config) -> jax.Array:
+def fc1(x: jax.Array, w1: jax.Array, b1: jax.Array | None, tiling: RowTiling, config: Config) -> jax.Array:
     """`a = relu(x W1 + b1)^2`, (R, I); rows past the last group are zero."""
     inputs = [] if b1 is None else [b1.astype(jnp.float32)]
 
@@ -64,7 +64,7 @@ def fc1(x: jax.Array, w1: jax.Array, b1: jax.Array | None, schedule: Schedule, c
     (a,) = rows_product(
         x,
         w1,
-        schedule,
+        tiling,
         transpose_w=False,
         config=config,
         inputs=inputs,
@@ -81,7 +81,7 @@ def fc2(
     w2: jax.Array,
     b2: jax.Array | None,
     probs: jax.Array | None,
-    schedule: Schedule,
+    tiling: RowTiling,
     config: Config,
 ) -> jax.Array:
     """`y = p (a W2 + b2)`, (R, H); rows past the last group are zero."""
@@ -103,7 +103,7 @@ def fc2(
     (y,) = rows_product(
         a,
         w2,
-        schedule,
+        tiling,
         transpose_w=False,
         config=config,
         inputs=inputs,
@@ -116,7 +116,7 @@ def fc2(
     return y
 
 
-def grad_x(dz: jax.Array, w1: jax.Array, schedule: Schedule, config: Config) -> jax.Array:
+def grad_x(dz: jax.Array, w1: jax.Array, tiling: RowTiling, config: Config) -> jax.Array:
     """`dx = dz W1^T`, (R, H); rows past the last group are zero."""
 
     def epilogue(acc, early, tile, wg, target, staging):
@@ -125,7 +125,7 @@ def grad_x(dz: jax.Array, w1: jax.Array, schedule: Schedule, config: Config) -> 
     (dx,) = rows_product(
         dz,
         w1,
-        schedule,
+        tiling,
         transpose_w=True,
         config=config,
         inputs=[],
@@ -142,7 +142,7 @@ def grad_act(
     w2: jax.Array,
     a: jax.Array,
     probs: jax.Array | None,
-    schedule: Schedule,
+    tiling: RowTiling,
     config: Config,
     *,
     scale_a: bool,
@@ -166,7 +166,7 @@ def grad_act(
         scratch["pa_chunks"] = _staging(dtype, config.slots)
     if probs is not None:
         inputs["p"] = _pad_rows(probs)
-        out_types["dp"] = jax.ShapeDtypeStruct((schedule.max_tiles, blocks, BLOCK_ROWS), jnp.float32)
+        out_types["dp"] = jax.ShapeDtypeStruct((tiling.max_tiles, blocks, BLOCK_ROWS), jnp.float32)
     names = (*inputs, *out_types, *scratch)
 
     def prefetch(width, tile, wg, *refs):
@@ -214,7 +214,7 @@ def grad_act(
     outs = rows_product(
         dy,
         w2,
-        schedule,
+        tiling,
         transpose_w=True,
         config=config,
         inputs=list(inputs.values()),
@@ -225,18 +225,18 @@ def grad_act(
         name="grouped_mlp_grad_act",
     )
     out = dict(zip(out_types, outs, strict=True))
-    dp = None if probs is None else _sum_partials(out["dp"], schedule, rows)
+    dp = None if probs is None else _sum_partials(out["dp"], tiling, rows)
     return out["dz"], out.get("pa", a), dp
 
 
-def _sum_partials(partial: jax.Array, schedule: Schedule, rows: int) -> jax.Array:
+def _sum_partials(partial: jax.Array, tiling: RowTiling, rows: int) -> jax.Array:
     """Adds what each block of columns gave to a row, always in the same order: (T, blocks, 128) to (R,)."""
-    _, first, low, high = schedule.tiles.T[:, :, None]
-    place = lax.broadcasted_iota(jnp.int32, (schedule.max_tiles, BLOCK_ROWS), 1)
+    _, first, low, high = tiling.tiles.T[:, :, None]
+    place = lax.broadcasted_iota(jnp.int32, (tiling.max_tiles, BLOCK_ROWS), 1)
     tile = lax.broadcasted_iota(jnp.int32, place.shape, 0)
-    own = (place >= low) & (place < high) & (tile < schedule.num_tiles)
+    own = (place >= low) & (place < high) & (tile < tiling.num_tiles)
     # What a tile does not own goes past the end, each to a place of its own, and is dropped.
     row = jnp.where(own, first + place, rows + tile * BLOCK_ROWS + place)
     total = jnp.sum(partial, axis=1)
     dp = jnp.zeros((rows,), jnp.float32).at[row].set(total, mode="drop", unique_indices=True)
-    return jnp.where(lax.iota(jnp.int32, rows) < schedule.group_stop[-1], dp, 0.0)
+    return jnp.where(lax.iota(jnp.int32, rows) < tiling.group_stop[-1], dp, 0.0)

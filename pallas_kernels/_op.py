@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels._backend import Backend, Weights
 from pallas_kernels._compat import vary, varying_axes
-from pallas_kernels.backend import Backend, Weights
-from pallas_kernels.reference import Reference
+from pallas_kernels._reference import Reference
 
 _Optional = jax.Array | None
 
@@ -22,12 +22,12 @@ def _backend(name: str) -> Backend:
     if name == "reference":
         return Reference()
     # Not before it is used: JAX's Mosaic GPU sets environment variables when it is imported.
-    from pallas_kernels.mosaic.launch import Mosaic
+    from pallas_kernels._mosaic.launch import Mosaic
 
     return Mosaic()
 
 
-class Static(NamedTuple):
+class StaticOptions(NamedTuple):
     """What of a call is known when it is traced."""
 
     implementation: str
@@ -45,7 +45,7 @@ def pin_and_name(x: jax.Array, name: str) -> jax.Array:
 
 
 def grouped_mlp(
-    static: Static,
+    static: StaticOptions,
     x: jax.Array,
     w1: jax.Array,
     w2: jax.Array,

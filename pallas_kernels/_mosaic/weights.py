@@ -1,6 +1,6 @@
 """The gradient of the weights: for each expert, a product over its rows (Hopper).
 
-The kernel is built like that of `pallas_kernels.mosaic.rows`. Here the rows are summed over, in steps of 64.
+The kernel is built like that of `pallas_kernels._mosaic.rows`. Here the rows are summed over, in steps of 64.
 A group may begin and end at any row, while the copy engine starts at multiples of eight. So the kernel takes
 whole steps from inside the group, and what is left at its two ends is laid out beforehand, in one or two
 steps filled up with zeros. No step masks anything, and a NaN in a row of one group does not reach another's
@@ -19,11 +19,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 # (JAX declares the transforms abstract and does not list ACC.)
 from pallas_kernels._compat import varying_axes
-from pallas_kernels.implementation import num_cores
-from pallas_kernels.mosaic.ring import Ring
-from pallas_kernels.mosaic.rows import OPERAND, walk, widths
-from pallas_kernels.mosaic.schedule import ROW_ALIGNMENT, Schedule
-from pallas_kernels.mosaic.tuning import Config
+from pallas_kernels._implementation import count_cores
+from pallas_kernels._mosaic.ring import Ring
+from pallas_kernels._mosaic.row_tiling import ROW_ALIGNMENT, RowTiling
+from pallas_kernels._mosaic.rows import OPERAND, walk, widths
+from pallas_kernels._mosaic.tuning import Config
 
 BLOCK_M = 128
 STEP = 64  # rows that one step of the product takes
@@ -32,7 +32,7 @@ WG_M = BLOCK_M // 2
 _LEFT_OVER = STEP + 2 * ROW_ALIGNMENT
 
 
-class _Steps(NamedTuple):
+class _GroupSteps(NamedTuple):
     """How each group's rows are taken: `whole` steps from `start` on, then what is left over.
 
     All are (E,) int32.
@@ -47,7 +47,7 @@ class _Steps(NamedTuple):
 def grad_weight(
     left: jax.Array,
     right: jax.Array,
-    schedule: Schedule,
+    tiling: RowTiling,
     dtype: Any,
     config: Config,
     accumulator: jax.Array | None = None,
@@ -59,7 +59,7 @@ def grad_weight(
     Args:
       left: (R, M).
       right: (R, N).
-      schedule: whose rows are whose.
+      tiling: whose rows are whose.
       dtype: of the output.
       config: tile sizes and order.
       accumulator: (E, M, N) float32 to add to, in place where the caller's buffer allows; dtype is then
@@ -70,20 +70,20 @@ def grad_weight(
     """
     if accumulator is not None and varying_axes(accumulator):
         # Inside shard_map a kernel takes no reference to a value that differs between devices.
-        return accumulator + grad_weight(left, right, schedule, jnp.float32, config)
+        return accumulator + grad_weight(left, right, tiling, jnp.float32, config)
     (_, m), (_, n) = left.shape, right.shape
-    experts = schedule.group_first.shape[0]
+    experts = tiling.group_first.shape[0]
     block, stages, slots = config.block_columns, config.stages, config.slots
     m_blocks, n_blocks = pl.cdiv(m, BLOCK_M), pl.cdiv(n, block)
     last_width, last_height = n - (n_blocks - 1) * block, m - (m_blocks - 1) * BLOCK_M
     per_expert = m_blocks * n_blocks
-    programs = min(num_cores(), experts * per_expert)
+    programs = min(count_cores(), experts * per_expert)
     chunk_width = 128 // jnp.dtype(dtype).itemsize  # columns that are stored at once
 
-    steps, left_ends, right_ends = _cut(schedule, left, right)
+    steps, left_ends, right_ends = _cut(tiling, left, right)
 
     def body(left_gmem, right_gmem, left_ends, right_ends, *refs):
-        steps_gmem, out_gmem = _Steps(*refs[:4]), refs[4]
+        steps_gmem, out_gmem = _GroupSteps(*refs[:4]), refs[4]
         left_smem, right_smem, staging, full, empty, summand = refs[5:]
         ring = Ring(full, empty, stages)
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
@@ -94,7 +94,7 @@ def grad_weight(
             linear = program + jnp.minimum(i, my_tiles - 1) * programs
             nth = lax.div(linear, jnp.int32(per_expert))
             m_at, n_at = walk(lax.rem(linear, jnp.int32(per_expert)), (m_blocks, n_blocks), config)
-            return m_at, n_at, _Steps(*(field[nth] for field in steps_gmem))
+            return m_at, n_at, _GroupSteps(*(field[nth] for field in steps_gmem))
 
         @pl.when(wg == 2)
         def producer():
@@ -227,13 +227,13 @@ def grad_weight(
     return jax.freeze(total)
 
 
-def _cut(schedule: Schedule, left: jax.Array, right: jax.Array) -> tuple[_Steps, jax.Array, jax.Array]:
+def _cut(tiling: RowTiling, left: jax.Array, right: jax.Array) -> tuple[_GroupSteps, jax.Array, jax.Array]:
     """Cuts each group into steps, the largest group first, and lays out what whole steps leave over.
 
     Returns:
       the steps, and for each operand (R, N) what is left over of its groups, (E, 80, N), zero past its end.
     """
-    first, stop = schedule.group_first, schedule.group_stop
+    first, stop = tiling.group_first, tiling.group_stop
     inside = (first + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
     whole = jnp.maximum(stop // ROW_ALIGNMENT * ROW_ALIGNMENT - inside, 0) // STEP
     start = jnp.where(whole > 0, inside, first)
@@ -249,5 +249,5 @@ def _cut(schedule: Schedule, left: jax.Array, right: jax.Array) -> tuple[_Steps,
         rows = x.at[jnp.where(own, row, 0)].get(mode="promise_in_bounds")
         return jnp.where(own[:, :, None], rows, jnp.zeros((), x.dtype))
 
-    order = schedule.largest_first
-    return _Steps(start[order], whole[order], total[order], order), ends(left), ends(right)
+    order = tiling.largest_first
+    return _GroupSteps(start[order], whole[order], total[order], order), ends(left), ends(right)

@@ -17,10 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 # (JAX declares the transforms abstract and does not list ACC.)
-from pallas_kernels.implementation import num_cores
-from pallas_kernels.mosaic.ring import Ring
-from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule
-from pallas_kernels.mosaic.tuning import Config
+from pallas_kernels._implementation import count_cores
+from pallas_kernels._mosaic.ring import Ring
+from pallas_kernels._mosaic.row_tiling import BLOCK_ROWS, RowTiling
+from pallas_kernels._mosaic.tuning import Config
 
 BLOCK_K = 64
 CHUNK = 64  # columns that an epilogue handles at once
@@ -31,11 +31,11 @@ OPERAND = (plgpu.TilingTransform((8, 64)), _SWIZZLE)
 RAGGED = (plgpu.TilingTransform((1, 64)), _SWIZZLE)
 
 
-class Tile(NamedTuple):
+class HalfTile(NamedTuple):
     """One warpgroup's half of a tile; all are int32 scalars.
 
     Attributes:
-      index: position in the schedule.
+      index: position in the tiling.
       block: which block of columns.
       expert: whose weights.
       row: first row of the half, a multiple of 8.
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     count: Any
 
 
-def store_ragged(source, target, tile: Tile, column) -> None:
+def store_ragged(source, target, tile: HalfTile, column) -> None:
     """Copies the rows that a half tile owns to global memory, without committing the group.
 
     Only whole copies of a static height exist: one for a full half, else a ladder of powers of two.
@@ -84,7 +84,7 @@ def store_ragged(source, target, tile: Tile, column) -> None:
 def rows_product(
     x: jax.Array,
     w: jax.Array,
-    schedule: Schedule,
+    tiling: RowTiling,
     *,
     transpose_w: bool,
     config: Config,
@@ -100,7 +100,7 @@ def rows_product(
     Args:
       x: (R, K) rows.
       w: (E, K, N), or (E, N, K) with `transpose_w`.
-      schedule: whose rows are whose.
+      tiling: whose rows are whose.
       transpose_w: whether to multiply with each matrix's transpose, which is read in place.
       config: tile sizes and order.
       inputs: further arrays in global memory for the epilogue.
@@ -109,9 +109,9 @@ def rows_product(
       scratch_types: the epilogue's scratch, one for the program. The first is a (2, slots, 64, 64) buffer of
         the two warpgroups, and the epilogue leaves at most copies to global memory in flight there.
       epilogue: takes the float32 accumulator of (64, width) in the WGMMA layout, what `prefetch` returned,
-        the `Tile`, the warpgroup, and the refs of inputs, outputs and scratch.
-      prefetch: takes the width, the `Tile`, the warpgroup and the same refs, halfway through the product: it
-        asks for what the epilogue will read.
+        the `HalfTile`, the warpgroup, and the refs of inputs, outputs and scratch.
+      prefetch: takes the width, the `HalfTile`, the warpgroup and the same refs, halfway through the
+        product: it asks for what the epilogue will read.
       name: the kernel's name in profiles.
 
     Returns:
@@ -123,7 +123,7 @@ def rows_product(
     block, stages = config.block_columns, config.stages
     blocks, steps_of_tile = pl.cdiv(columns, block), depth // BLOCK_K
     last_width = columns - (blocks - 1) * block
-    programs = max(min(num_cores(), schedule.max_tiles * blocks), 1)
+    programs = max(min(count_cores(), tiling.max_tiles * blocks), 1)
     n_in, n_out = len(inputs), len(out_types)
 
     def body(x_gmem, w_gmem, tiles_gmem, num_tiles_gmem, *refs):
@@ -199,7 +199,7 @@ def rows_product(
                 ahead = tile_at(i + 1)
                 low = jnp.clip(low - wg * WG_ROWS, 0, WG_ROWS)
                 count = jnp.maximum(jnp.clip(high - wg * WG_ROWS, 0, WG_ROWS) - low, 0)
-                tile = Tile(index, at, expert, pl.multiple_of(row + wg * WG_ROWS, 8), low, count)
+                tile = HalfTile(index, at, expert, pl.multiple_of(row + wg * WG_ROWS, 8), low, count)
                 pl.when((expert < experts) & (count == 0))(functools.partial(ring.skip, step, steps_of_tile))
                 for width, here in widths(block, last_width, blocks, at):
 
@@ -238,7 +238,7 @@ def rows_product(
         )
     )
     launch.defjvp(_refuse_derivative)
-    return launch(x, w, schedule.tiles, schedule.num_tiles, *inputs)
+    return launch(x, w, tiling.tiles, tiling.num_tiles, *inputs)
 
 
 def _refuse_derivative(primals, tangents):

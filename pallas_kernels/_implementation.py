@@ -71,7 +71,7 @@ def require_mosaic(x: _ArrayLike, w1: _ArrayLike) -> None:
         )
 
 
-def num_cores() -> int:
+def count_cores() -> int:
     """The number of streaming multiprocessors of the device that the kernels will run on."""
     abstract = abstract_device()
     if abstract is not None:
