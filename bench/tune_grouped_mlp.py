@@ -12,8 +12,8 @@ they compile side by side and time one at a time.
     python -m bench.tune_grouped_mlp --out tiles.json --shapes nano-16k --products F1
     python -m bench.tune_grouped_mlp --table tiles.json more.json
 
-Each prints a table to paste into `pallas_kernels/_mosaic/tuning.py`, keyed by (H, I, `bucket_rows`), and the
-time over the best one of the rule and of what is in use, the table's entry where there is one.
+Each prints the device's file for `pallas_kernels/_mosaic/tiles/`, an entry for each (H, I, `bucket_rows`),
+and the time over the best one of the rule and of what is in use, the table's entry where there is one.
 """
 
 from __future__ import annotations
@@ -298,22 +298,33 @@ def config_literal(config: Config) -> str:
     return f"Config({', '.join([str(config.block_columns), *more])})"
 
 
-def table_literal(found: dict[Key, dict[str, Config]]) -> str:
-    """Python text of a dict from (H, I, `bucket_rows`) to `Configs`, of keys whose six products are known."""
-    lines = ["TABLE: dict[tuple[int, int, int], Configs] = {"]
+def table_json(found: dict[Key, dict[str, Config]], made: dict[str, Any]) -> str:
+    """The file of a device in `pallas_kernels/_mosaic/tiles`, of keys whose six products are known.
+
+    Args:
+      found: the best configs by key and field of `Configs`.
+      made: the run that measured, for the origin: its device, date, commit and command.
+    """
+    origin = {
+        "device": made["device"].removeprefix("1 x "),
+        **{field: made[field] for field in ("date", "commit", "command")},
+    }
+    fields = [f.name for f in dataclasses.fields(Configs)]
+    entries = []
     for key, configs in sorted(found.items()):
-        if len(configs) == len(FIELDS):
-            fields = [f.name for f in dataclasses.fields(Configs)]
-            lines.append(f"    {key}: Configs(")
-            lines += [f"        {field}={config_literal(configs[field])}," for field in fields]
-            lines.append("    ),")
-    return "\n".join([*lines, "}"])
+        if len(configs) == len(fields):
+            values = dict(zip(("width", "hidden", "rows_bucket"), key, strict=True))
+            values |= {field: dataclasses.asdict(configs[field]) for field in fields}
+            lines = [f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()]
+            entries.append("  {\n" + ",\n".join(lines) + "\n  }")
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in origin.items()]
+    return "\n".join(["{", *lines, ' "tiles": [', ",\n".join(entries), " ]", "}"])
 
 
-def report(rows: list[dict[str, Any]]) -> str:
+def report(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
     """The table, and how far from the best the rule and what is in use are, the worst first."""
     found = choices(rows)
-    text = [table_literal(found)]
+    text = [table_json(found, made)]
     text += [f"# {key}: {', '.join(f)} only" for key, f in sorted(found.items()) if len(f) < len(FIELDS)]
     for kind, words in {"rule": "the rule's", "in_use": "the used configs'"}.items():
         far = {f"{row['shape']} {row['product']}": row.get(f"{kind}_over_best") for row in rows}
@@ -365,8 +376,8 @@ def load(path: Path, made: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def run(o: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures what the result file does not hold yet. Returns all rows."""
+def run(o: argparse.Namespace) -> dict[str, Any]:
+    """Measures what the result file does not hold yet. Returns the runs and all rows."""
     result = load(o.out, provenance(vars(o)))
     start = time.perf_counter()
 
@@ -381,7 +392,7 @@ def run(o: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             if o.limit_s is not None and time.perf_counter() - start > o.limit_s:
                 say(f"\n{o.limit_s:g} s are over before {name} {product}; the same command goes on there")
-                return result["rows"]
+                return result
             data = data or peers.make_data(shape, o.seed)
             sizes = jnp.asarray(group_sizes(o.groups, shape.experts, shape.rows, o.seed))
             say(f"\n{name} {product}: E {shape.experts}, H {shape.width}, I {shape.hidden}, R {shape.rows}")
@@ -391,15 +402,15 @@ def run(o: argparse.Namespace) -> list[dict[str, Any]]:
             say(f"  best: {config_literal(Config(**row['best']))}" if "best" in row else f"  {row['error']}")
         del data
         release()
-    return result["rows"]
+    return result
 
 
 def main(arguments: list[str] | None = None) -> None:
     # Before jax starts its device: the same state of the allocator as in the benchmark.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     o = parse(arguments)
-    measured = [run(o)] if o.out else [json.loads(path.read_text())["rows"] for path in o.table]
-    say(report([row for rows in measured for row in rows]))
+    results = [run(o)] if o.out else [json.loads(path.read_text()) for path in o.table]
+    say(report([row for result in results for row in result["rows"]], results[-1]["runs"][-1]))
 
 
 if __name__ == "__main__":

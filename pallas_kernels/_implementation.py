@@ -79,6 +79,12 @@ def count_cores() -> int:
     return getattr(default_device(), "core_count", _DEFAULT_CORES)
 
 
+def find_device_kind() -> str:
+    """Returns the kind of the device that the kernels will run on, such as "NVIDIA H200"."""
+    abstract = abstract_device()
+    return abstract.device_kind if abstract is not None else default_device().device_kind
+
+
 def _obstacle(x: _ArrayLike, w1: _ArrayLike) -> str | None:
     """The first reason why the fused kernels cannot serve a call, or None."""
     (_, width), (experts, _, inner) = x.shape, w1.shape
@@ -95,10 +101,7 @@ def _obstacle(x: _ArrayLike, w1: _ArrayLike) -> str | None:
 
 
 def _device_name() -> str:
-    if in_interpret_mode():
-        return "the interpreter"
-    abstract = abstract_device()
-    return abstract.device_kind if abstract is not None else default_device().device_kind
+    return "the interpreter" if in_interpret_mode() else find_device_kind()
 
 
 def _is_hopper() -> bool:
