@@ -1,4 +1,7 @@
-"""The grouped MLP's forward and backward pass as launches of the Hopper kernels."""
+"""The grouped MLP's forward and backward pass as launches of the Hopper kernels.
+
+Shapes: R rows (one a routed token), H model width, I expert width, E experts.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -55,22 +58,22 @@ class Mosaic:
 
 
 def _pad(x: jax.Array) -> jax.Array:
-    """Pads the rows to a multiple of what the copy engine takes; most calls need none."""
+    """Pads the rows to a multiple of `ROW_ALIGNMENT`. Most calls need no padding."""
     missing = -x.shape[0] % ROW_ALIGNMENT
     return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
 
 
 def _sum_rows(scale: jax.Array | None, x: jax.Array, tiling: RowTiling) -> jax.Array:
-    """Adds up, for each expert, its rows times a scale: (R, N) to (E, N) float32, in a fixed order.
+    """Sums each expert's rows times a scale: (R, N) to (E, N) float32, in a fixed order.
 
-    A product of the kernel that makes the weights' gradients. It takes 16-bit operands: the scale enters as
-    three of them that add up to its 24 bits.
+    The weight-gradient kernel computes the sums as a product. The kernel takes 16-bit operands, so the
+    float32 scale enters as three 16-bit summands, which hold its 24 bits of significand.
     """
     unit, parts = jnp.float32(1.0), [jnp.ones((x.shape[0],), x.dtype)]
     if scale is not None:
         group = find_groups(tiling, x.shape[0])
         rest = jnp.where(group < tiling.group_stop.shape[0], scale.astype(jnp.float32), 0.0)
-        # For each expert a power of two near its largest, so that float16 does not run out of exponents.
+        # Each expert's scales are divided by a power of two near the largest, to fit float16's exponents.
         of_expert = group[:, None] == jnp.arange(tiling.group_stop.shape[0])[None]
         largest = jnp.max(jnp.where(of_expert, jnp.abs(rest)[:, None], 0.0), axis=0)
         unit = jnp.exp2(jnp.floor(jnp.log2(jnp.maximum(largest, jnp.finfo(jnp.float32).tiny))))
@@ -87,7 +90,7 @@ def _sum_rows(scale: jax.Array | None, x: jax.Array, tiling: RowTiling) -> jax.A
 
 
 def _dot_bias(dy: jax.Array, b2: jax.Array, tiling: RowTiling) -> jax.Array:
-    """What b2 adds to the gradient of the probs: (R,) float32, zero past the last group."""
+    """Returns the share of b2 in the gradient of the probs: (R,) float32, zero past the last group."""
     group = find_groups(tiling, dy.shape[0])
     dot = jnp.sum(dy.astype(jnp.float32) * b2.at[group].get(mode="clip"), axis=1)
     return jnp.where(group < b2.shape[0], dot, 0.0)

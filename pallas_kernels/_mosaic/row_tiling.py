@@ -1,4 +1,4 @@
-"""Which tile of rows is whose: the work list of the kernels, computed on the device with no host sync."""
+"""Cuts sorted rows into tiles on the device: the work list of the kernels, without a host sync."""
 
 from typing import NamedTuple
 
@@ -6,23 +6,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Rows of a tile. Two warpgroups multiply 64 rows each, the M of a `wgmma` instruction.
 BLOCK_ROWS = 128
-# The copy engine reads and writes rows in units of a swizzled tile of eight.
+
+# Rows. The copy engine reads and writes swizzled units of eight rows (`plgpu.TilingTransform((8, 64))`).
 ROW_ALIGNMENT = 8
 
 
 class RowTiling(NamedTuple):
-    """Tiles of `BLOCK_ROWS` rows, ordered by row, each within one group.
+    """Tiles of `BLOCK_ROWS` rows, ordered by row, each with the rows of one group.
 
-    A tile starts at a multiple of `ROW_ALIGNMENT`, at or before the first row that it owns, so it may see
-    rows of its neighbours: `low` and `high` say which of its rows are its own.
+    A tile starts at a multiple of `ROW_ALIGNMENT`, at or before its first own row, and may overlap with the
+    tiles of neighbouring groups. The tile owns its rows `low` to `high` (exclusive).
 
     Attributes:
-      tiles: (T, 4) int32, for each tile its expert, first row, low and high. Expert E stands for the rows
-        past the last group. Tiles past `num_tiles` are copies of the last one and never run.
-      num_tiles: (1,) int32.
+      tiles: (T, 4) int32, each tile's expert, first row, low and high. Expert E stands for the rows past the
+        last group. Tiles past `num_tiles` are copies of the last tile and never run.
+      num_tiles: (1,) int32, number of tiles that run.
       group_first: (E,) int32, first row of each group.
-      group_stop: (E,) int32, one past its last row.
+      group_stop: (E,) int32, end of each group (exclusive).
       largest_first: (E,) int32, experts by number of rows, descending.
     """
 
@@ -34,11 +36,12 @@ class RowTiling(NamedTuple):
 
     @property
     def max_tiles(self) -> int:
+        """The static number of tiles T."""
         return self.tiles.shape[0]
 
 
 def bound_tiles(rows: int, experts: int) -> int:
-    """Bounds the number of tiles: each group, and the rows past the last, wastes at most one tile."""
+    """Bounds the number of tiles: each group, and the rows past the last group, wastes at most one tile."""
     groups = min(experts + 1, rows)
     return (rows + groups * (BLOCK_ROWS + ROW_ALIGNMENT - 2)) // BLOCK_ROWS
 
@@ -47,16 +50,16 @@ def tile_rows(group_sizes: jax.Array, rows: int) -> RowTiling:
     """Lays tiles over the groups and over the rows past the last group.
 
     Args:
-      group_sizes: (E,) int32, rows of each group; groups follow each other from row 0.
-      rows: number of rows R; groups are cut off there.
+      group_sizes: (E,) int32, rows of each group. Groups follow each other from row 0.
+      rows: number of rows R. Groups end at row R at the latest.
 
     Returns:
-      The tiling.
+      The tiles and the groups' bounds.
     """
     experts = group_sizes.shape[0]
     group_stop = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
     group_first = jnp.concatenate([jnp.zeros_like(group_stop[:1]), group_stop[:-1]])
-    # One more group, E, holds the rows past the last.
+    # Group E holds the rows past the last group.
     stop = jnp.concatenate([group_stop, jnp.full_like(group_stop[:1], rows)])
     first = jnp.concatenate([group_first, group_stop[-1:]])
     origin = first // ROW_ALIGNMENT * ROW_ALIGNMENT
@@ -75,6 +78,6 @@ def tile_rows(group_sizes: jax.Array, rows: int) -> RowTiling:
 
 
 def find_groups(tiling: RowTiling, rows: int) -> jax.Array:
-    """The group of each row, E for rows past the last group: (R,) int32."""
+    """Returns the group of each row, E for rows past the last group: (R,) int32."""
     row = lax.iota(jnp.int32, rows)
     return jnp.sum(row[:, None] >= tiling.group_stop[None, :], axis=1, dtype=jnp.int32)
