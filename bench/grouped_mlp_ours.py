@@ -10,20 +10,20 @@ from bench.grouped_mlp_peers import Data, Programs
 def ours(data: Data) -> Programs:
     """The fused kernels, each alone and as the whole op."""
     # Imported here: a jax without Mosaic GPU loses this variant only.
-    from pallas_kernels.mosaic import tuning
-    from pallas_kernels.mosaic.row_products import fc1, fc2, grad_act, grad_x
-    from pallas_kernels.mosaic.schedule import schedule
-    from pallas_kernels.mosaic.weights import grad_weight
+    from pallas_kernels._mosaic import tuning
+    from pallas_kernels._mosaic.row_products import fc1, fc2, grad_act, grad_x
+    from pallas_kernels._mosaic.row_tiling import tile_rows
+    from pallas_kernels._mosaic.weights import grad_weight
 
     x, dy, a, pa, dz, p, w1, w2 = (
         data.x, data.dy, data.a, data.pa, data.dz, data.p, data.w1, data.w2
     )  # fmt: skip
-    c = tuning.configs(w1.shape, data.shape.rows)
+    c = tuning.choose_configs(w1.shape, data.shape.rows)
     # Where dy takes the probs, the scaling is a pass of its own, charged to the whole op.
     scale_a = not tuning.scales_dy(w1.shape)
 
     def program(kernel, *operands):
-        return peers.jax_product(kernel, *operands, schedule=lambda sizes: schedule(sizes, data.shape.rows))
+        return peers.jax_product(kernel, *operands, schedule=lambda sizes: tile_rows(sizes, data.shape.rows))
 
     def op(x, w1, w2, p, sizes):
         return pallas_kernels.grouped_mlp(x, w1, w2, sizes, probs=p, implementation="mosaic")

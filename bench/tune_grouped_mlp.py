@@ -12,8 +12,8 @@ time one at a time.
     python -m bench.tune_grouped_mlp --out tiles.json --shapes nano-16k --products F1
     python -m bench.tune_grouped_mlp --table tiles.json more.json
 
-Each prints a table to paste into `pallas_kernels/mosaic/tuning.py`, keyed by (H, I, `rows_bucket`), and two
-times over the best: of the rule, and of the tiles in use, the table's entry if there is an entry.
+Each prints the device's file for `pallas_kernels/_mosaic/tiles/`, an entry for each (H, I, `bucket_rows`),
+and two times over the best: of the rule, and of the tiles in use, the table's entry if there is an entry.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from bench.grouped_mlp_peers import Data, Program
 from bench.grouped_mlp_shapes import GROUPS, MEASURED, PRODUCTS, SHAPES, Shape, group_sizes
 from bench.options import one_of
 from bench.provenance import provenance
-from pallas_kernels.mosaic import tuning
-from pallas_kernels.mosaic.tuning import Config, Configs
+from pallas_kernels._mosaic import tuning
+from pallas_kernels._mosaic.tuning import Config, Configs
 
 # Widths of other models, for which no tile is chosen by hand: OLMoE, gpt-oss-20b, Llama 4 Scout.
 OFF_TABLE = (
@@ -68,11 +68,11 @@ type Key = tuple[int, int, int]
 
 
 def key_of(shape: Shape) -> Key:
-    return shape.width, shape.hidden, tuning.rows_bucket(shape.rows, shape.experts)
+    return shape.width, shape.hidden, tuning.bucket_rows(shape.rows, shape.experts)
 
 
 def of_shape(choose: Callable[..., Configs], shape: Shape, product: str) -> Config:
-    """The config of a product, chosen by `tuning.rule` or `tuning.configs`."""
+    """The config of a product, chosen by `tuning.apply_rule` or `tuning.choose_configs`."""
     return getattr(choose((shape.experts, shape.width, shape.hidden), shape.rows), FIELDS[product])
 
 
@@ -142,9 +142,9 @@ def order_candidates(product: str, shape: Shape, config: Config) -> list[Config]
 def program_of(product: str, config: Config, data: Data) -> Program:
     """A product under a config, with the schedule made outside of the clock."""
     # Here, since the candidates and the table need no Mosaic GPU, which sets environment variables.
-    from pallas_kernels.mosaic import row_products
-    from pallas_kernels.mosaic.schedule import schedule
-    from pallas_kernels.mosaic.weights import grad_weight
+    from pallas_kernels._mosaic import row_products
+    from pallas_kernels._mosaic.row_tiling import tile_rows
+    from pallas_kernels._mosaic.weights import grad_weight
 
     kernels: dict[str, tuple[Callable[..., Any], tuple[jax.Array, ...]]] = {
         "F1": (lambda x, w1, plan: row_products.fc1(x, w1, None, plan, config), (data.x, data.w1)),
@@ -163,7 +163,7 @@ def program_of(product: str, config: Config, data: Data) -> Program:
         "B4": (lambda x, dz, plan: grad_weight(x, dz, plan, x.dtype, config), (data.x, data.dz)),
     }
     kernel, operands = kernels[product]
-    return peers.jax_product(kernel, *operands, schedule=lambda sizes: schedule(sizes, data.shape.rows))
+    return peers.jax_product(kernel, *operands, schedule=lambda sizes: tile_rows(sizes, data.shape.rows))
 
 
 @jax.jit
@@ -252,8 +252,8 @@ def tune(
       The configs of the rule, in use and best, their times, and every candidate, JSON-ready.
     """
     chosen = {
-        "rule": of_shape(tuning.rule, data.shape, product),
-        "in_use": of_shape(tuning.configs, data.shape, product),
+        "rule": of_shape(tuning.apply_rule, data.shape, product),
+        "in_use": of_shape(tuning.choose_configs, data.shape, product),
     }
     rule, search = chosen["rule"], Search(product, data, sizes, turns)
     candidates = tile_candidates(product, data.shape, thorough=thorough)
@@ -298,22 +298,33 @@ def config_literal(config: Config) -> str:
     return f"Config({', '.join([str(config.block_columns), *more])})"
 
 
-def table_literal(found: dict[Key, dict[str, Config]]) -> str:
-    """Python text of a dict from (H, I, `rows_bucket`) to `Configs`, of keys whose six products are known."""
-    lines = ["TABLE: dict[tuple[int, int, int], Configs] = {"]
+def table_json(found: dict[Key, dict[str, Config]], made: dict[str, Any]) -> str:
+    """The file of a device in `pallas_kernels/_mosaic/tiles`, of keys whose six products are known.
+
+    Args:
+      found: the best configs by key and field of `Configs`.
+      made: the run that measured, for the origin: its device, date, commit and command.
+    """
+    origin = {
+        "device": made["device"].removeprefix("1 x "),
+        **{field: made[field] for field in ("date", "commit", "command")},
+    }
+    fields = [f.name for f in dataclasses.fields(Configs)]
+    entries = []
     for key, configs in sorted(found.items()):
-        if len(configs) == len(FIELDS):
-            fields = [f.name for f in dataclasses.fields(Configs)]
-            lines.append(f"    {key}: Configs(")
-            lines += [f"        {field}={config_literal(configs[field])}," for field in fields]
-            lines.append("    ),")
-    return "\n".join([*lines, "}"])
+        if len(configs) == len(fields):
+            values = dict(zip(("width", "hidden", "rows_bucket"), key, strict=True))
+            values |= {field: dataclasses.asdict(configs[field]) for field in fields}
+            lines = [f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()]
+            entries.append("  {\n" + ",\n".join(lines) + "\n  }")
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in origin.items()]
+    return "\n".join(["{", *lines, ' "tiles": [', ",\n".join(entries), " ]", "}"])
 
 
-def report(rows: list[dict[str, Any]]) -> str:
-    """The table, and the distance of the rule and of the tiles in use from the best, the worst first."""
+def report(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
+    """The table, and how far from the best the rule and what is in use are, the worst first."""
     found = choices(rows)
-    text = [table_literal(found)]
+    text = [table_json(found, made)]
     text += [f"# {key}: {', '.join(f)} only" for key, f in sorted(found.items()) if len(f) < len(FIELDS)]
     for kind, words in {"rule": "the rule's", "in_use": "the used configs'"}.items():
         far = {f"{row['shape']} {row['product']}": row.get(f"{kind}_over_best") for row in rows}
@@ -370,8 +381,8 @@ def load(path: Path, made: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def run(o: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures the products missing in the result file. Returns all rows."""
+def run(o: argparse.Namespace) -> dict[str, Any]:
+    """Measures the products missing in the result file. Returns the runs and all rows."""
     result = load(o.out, provenance(vars(o)))
     start = time.perf_counter()
 
@@ -386,7 +397,7 @@ def run(o: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             if o.limit_s is not None and time.perf_counter() - start > o.limit_s:
                 say(f"\n{o.limit_s:g} s are over before {name} {product}; the same command goes on there")
-                return result["rows"]
+                return result
             data = data or peers.make_data(shape, o.seed)
             sizes = jnp.asarray(group_sizes(o.groups, shape.experts, shape.rows, o.seed))
             say(f"\n{name} {product}: E {shape.experts}, H {shape.width}, I {shape.hidden}, R {shape.rows}")
@@ -396,15 +407,15 @@ def run(o: argparse.Namespace) -> list[dict[str, Any]]:
             say(f"  best: {config_literal(Config(**row['best']))}" if "best" in row else f"  {row['error']}")
         del data
         release()
-    return result["rows"]
+    return result
 
 
 def main(arguments: list[str] | None = None) -> None:
     # Before jax starts its device: the same state of the allocator as in the benchmark.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     o = parse(arguments)
-    measured = [run(o)] if o.out else [json.loads(path.read_text())["rows"] for path in o.table]
-    say(report([row for rows in measured for row in rows]))
+    results = [run(o)] if o.out else [json.loads(path.read_text()) for path in o.table]
+    say(report([row for result in results for row in result["rows"]], results[-1]["runs"][-1]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,18 @@
-"""Grouped matrix products for mixture-of-experts layers. Imports jax only."""
+"""The grouped squared-ReLU MLP of mixture-of-experts layers, with a hand-written gradient.
 
-from pallas_kernels.grouped_mlp import grouped_mlp as grouped_mlp
-from pallas_kernels.implementation import Implementation as Implementation
-from pallas_kernels.implementation import choose_implementation as choose_implementation
+`grouped_mlp` takes (R, H) rows sorted by expert, the experts' weights and (E,) group sizes, and returns
+(R, H) rows. `choose_implementation` returns an `Implementation`: "mosaic" (Pallas kernels for Hopper GPUs) or
+"reference" (XLA operations), with the reason.
+
+A call flows through `_grouped_mlp` (checks), `_implementation` (choice), `_op` (differentiation rule, names
+for checkpoint policies) and a `_backend.Backend`: `_reference.Reference` or `_mosaic.launch.Mosaic`.
+
+Invariant: a group's outputs and gradients depend only on the group's rows and expert. A NaN in one group
+reaches no other group, and equal inputs give equal bits.
+"""
+
+from pallas_kernels._grouped_mlp import grouped_mlp as grouped_mlp
+from pallas_kernels._implementation import Implementation as Implementation
+from pallas_kernels._implementation import choose_implementation as choose_implementation
 
 __all__ = ["Implementation", "choose_implementation", "grouped_mlp"]

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mosaic import row_products, tuning
-from pallas_kernels.mosaic.schedule import schedule
-from pallas_kernels.mosaic.weights import grad_weight
+from pallas_kernels._mosaic import row_products, tuning
+from pallas_kernels._mosaic.row_tiling import tile_rows
+from pallas_kernels._mosaic.weights import grad_weight
 from tests.pallas_kernels.interpreter import interpreted
 from tests.pallas_kernels.oracle import float64, norm_error
 
@@ -65,7 +65,7 @@ def of_fc1(b1):
     return Kernel(
         "fc1",
         ("x", "w1", *("b1",) * b1),
-        lambda plan, config, x, w1, b1=None: (row_products.fc1(x, w1, b1, plan, config),),
+        lambda tiling, config, x, w1, b1=None: (row_products.fc1(x, w1, b1, tiling, config),),
         lambda x, w1, b1=0.0: (np.square(np.maximum(x @ w1 + b1, 0)),),
     )
 
@@ -74,7 +74,7 @@ def of_fc2(b2, p):
     return Kernel(
         "fc2",
         ("a", "w2", *("b2",) * b2, *("p",) * p),
-        lambda plan, config, a, w2, b2=None, p=None: (row_products.fc2(a, w2, b2, p, plan, config),),
+        lambda tiling, config, a, w2, b2=None, p=None: (row_products.fc2(a, w2, b2, p, tiling, config),),
         lambda a, w2, b2=0.0, p=1.0: (np.reshape(p, (-1, 1)) * (a @ w2 + b2),),
     )
 
@@ -84,8 +84,8 @@ def of_grad_act(p, scale_a):
         p, da = np.reshape(p, (-1, 1)), dy @ w2.T
         return 2 * p * da * np.sqrt(a), p * a if scale_a else a, (da * a).sum(1)
 
-    def run(plan, config, dy, w2, a, p=None):
-        dz, pa, dp = row_products.grad_act(dy, w2, a, p, plan, config, scale_a=scale_a)
+    def run(tiling, config, dy, w2, a, p=None):
+        dz, pa, dp = row_products.grad_act(dy, w2, a, p, tiling, config, scale_a=scale_a)
         return (dz, pa) if p is None else (dz, pa, dp)
 
     return Kernel("grad_act", ("dy", "w2", "a", *("p",) * p), run, oracle)
@@ -95,7 +95,7 @@ def of_grad_w1(dtype, *, accumulate=False):
     return Kernel(
         "grad_w1",
         ("x", "dz", *("acc",) * accumulate),
-        lambda plan, config, x, dz, acc=None: (grad_weight(x, dz, plan, dtype, config, acc),),
+        lambda tiling, config, x, dz, acc=None: (grad_weight(x, dz, tiling, dtype, config, acc),),
         lambda x, dz, acc=0.0: (x.T @ dz + acc,),
     )
 
@@ -105,7 +105,7 @@ def of_grad_w2(dtype):
     return Kernel(
         "grad_w2",
         ("a", "dy"),
-        lambda plan, config, a, dy: (grad_weight(a, dy, plan, dtype, config),),
+        lambda tiling, config, a, dy: (grad_weight(a, dy, tiling, dtype, config),),
         lambda a, dy: (a.T @ dy,),
     )
 
@@ -121,7 +121,7 @@ KERNELS = {
     "grad_x": Kernel(
         "grad_x",
         ("dz", "w1"),
-        lambda plan, config, dz, w1: (row_products.grad_x(dz, w1, plan, config),),
+        lambda tiling, config, dz, w1: (row_products.grad_x(dz, w1, tiling, config),),
         lambda dz, w1: (dz @ w1.T,),
     ),
     "grad_w2": of_grad_w2(jnp.bfloat16),
@@ -136,12 +136,12 @@ class Program:
     def __init__(self, kernel: Kernel, given: dict[str, Any], *, programs=3, **changes):
         self.kernel, (self.rows, _) = kernel, given["x"].shape
         experts, width, hidden = given["w1"].shape
-        of_shape = getattr(tuning.configs((experts, width, hidden), self.rows), kernel.config)
+        of_shape = getattr(tuning.choose_configs((experts, width, hidden), self.rows), kernel.config)
         config = dataclasses.replace(of_shape, **changes)
 
         def run(group_sizes, *operands):
-            plan = schedule(group_sizes, self.rows)
-            return kernel.run(plan, config, **dict(zip(kernel.takes, operands, strict=True)))
+            tiling = tile_rows(group_sizes, self.rows)
+            return kernel.run(tiling, config, **dict(zip(kernel.takes, operands, strict=True)))
 
         zeros = jnp.zeros(experts, jnp.int32)
         self.compiled = interpreted(run, zeros, *self.of(given), programs=programs)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import grouped_mlp
-from pallas_kernels.tiles import cut_tiles, tile_height
+from pallas_kernels._tiles import choose_height, cut_tiles
 from tests.pallas_kernels.interpreter import interpreted
 from tests.pallas_kernels.oracle import Results, dense, float64, largest_error, make, norm_error
 
@@ -183,7 +183,7 @@ def test_no_rows():
 @pytest.mark.parametrize(("rows", "experts"), [(1, 1), (7, 3), (2048, 8), (98304, 128), (32768, 8)])
 def test_tiles_are_few_and_cover_every_row_once(rows, experts):
     rng = np.random.default_rng(rows)
-    height = tile_height(rows, experts)
+    height = choose_height(rows, experts)
     sizes = np.bincount(rng.integers(0, experts, rows - rows // 10), minlength=experts)
     tiles = jax.tree.map(
         np.asarray, jax.jit(cut_tiles, static_argnums=(1, 2))(jnp.asarray(sizes), rows, height)

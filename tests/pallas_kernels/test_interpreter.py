@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.implementation import num_cores
+from pallas_kernels._implementation import count_cores
 from tests.pallas_kernels.interpreter import interpreted, interpreting
 
 
@@ -60,4 +60,4 @@ def test_what_a_kernel_does_not_write_is_nan():
 
 def test_the_number_of_programs_is_the_one_asked_for():
     with interpreting(5):
-        assert num_cores() == 5
+        assert count_cores() == 5

@@ -11,8 +11,8 @@ import pytest
 
 from bench.grouped_mlp_shapes import MEASURED, SHAPES, Shape
 from pallas_kernels import grouped_mlp
-from pallas_kernels.mosaic import row_products, tuning
-from pallas_kernels.mosaic.schedule import schedule
+from pallas_kernels._mosaic import row_products, tuning
+from pallas_kernels._mosaic.row_tiling import tile_rows
 from tests.pallas_kernels.hopper import launches, lower
 
 OTHER_WIDTHS = [(64, 64), (64, 8192), (1856, 2688), (192, 320), (256, 512), (8192, 64)]
@@ -55,8 +55,8 @@ def test_every_measured_shape_lowers(name):
 
 def test_every_tuned_config_is_among_them():
     shapes = [SHAPES[name] for name in MEASURED]
-    tried = {(s.width, s.hidden, tuning.rows_bucket(s.rows, s.experts)) for s in shapes}
-    assert set(tuning.TABLE) <= tried
+    tried = {(s.width, s.hidden, tuning.bucket_rows(s.rows, s.experts)) for s in shapes}
+    assert set(tuning.load_table("NVIDIA H200")) <= tried
 
 
 @pytest.mark.slow
@@ -88,10 +88,10 @@ def test_other_widths_and_biases_and_accumulators_lower(width, hidden, dtype):
 def test_a_tile_that_does_not_fit_in_shared_memory_is_refused():
     """So the tests above can fail."""
     x, w1, _, sizes, _ = arguments(SHAPES["nano-16k"])
-    config = tuning.configs(w1.shape, x.shape[0]).fc1
+    config = tuning.choose_configs(w1.shape, x.shape[0]).fc1
 
     def fc1(config):
-        return lambda x, w1, sizes: row_products.fc1(x, w1, None, schedule(sizes, x.shape[0]), config)
+        return lambda x, w1, sizes: row_products.fc1(x, w1, None, tile_rows(sizes, x.shape[0]), config)
 
     lower(fc1(config), x, w1, sizes)
     with pytest.raises(ValueError, match=r"exceeds available shared memory.*232448"):

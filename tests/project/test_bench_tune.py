@@ -8,11 +8,17 @@ import pytest
 
 from bench import tune_grouped_mlp as tune
 from bench.grouped_mlp_shapes import PRODUCTS, TINY, Shape
-from pallas_kernels.mosaic import tuning
-from pallas_kernels.mosaic.tuning import Config, Configs
+from pallas_kernels._mosaic import tuning
+from pallas_kernels._mosaic.tuning import Config, Configs
 
 NANO = tune.ALL_SHAPES["nano-16k"]
-A_RUN = {"device": "1 x NVIDIA H200", "versions": {"jax": "1"}}
+A_RUN = {
+    "device": "1 x NVIDIA H200",
+    "versions": {"jax": "1"},
+    "date": "2026-11-21T15:36:50+00:00",
+    "commit": "04fed9e",
+    "command": "python -m bench.tune_grouped_mlp",
+}
 
 
 def row_of(shape, product, config, **more):
@@ -34,7 +40,7 @@ def test_candidates_fit_and_fill_the_shared_memory(name, product):
     assert set(tune.tile_candidates(product, shape, thorough=False)) < set(found)
 
 
-@pytest.mark.parametrize("choose", [tuning.rule, tuning.configs])
+@pytest.mark.parametrize("choose", [tuning.apply_rule, tuning.choose_configs])
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("name", tune.ALL_SHAPES)
 def test_what_is_chosen_fits(name, product, choose):
@@ -67,7 +73,7 @@ def test_an_order_is_listed_once_and_keeps_the_tile():
     assert [(c.minor, c.width) for c in tune.order_candidates("F1", few, config)] == [(0, 2)]
 
 
-def test_the_table_reads_back():
+def test_the_table_reads_back(tmp_path, monkeypatch):
     rows = [
         row_of(name, product, Config(128 + 64 * (i % 3), stages=3 + i % 3, slots=1 + i, minor=i % 2))
         for name in ("nano-16k", "dsv3")
@@ -75,14 +81,18 @@ def test_the_table_reads_back():
     ]
     rows.append(row_of("mixtral", "F1", Config(256)))  # five products are missing
     found = tune.choices(rows)
-    text = tune.table_literal(found)
-    namespace = {"Config": Config, "Configs": Configs}
-    exec(text, namespace)
+    (tmp_path / "tiles").mkdir()
+    (tmp_path / "tiles" / "nvidia_h200.json").write_text(tune.table_json(found, A_RUN))
+    monkeypatch.setattr(tuning.importlib.resources, "files", lambda package: tmp_path)
+    read = tuning.load_table.__wrapped__("NVIDIA H200")
     nano, dsv3, mixtral = (tune.key_of(tune.ALL_SHAPES[n]) for n in ("nano-16k", "dsv3", "mixtral"))
     assert nano == (2688, 1856, 512)
-    assert namespace["TABLE"] == {nano: Configs(**found[nano]), dsv3: Configs(**found[dsv3])}
-    assert namespace["TABLE"][nano].grad_w2 == Config(**rows[3]["best"])
-    assert f"# {mixtral}: fc1 only" in tune.report(rows)
+    assert read == {nano: Configs(**found[nano]), dsv3: Configs(**found[dsv3])}
+    assert read[nano].grad_w2 == Config(**rows[3]["best"])
+    origin = json.loads(tune.table_json(found, A_RUN))
+    assert {key: origin[key] for key in ("date", "commit", "command")}.items() <= A_RUN.items()
+    assert origin["device"] == "NVIDIA H200"
+    assert f"# {mixtral}: fc1 only" in tune.report(rows, A_RUN)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +117,7 @@ def test_the_report_names_what_is_too_far_and_what_is_missing():
         row_of("scout", "B2", Config(192), rule_over_best=1.0701),
         {"shape": "dsv3", "product": "B1", "groups": "dirichlet", "error": "no candidate ran"},
     ]
-    lines = tune.report(rows).splitlines()
+    lines = tune.report(rows, A_RUN).splitlines()
     rule = lines.index("the rule's time over the best, at most 1.07 is wanted:")
     assert lines[rule + 1 : rule + 4] == [
         "  1.070  scout B2  TOO FAR",
@@ -188,7 +198,7 @@ def test_a_wrong_command_line_is_refused(words, message, capsys):
 def test_configs_are_those_of_the_kernels():
     mixtral = tune.ALL_SHAPES["mixtral"]
     dimensions = (mixtral.experts, mixtral.width, mixtral.hidden)
-    for choose in (tuning.rule, tuning.configs):
+    for choose in (tuning.apply_rule, tuning.choose_configs):
         want = choose(dimensions, mixtral.rows)
         got = {field: tune.of_shape(choose, mixtral, product) for product, field in tune.FIELDS.items()}
         assert Configs(**got) == want

@@ -67,6 +67,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
         sources = {str(p.relative_to(ROOT)) for p in (ROOT / package).rglob("*.py")}
         assert sources <= set(names)
     assert "jaxoff/py.typed" in names
+    tables = {str(p.relative_to(ROOT)) for p in (ROOT / "pallas_kernels/_mosaic/tiles").glob("*.json")}
+    assert tables and tables <= set(names)
     assert f"{info}/licenses/LICENSE" in names
 
 

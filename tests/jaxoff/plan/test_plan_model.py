@@ -59,7 +59,7 @@ def residuals(choice, fun=scanned):
 @pytest.mark.parametrize("act", [SAVE, MOVE, AGAIN])
 def test_residual_bytes_are_those_of_the_differentiated_program(x_in, act):
     choice = {"x_in": x_in, "act": act, "out": SAVE}
-    kind = model(device=STEADY).layers[0]
+    kind = model().layers[0]
     use = kind.find_states(placed(choice))
     host = kind.host_nbytes(use) // (LAYERS + 1) * LAYERS  # without the spare row
     assert (kind.residual_nbytes(use), host) == residuals(choice)
@@ -79,7 +79,7 @@ def test_a_function_without_checkpoints_is_refused():
 
 def test_making_again_takes_what_is_not_kept_before_it():
     """A product each for act and out; out is not needed, nor is act if it is kept."""
-    kind = model().layers[0]
+    kind = model(device=STEADY).layers[0]
 
     def again_ms(**choice):
         return kind.times(kind.find_states(placed(choice))).recomputed

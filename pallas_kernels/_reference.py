@@ -2,9 +2,8 @@
 
 Shapes: R rows (one a routed token), H model width, I expert width, E experts, T rows of a tile.
 
-`lax.ragged_dot` is not used: XLA lowers it to a dense product over every expert with a mask, which needs E
-times the memory. Here each step of the scan multiplies one tile by the weights of its one expert, read in
-place as a slice of the stack.
+XLA lowers `lax.ragged_dot` to a masked dense product over all experts, which needs E times the memory. Here
+each iteration of the scan multiplies one tile by the weights of one expert, a slice of the (E, ...) stack.
 """
 
 from collections.abc import Callable
@@ -14,28 +13,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._backend import Grads
 from pallas_kernels._compat import vary, varying_axes
-from pallas_kernels.backend import Grads
-from pallas_kernels.tiles import Tiles, cut_tiles, tile_height
+from pallas_kernels._tiles import Tiles, choose_height, cut_tiles
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Multiplies two matrices over one axis of each, accumulating in float32; transposes nothing."""
-    # HIGHEST keeps a GPU from rounding float32 operands to TF32; 16-bit operands are exact as they are.
+    """Contracts one axis of each of two matrices in float32, without transposing either in memory."""
+    # HIGHEST keeps a GPU from rounding float32 operands to TF32. Products of 16-bit operands are exact.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _slice(x: jax.Array, tile: Tiles, height: int) -> jax.Array:
-    """Reads a tile's rows; rows of other tiles and of no group read as zero, even where they hold NaN."""
+    """Reads a tile's rows. Rows of other tiles or of no group read as zero, even where they hold NaN."""
     rows = lax.dynamic_slice_in_dim(x, tile.start, height)
     mask = tile.mask(height)
     return jnp.where(mask if x.ndim == 2 else mask[:, 0], rows, jnp.zeros_like(rows))
 
 
 def _store(buffer: jax.Array, rows: jax.Array, tile: Tiles) -> jax.Array:
-    """Writes a tile's rows and leaves the others of the slice as they are."""
+    """Writes a tile's rows and keeps the other rows of the slice."""
     height = rows.shape[0]
     mask = tile.mask(height)
     old = lax.dynamic_slice_in_dim(buffer, tile.start, height)
@@ -43,56 +42,56 @@ def _store(buffer: jax.Array, rows: jax.Array, tile: Tiles) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(buffer, new, tile.start, 0)
 
 
-def _expert(stack: jax.Array, tile: Tiles) -> jax.Array:
+def _read_expert(stack: jax.Array, tile: Tiles) -> jax.Array:
     return lax.dynamic_index_in_dim(stack, tile.expert, keepdims=False)
 
 
 def _accumulate(stack: jax.Array, value: jax.Array, tile: Tiles) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(stack, _expert(stack, tile) + value, tile.expert, 0)
+    return lax.dynamic_update_index_in_dim(stack, _read_expert(stack, tile) + value, tile.expert, 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
-    # A scan's initial carry must differ over the axes that its result differs over.
+    # A scan's initial carry must vary over the mesh axes of its result.
     return vary(jnp.zeros(shape, dtype), varying_axes(like))
 
 
-def _for_tiles(step: Callable[[Any, Tiles], Any], init: Any, tiles: Tiles) -> Any:
+def _scan_tiles(step: Callable[[Any, Tiles], Any], init: Any, tiles: Tiles) -> Any:
     return lax.scan(lambda carry, tile: (step(carry, tile), None), init, tiles)[0]
 
 
 class Reference:
-    """The implementation of `pallas_kernels.backend.Backend` in XLA operations."""
+    """The implementation of `pallas_kernels._backend.Backend` in XLA operations."""
 
     def fc1(self, x, w, group_sizes):
-        tiles, height = _tiles_of(x, w, group_sizes)
+        tiles, height = _cut_rows(x, w, group_sizes)
 
         def step(a, tile):
-            z = _dot(_slice(x, tile, height), _expert(w.w1, tile), (1, 0))
+            z = _dot(_slice(x, tile, height), _read_expert(w.w1, tile), (1, 0))
             if w.b1 is not None:
-                z += _expert(w.b1, tile)[None]
+                z += _read_expert(w.b1, tile)[None]
             return _store(a, jnp.square(jnp.maximum(z, 0.0)), tile)
 
-        return _for_tiles(step, _zeros((x.shape[0], w.w1.shape[2]), x.dtype, x), tiles)
+        return _scan_tiles(step, _zeros((x.shape[0], w.w1.shape[2]), x.dtype, x), tiles)
 
     def fc2(self, a, w, probs, group_sizes):
-        tiles, height = _tiles_of(a, w, group_sizes)
+        tiles, height = _cut_rows(a, w, group_sizes)
 
         def step(y, tile):
-            out = _dot(_slice(a, tile, height), _expert(w.w2, tile), (1, 0))
+            out = _dot(_slice(a, tile, height), _read_expert(w.w2, tile), (1, 0))
             if w.b2 is not None:
-                out += _expert(w.b2, tile)[None]
+                out += _read_expert(w.b2, tile)[None]
             if probs is not None:
                 out *= _slice(probs, tile, height).astype(jnp.float32)[:, None]
             return _store(y, out, tile)
 
-        return _for_tiles(step, _zeros((a.shape[0], w.w2.shape[2]), a.dtype, a), tiles)
+        return _scan_tiles(step, _zeros((a.shape[0], w.w2.shape[2]), a.dtype, a), tiles)
 
     def backward(self, x, a, w, probs, group_sizes, dy, accumulators, *, grad_dtype):
-        tiles, height = _tiles_of(x, w, group_sizes)
+        tiles, height = _cut_rows(x, w, group_sizes)
 
         def step(carry, tile):
             dx, dw1, dw2, dp, db1, db2 = carry
-            e1, e2 = _expert(w.w1, tile), _expert(w.w2, tile)
+            e1, e2 = _read_expert(w.w1, tile), _read_expert(w.w2, tile)
             x_t, dy_t = _slice(x, tile, height), _slice(dy, tile, height)
             a_t = _slice(a, tile, height).astype(jnp.float32)
             da = _dot(dy_t, e2, (1, 1))
@@ -101,13 +100,13 @@ class Reference:
                 p_t = _slice(probs, tile, height).astype(jnp.float32)[:, None]
                 dp_t = jnp.sum(da * a_t, axis=1)
                 if w.b2 is not None:
-                    dp_t += jnp.sum(pdy * _expert(w.b2, tile)[None], axis=1)
+                    dp_t += jnp.sum(pdy * _read_expert(w.b2, tile)[None], axis=1)
                 dp = _store(dp, dp_t, tile)
                 da, pa, pdy = p_t * da, p_t * pa, p_t * pdy
-            # relu(z) = sqrt(a). The inner select keeps a second derivative finite where the unit is off.
+            # relu(z) = sqrt(a). The inner select keeps the second derivative finite where a = 0.
             on = a_t > 0.0
             dz = 2.0 * da * jnp.where(on, jnp.sqrt(jnp.where(on, a_t, 1.0)), 0.0)
-            # As it is stored, also where XLA would keep it wider on its way into db1.
+            # Rounded here, since XLA may otherwise keep dz in float32 on its way into db1.
             info = jnp.finfo(x.dtype)
             dz = lax.reduce_precision(dz, info.nexp, info.nmant).astype(x.dtype)
             if w.b1 is not None:
@@ -122,14 +121,13 @@ class Reference:
         def zeros(value, dtype=jnp.float32):
             return None if value is None else _zeros(value.shape, dtype, dy)
 
-        # One tile after the other adds to its expert's slice: the order of every sum is fixed, and no two
-        # writers meet.
+        # The scan adds the tiles to their experts' slices one by one, in a fixed order.
         dw = accumulators or (zeros(w.w1), zeros(w.w2))
         init = (zeros(x, x.dtype), *dw, zeros(probs), zeros(w.b1), zeros(w.b2))
-        dx, dw1, dw2, dp, db1, db2 = _for_tiles(step, init, tiles)
+        dx, dw1, dw2, dp, db1, db2 = _scan_tiles(step, init, tiles)
         return Grads(dx, dw1.astype(grad_dtype), dw2.astype(grad_dtype), db1, db2, dp)
 
 
-def _tiles_of(x, w, group_sizes) -> tuple[Tiles, int]:
-    height = tile_height(x.shape[0], w.w1.shape[0])
+def _cut_rows(x, w, group_sizes) -> tuple[Tiles, int]:
+    height = choose_height(x.shape[0], w.w1.shape[0])
     return cut_tiles(group_sizes, x.shape[0], height), height

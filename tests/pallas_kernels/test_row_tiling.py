@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.mosaic.schedule import BLOCK_ROWS, ROW_ALIGNMENT, group_of_rows, max_tiles, schedule
+from pallas_kernels._mosaic.row_tiling import BLOCK_ROWS, ROW_ALIGNMENT, bound_tiles, find_groups, tile_rows
 
 
-def check(plan, sizes, rows):
-    """Checks a schedule, of numpy arrays, row by row."""
-    experts, count = len(sizes), int(plan.num_tiles[0])
-    assert 0 < count <= max_tiles(rows, experts) == len(plan.tiles)
+def check(tiling, sizes, rows):
+    """Checks a tiling, of numpy arrays, row by row."""
+    experts, count = len(sizes), int(tiling.num_tiles[0])
+    assert 0 < count <= bound_tiles(rows, experts) == len(tiling.tiles)
     stops = np.minimum(np.cumsum(sizes), rows)
     owner = np.sum(np.arange(rows)[:, None] >= stops, axis=1)
     covered, last = np.zeros(rows, int), -1
-    for expert, row, low, high in plan.tiles[:count]:
+    for expert, row, low, high in tiling.tiles[:count]:
         assert row % ROW_ALIGNMENT == 0 and 0 <= low < high <= BLOCK_ROWS
         assert row >= 0 and row + low > last, "ordered by row"
         assert (owner[row + low : row + high] == expert).all()
@@ -28,23 +28,23 @@ def check(plan, sizes, rows):
         covered[row + low : row + high] += 1
         last = row + low
     assert (covered == 1).all()
-    assert (plan.tiles[count:] == plan.tiles[count - 1]).all()
-    assert (plan.group_stop == stops).all() and (plan.group_first == [0, *stops[:-1]]).all()
-    assert (np.diff((plan.group_stop - plan.group_first)[plan.largest_first]) <= 0).all()
-    assert sorted(plan.largest_first) == list(range(experts))
+    assert (tiling.tiles[count:] == tiling.tiles[count - 1]).all()
+    assert (tiling.group_stop == stops).all() and (tiling.group_first == [0, *stops[:-1]]).all()
+    assert (np.diff((tiling.group_stop - tiling.group_first)[tiling.largest_first]) <= 0).all()
+    assert sorted(tiling.largest_first) == list(range(experts))
 
 
 def one(sizes, rows):
-    return jax.tree.map(np.asarray, schedule(jnp.asarray(sizes, jnp.int32), rows))
+    return jax.tree.map(np.asarray, tile_rows(jnp.asarray(sizes, jnp.int32), rows))
 
 
 @pytest.mark.parametrize("size", [1, 64, 129])
 def test_every_pattern_of_empty_groups(size):
     patterns = size * np.array(list(itertools.product([0, 1], repeat=8)), np.int32)
     rows = -(-8 * size // 8) * 8
-    plans = jax.tree.map(np.asarray, jax.jit(jax.vmap(lambda s: schedule(s, rows)))(patterns))
+    tilings = jax.tree.map(np.asarray, jax.jit(jax.vmap(lambda s: tile_rows(s, rows)))(patterns))
     for i, sizes in enumerate(patterns):
-        check(jax.tree.map(lambda v, i=i: v[i], plans), sizes, rows)
+        check(jax.tree.map(lambda v, i=i: v[i], tilings), sizes, rows)
 
 
 def test_groups_start_at_every_row():
@@ -72,7 +72,7 @@ def test_edges(sizes, rows):
     check(one(sizes, rows), sizes, rows)
 
 
-SEVERAL = {rows: jax.jit(functools.partial(schedule, rows=rows)) for rows in (8, 256, 1000)}
+SEVERAL = {rows: jax.jit(functools.partial(tile_rows, rows=rows)) for rows in (8, 256, 1000)}
 
 
 @settings(deadline=None, max_examples=100)
@@ -82,5 +82,5 @@ def test_any_groups(sizes, rows):
 
 
 def test_rows_know_their_group():
-    plan = schedule(jnp.array([3, 0, 2]), 8)
-    assert group_of_rows(plan, 8).tolist() == [0, 0, 0, 2, 2, 3, 3, 3]
+    tiling = tile_rows(jnp.array([3, 0, 2]), 8)
+    assert find_groups(tiling, 8).tolist() == [0, 0, 0, 2, 2, 3, 3, 3]

@@ -1,4 +1,7 @@
-"""The grouped MLP's public function: checks its arguments and picks an implementation."""
+"""The public function `grouped_mlp`: checks the arguments and picks an implementation.
+
+Shapes: R rows (one a routed token), H model width, I expert width, E experts.
+"""
 
 import difflib
 
@@ -8,8 +11,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from pallas_kernels import op
-from pallas_kernels.implementation import IMPLEMENTATIONS, choose_implementation, require_mosaic
+from pallas_kernels import _op
+from pallas_kernels._implementation import IMPLEMENTATIONS, choose_implementation, require_mosaic
 
 _DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -28,45 +31,45 @@ def grouped_mlp(
     grad_accumulators: tuple[jax.Array, jax.Array] | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Applies to each group of rows the squared-ReLU MLP of its own expert.
+    """Applies to each group of rows the squared-ReLU MLP of the group's expert.
 
-    For a row of expert e: `z = x W1[e] + b1[e] ; a = relu(z)^2 ; y = p * (a W2[e] + b2[e])`. Sums are in
-    float32.
+    For a row of expert e: `z = x W1[e] + b1[e] ; a = relu(z)^2 ; y = p * (a W2[e] + b2[e])`. Products
+    accumulate in float32.
 
-    The gradient is hand-written. It needs x and a and nothing else of that size:
+    The gradient is hand-written. Its only residuals of R rows are x and a:
     `dA = dy W2^T ; dp = sum_I dA a + sum_H dy b2 ; dz = 2 p dA sqrt(a) ; dW2 = (p a)^T dy ; dx = dz W1^T ;
-    dW1 = x^T dz ; db1 = sum dz ; db2 = sum p dy`. A checkpoint policy places the two by their names,
+    dW1 = x^T dz ; db1 = sum dz ; db2 = sum p dy`. A checkpoint policy places both residuals by name:
     `moe.dispatched` (x) and `moe.act` (a). Every sum has a fixed order: equal inputs give equal bits.
 
     Args:
       x: (R, H) bfloat16, float16 or float32, rows sorted by expert. Rows past `sum(group_sizes)` belong to no
-        expert: they may hold anything, NaN too, and their output and their gradients are zero. In float16 an
+        expert: they may hold any value, NaN included, and their outputs and gradients are zero. In float16 an
         activation past 65504, from z = 256 on, is infinite.
       w1: (E, H, I), x's dtype or float32. Float32 weights are rounded to x's dtype for the products.
       w2: (E, I, H), w1's dtype.
       group_sizes: (E,) of a 32-bit or narrower integer, rows of each expert, on the device. Zero is allowed.
-        Checked where the values are known, which outside of `jax.jit` waits for them.
-      probs: (R,) x's dtype or float32, what each row's output is multiplied by; None is one. The gradient is
-        computed in float32.
+        Concrete sizes are checked, which outside of `jax.jit` waits for the device. Traced sizes are not.
+      probs: (R,) x's dtype or float32, factor of each row's output; None is one. The gradient is computed in
+        float32.
       b1: (E, I) x's dtype or float32, or None.
       b2: (E, H) x's dtype or float32, or None.
-      grad_dtype: the dtype in which the gradients of w1 and w2 leave the products: x's dtype or float32. None
-        is that of the weights. JAX gives a gradient the dtype of its primal, so float32 needs float32
-        weights; x's dtype halves the memory traffic of float32 ones.
+      grad_dtype: the dtype in which the products store the gradients of w1 and w2: x's dtype or float32. None
+        is the weights' dtype. JAX gives a gradient the dtype of its primal, so float32 needs float32 weights.
+        For float32 weights, x's dtype halves the memory traffic of the gradients.
       grad_accumulators: float32 (E, H, I) and (E, I, H) arrays to which the gradients of w1 and w2 are added
-        in float32. The sums are returned as the gradients *of the accumulators*, those of w1 and w2 are zero,
-        and y does not depend on them: see the example.
+        in float32. The sums are returned as the gradients *of the accumulators*, and the gradients of w1 and
+        w2 are zero. y does not depend on the accumulators: see the example.
       implementation: "mosaic" (fused kernels for Hopper GPUs), "reference" (XLA operations, every platform),
-        or None for what `pallas_kernels.choose_implementation` says.
+        or None for the choice of `pallas_kernels.choose_implementation`.
 
     Returns:
       (R, H), x's dtype.
 
     Raises:
-      TypeError: a dtype is not one of those above.
+      TypeError: a dtype is outside of the choices above.
       ValueError: a shape does not fit, group sizes are negative or need more than R rows, or the
         implementation is unknown.
-      NotImplementedError: `implementation="mosaic"` cannot do the case; the message says why.
+      NotImplementedError: `implementation="mosaic"` does not support the case; the message says why.
 
     Example:
       >>> import jax, jax.numpy as jnp, pallas_kernels
@@ -76,7 +79,7 @@ def grouped_mlp(
       >>> pallas_kernels.grouped_mlp(x, w1, w2, sizes)[:, 0]
       Array([128., 128., 128., 128.,   0.], dtype=float32)
 
-      Gradients of several calls, added up in place of the buffers of the first:
+      Sum the weight gradients of several calls in the accumulators' buffers:
 
       >>> def loss(sums, x):
       ...     return pallas_kernels.grouped_mlp(x, w1, w2, sizes, grad_accumulators=sums).sum()
@@ -98,8 +101,8 @@ def grouped_mlp(
     if implementation == "mosaic":
         require_mosaic(x, w1)
     name = implementation or choose_implementation(x, w1).name
-    static = op.Static(name, grad_dtype)
-    return op.grouped_mlp(static, x, w1, w2, jnp.asarray(group_sizes), probs, b1, b2, grad_accumulators)
+    static = _op.StaticOptions(name, grad_dtype)
+    return _op.grouped_mlp(static, x, w1, w2, jnp.asarray(group_sizes), probs, b1, b2, grad_accumulators)
 
 
 def _check_implementation(implementation: str | None) -> None:

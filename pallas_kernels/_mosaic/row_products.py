@@ -1,4 +1,8 @@
-"""The row products of the grouped MLP: FC1 with its activation, FC2, and their gradients toward the rows."""
+"""The row products of the grouped MLP: FC1 with its activation, FC2, and the gradients of their inputs.
+
+Each function gives `rows_product` an epilogue, which turns the float32 accumulator of a half tile into rows.
+Shapes: R rows, H model width, I expert width, E experts.
+"""
 
 from typing import Any
 
@@ -8,26 +12,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.rows import CHUNK, RAGGED, WG_ROWS, Tile, rows_product, store_ragged
-from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule
-from pallas_kernels.mosaic.tuning import Config
+from pallas_kernels._mosaic.row_tiling import BLOCK_ROWS, RowTiling
+from pallas_kernels._mosaic.rows import CHUNK, RAGGED, WG_ROWS, HalfTile, rows_product, store_ragged
+from pallas_kernels._mosaic.tuning import Config
 
+# Layouts in registers of one value for each row, and for each column, of an accumulator.
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 _OF_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def _pad_rows(p: jax.Array) -> jax.Array:
-    """Lets the last tile read past the last row: such a read has no bounds check."""
+    """Pads p with one tile of rows, since the last tile's loads past row R have no bounds check."""
     return jnp.pad(p.astype(jnp.float32), (0, BLOCK_ROWS))
 
 
-def _staging(dtype, slots=2):
-    """Two chunks for each of the two multiplying warpgroups."""
+def _make_staging(dtype, slots):
+    """Returns the type of a shared-memory buffer: `slots` chunks for each multiplying warpgroup."""
     return plgpu.SMEM((2, slots, WG_ROWS, CHUNK), dtype, transforms=RAGGED)
 
 
-def _store_chunks(acc, tile: Tile, wg, target, staging, block: int) -> None:
-    """Writes an accumulator out in chunks, copying one while the next is converted."""
+def _store_chunks(acc, tile: HalfTile, wg, target, staging, block: int) -> None:
+    """Stores an accumulator in chunks: one chunk is copied while the next chunk is converted."""
     chunks, slots = acc.shape[1] // CHUNK, staging.shape[1]
     for begin in range(0, chunks, slots):
         group = range(begin, min(begin + slots, chunks))
@@ -40,16 +45,16 @@ def _store_chunks(acc, tile: Tile, wg, target, staging, block: int) -> None:
         plgpu.commit_smem_to_gmem_group()
 
 
-def _load_of_row(ref, tile: Tile):
+def _load_of_row(ref, tile: HalfTile):
     return plgpu.load(ref.at[pl.ds(tile.row, WG_ROWS)], layout=_OF_ROW, optimized=False)
 
 
-def _load_of_column(ref, tile: Tile, block: int, width: int):
+def _load_of_column(ref, tile: HalfTile, block: int, width: int):
     column = pl.ds(tile.block * block, width)
     return plgpu.load(ref.at[tile.expert, column], layout=_OF_COLUMN, optimized=False)
 
 
-def fc1(x: jax.Array, w1: jax.Array, b1: jax.Array | None, schedule: Schedule, config: Config) -> jax.Array:
+def fc1(x: jax.Array, w1: jax.Array, b1: jax.Array | None, tiling: RowTiling, config: Config) -> jax.Array:
     """`a = relu(x W1 + b1)^2`, (R, I); rows past the last group are zero."""
     inputs = [] if b1 is None else [b1.astype(jnp.float32)]
 
@@ -64,12 +69,12 @@ def fc1(x: jax.Array, w1: jax.Array, b1: jax.Array | None, schedule: Schedule, c
     (a,) = rows_product(
         x,
         w1,
-        schedule,
+        tiling,
         transpose_w=False,
         config=config,
         inputs=inputs,
         out_types=[jax.ShapeDtypeStruct((x.shape[0], w1.shape[2]), x.dtype)],
-        scratch_types=[_staging(x.dtype, config.slots)],
+        scratch_types=[_make_staging(x.dtype, config.slots)],
         epilogue=epilogue,
         name="grouped_mlp_fc1",
     )
@@ -81,7 +86,7 @@ def fc2(
     w2: jax.Array,
     b2: jax.Array | None,
     probs: jax.Array | None,
-    schedule: Schedule,
+    tiling: RowTiling,
     config: Config,
 ) -> jax.Array:
     """`y = p (a W2 + b2)`, (R, H); rows past the last group are zero."""
@@ -103,12 +108,12 @@ def fc2(
     (y,) = rows_product(
         a,
         w2,
-        schedule,
+        tiling,
         transpose_w=False,
         config=config,
         inputs=inputs,
         out_types=[jax.ShapeDtypeStruct((a.shape[0], w2.shape[2]), a.dtype)],
-        scratch_types=[_staging(a.dtype, config.slots)],
+        scratch_types=[_make_staging(a.dtype, config.slots)],
         epilogue=epilogue,
         prefetch=None if probs is None else prefetch,
         name="grouped_mlp_fc2",
@@ -116,7 +121,7 @@ def fc2(
     return y
 
 
-def grad_x(dz: jax.Array, w1: jax.Array, schedule: Schedule, config: Config) -> jax.Array:
+def grad_x(dz: jax.Array, w1: jax.Array, tiling: RowTiling, config: Config) -> jax.Array:
     """`dx = dz W1^T`, (R, H); rows past the last group are zero."""
 
     def epilogue(acc, early, tile, wg, target, staging):
@@ -125,12 +130,12 @@ def grad_x(dz: jax.Array, w1: jax.Array, schedule: Schedule, config: Config) -> 
     (dx,) = rows_product(
         dz,
         w1,
-        schedule,
+        tiling,
         transpose_w=True,
         config=config,
         inputs=[],
         out_types=[jax.ShapeDtypeStruct((dz.shape[0], w1.shape[1]), dz.dtype)],
-        scratch_types=[_staging(dz.dtype, config.slots)],
+        scratch_types=[_make_staging(dz.dtype, config.slots)],
         epilogue=epilogue,
         name="grouped_mlp_grad_x",
     )
@@ -142,16 +147,16 @@ def grad_act(
     w2: jax.Array,
     a: jax.Array,
     probs: jax.Array | None,
-    schedule: Schedule,
+    tiling: RowTiling,
     config: Config,
     *,
     scale_a: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`dA = dy W2^T ; dz = 2 p dA sqrt(a) ; p a ; dp = sum_I dA a`.
+    """Computes `dA = dy W2^T ; dz = 2 p dA sqrt(a) ; p a ; dp = sum_I dA a`.
 
     Returns:
-      dz (R, I), `p a` (R, I) whose rows past the last group hold anything, and dp (R,) float32, zero there.
-      Without `scale_a`, a itself comes back for `p a`; without probs, dp is None.
+      dz (R, I), `p a` (R, I) and dp (R,) float32. Past the last group dz and dp are zero, and `p a` is
+      undefined. Without `scale_a`, a stands for `p a`. Without probs, dp is None.
     """
     rows, (_, width, _) = a.shape[0], w2.shape
     block = config.block_columns
@@ -159,19 +164,19 @@ def grad_act(
     dtype = a.dtype
     row_type = jax.ShapeDtypeStruct((rows, width), dtype)
     inputs, out_types = {"a": a}, {"dz": row_type}
-    scratch: dict[str, Any] = {"chunks": _staging(dtype, chunks)}
+    scratch: dict[str, Any] = {"chunks": _make_staging(dtype, chunks)}
     scratch["loaded"] = plgpu.Barrier(num_arrivals=1, num_barriers=2 * chunks)
     if scale_a:
         out_types["pa"] = row_type
-        scratch["pa_chunks"] = _staging(dtype, config.slots)
+        scratch["pa_chunks"] = _make_staging(dtype, config.slots)
     if probs is not None:
         inputs["p"] = _pad_rows(probs)
-        out_types["dp"] = jax.ShapeDtypeStruct((schedule.max_tiles, blocks, BLOCK_ROWS), jnp.float32)
+        out_types["dp"] = jax.ShapeDtypeStruct((tiling.max_tiles, blocks, BLOCK_ROWS), jnp.float32)
     names = (*inputs, *out_types, *scratch)
 
     def prefetch(width, tile, wg, *refs):
         ref = dict(zip(names, refs, strict=True))
-        # The tile before may still be on its way out of these slots.
+        # Copies of the previous tile may still read these slots.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for chunk in range(width // CHUNK):
             column = tile.block * block + chunk * CHUNK
@@ -196,7 +201,7 @@ def grad_act(
             da = acc[:, chunk * CHUNK : (chunk + 1) * CHUNK]
             if probs is not None:
                 dp = dp + da * a_chunk
-            # Each thread writes where it has read.
+            # Each thread overwrites the elements of its own reads, so no barrier is needed.
             own[...] = (da * twice_p * jnp.sqrt(a_chunk)).astype(dtype)
             if scale_a:
                 slot = chunk % config.slots
@@ -214,7 +219,7 @@ def grad_act(
     outs = rows_product(
         dy,
         w2,
-        schedule,
+        tiling,
         transpose_w=True,
         config=config,
         inputs=list(inputs.values()),
@@ -225,18 +230,18 @@ def grad_act(
         name="grouped_mlp_grad_act",
     )
     out = dict(zip(out_types, outs, strict=True))
-    dp = None if probs is None else _sum_partials(out["dp"], schedule, rows)
+    dp = None if probs is None else _sum_partials(out["dp"], tiling, rows)
     return out["dz"], out.get("pa", a), dp
 
 
-def _sum_partials(partial: jax.Array, schedule: Schedule, rows: int) -> jax.Array:
-    """Adds what each block of columns gave to a row, always in the same order: (T, blocks, 128) to (R,)."""
-    _, first, low, high = schedule.tiles.T[:, :, None]
-    place = lax.broadcasted_iota(jnp.int32, (schedule.max_tiles, BLOCK_ROWS), 1)
+def _sum_partials(partial: jax.Array, tiling: RowTiling, rows: int) -> jax.Array:
+    """Sums the column blocks' partial sums of each row in a fixed order: (T, blocks, 128) to (R,)."""
+    _, first, low, high = tiling.tiles.T[:, :, None]
+    place = lax.broadcasted_iota(jnp.int32, (tiling.max_tiles, BLOCK_ROWS), 1)
     tile = lax.broadcasted_iota(jnp.int32, place.shape, 0)
-    own = (place >= low) & (place < high) & (tile < schedule.num_tiles)
-    # What a tile does not own goes past the end, each to a place of its own, and is dropped.
+    own = (place >= low) & (place < high) & (tile < tiling.num_tiles)
+    # Rows outside of their tile get distinct indices past the end, which the scatter drops.
     row = jnp.where(own, first + place, rows + tile * BLOCK_ROWS + place)
     total = jnp.sum(partial, axis=1)
     dp = jnp.zeros((rows,), jnp.float32).at[row].set(total, mode="drop", unique_indices=True)
-    return jnp.where(lax.iota(jnp.int32, rows) < schedule.group_stop[-1], dp, 0.0)
+    return jnp.where(lax.iota(jnp.int32, rows) < tiling.group_stop[-1], dp, 0.0)

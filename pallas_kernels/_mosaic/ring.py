@@ -1,4 +1,4 @@
-"""A ring of slots in shared memory, through which operands pass from one warpgroup to those that multiply."""
+"""A ring of slots in shared memory, which passes operands from the copying to the multiplying warpgroups."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,12 +10,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 class Ring(NamedTuple):
-    """Steps are counted through all tiles of a program; step s uses slot s modulo the number of stages.
+    """The barriers of a ring. Step s of a program, counted through all tiles, uses slot s modulo the stages.
 
     Attributes:
-      full: a barrier for each slot, on which the copies into it arrive.
-      empty: a barrier for each slot, on which each multiplying warpgroup arrives when it is done with it.
-      stages: how many slots there are.
+      full: barrier of each slot, on which the copies into the slot arrive.
+      empty: barrier of each slot, on which each multiplying warpgroup arrives after its reads of the slot.
+      stages: number of slots.
     """
 
     full: Any
@@ -26,7 +26,7 @@ class Ring(NamedTuple):
         return lax.rem(step, jnp.int32(self.stages))
 
     def claim(self, step):
-        """Waits until the step's slot is free to be filled, and returns it."""
+        """Waits until the step's slot is free and returns the slot."""
         slot = self.slot(step)
 
         @pl.when(step >= self.stages)
@@ -39,16 +39,16 @@ class Ring(NamedTuple):
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
     def multiply(self, begin, end, step, issue: Callable[[Any], None]):
-        """Issues the products of a tile's steps `begin` to `end`, the first of which is `step` of the ring.
+        """Issues the products of a tile's steps `begin` to `end`. Step `begin` is `step` of the ring.
 
-        One product is under way while the next is issued; only then is the slot of the first released.
-        `finish` releases the last.
+        A product runs while the next product is issued. Then the slot of the earlier product is released.
+        `finish` releases the last slot.
 
         Returns:
-          the ring's step after them.
+          The ring's step after the products.
         """
 
-        def one(k, step):
+        def multiply_step(k, step):
             slot = self.slot(step)
             plgpu.barrier_wait(self.full.at[slot])
             issue(slot)
@@ -60,27 +60,27 @@ class Ring(NamedTuple):
 
             return step + 1
 
-        return lax.fori_loop(begin, end, one, step)
+        return lax.fori_loop(begin, end, multiply_step, step)
 
     def finish(self, step) -> None:
-        """Waits for the last product of a tile of at least one step, after which the ring is at `step`."""
+        """Waits for a tile's last product, with the ring at `step`, and releases the product's slot."""
         plgpu.wgmma_wait(0)
         self.release(step + (self.stages - 1))
 
     def skip(self, step, count) -> None:
-        """Passes over steps, as a warpgroup does whose half of a tile holds nothing to compute."""
+        """Releases `count` steps without a product, for a warpgroup with an empty half tile."""
 
-        def one(_, step):
+        def skip_step(_, step):
             plgpu.barrier_wait(self.full.at[self.slot(step)])
             self.release(step)
             return step + 1
 
-        lax.fori_loop(0, count, one, step)
+        lax.fori_loop(0, count, skip_step, step)
 
     def drain(self, steps) -> None:
-        """Sees the last phase of every slot: a barrier may not be given up with one that nobody saw."""
+        """Waits for the last phase of every slot: a kernel may not end with an unobserved barrier phase."""
 
-        def one(j, _):
+        def await_slot(j, _):
             plgpu.barrier_wait(self.empty.at[self.slot(steps + j)])
 
-        lax.fori_loop(jnp.maximum(0, self.stages - steps), self.stages, one, None)
+        lax.fori_loop(jnp.maximum(0, self.stages - steps), self.stages, await_slot, None)

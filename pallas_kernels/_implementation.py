@@ -1,4 +1,4 @@
-"""Which implementation of the grouped MLP serves a call, and why."""
+"""Chooses the implementation of the grouped MLP for a call and gives the reason."""
 
 import dataclasses
 
@@ -8,14 +8,23 @@ import jax.numpy as jnp
 from pallas_kernels._compat import abstract_device, default_device, in_interpret_mode
 
 IMPLEMENTATIONS = ("mosaic", "reference")
-MAX_EXPERTS = 512
-WIDTH_MULTIPLE = 64
-# Of the GPUs with compute capability 9.0; an abstract device tells its name only.
-_HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
-_DEFAULT_CORES = 132
-type _ArrayLike = jax.Array | jax.ShapeDtypeStruct
 
+# Experts. The largest number that the kernels are tested with (512 experts, tests/gpu/test_grouped_mlp.py).
+MAX_EXPERTS = 512
+
+# Columns. H and I must be multiples of the kernels' step of K and of their smallest tile (_mosaic/rows.py).
+WIDTH_MULTIPLE = 64
+
+# Product names of the GPUs with compute capability 9.0. An abstract device has a name and no capability.
+_HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
+
+# Streaming multiprocessors of an H100 SXM or H200, for a device without a known count.
+_DEFAULT_CORES = 132
+
+# Dtypes that the tensor cores multiply with float32 sums and without rounding the operands.
 _MOSAIC_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+type _ArrayLike = jax.Array | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +33,7 @@ class Implementation:
 
     Attributes:
       name: "mosaic" (the fused kernels) or "reference" (XLA operations).
-      reason: why this one, in a sentence.
+      reason: why this implementation was chosen, in a sentence.
     """
 
     name: str
@@ -35,11 +44,11 @@ class Implementation:
 
 
 def choose_implementation(x: _ArrayLike, w1: _ArrayLike) -> Implementation:
-    """Says which implementation `grouped_mlp(..., implementation=None)` uses for these arguments, and why.
+    """Chooses the implementation that `grouped_mlp(..., implementation=None)` uses for these arguments.
 
-    The kernels serve a GPU of compute capability 9.0 (Hopper), 16-bit rows, widths that are multiples of 64
-    and at most 512 experts; everything else goes to the reference. The device is that of the abstract mesh
-    in use, else the default device. Nothing is computed.
+    The kernels serve a GPU of compute capability 9.0 (Hopper), 16-bit rows, widths in multiples of 64 and at
+    most 512 experts. Every other call goes to the reference. The device is the abstract mesh's device, else
+    the default device. The function reads shapes and dtypes only.
 
     Args:
       x: (R, H) rows, or a `jax.ShapeDtypeStruct`.
@@ -55,7 +64,7 @@ def choose_implementation(x: _ArrayLike, w1: _ArrayLike) -> Implementation:
       >>> pallas_kernels.choose_implementation(x, w1).name
       'reference'
     """
-    obstacle = _obstacle(x, w1)
+    obstacle = _find_obstacle(x, w1)
     if obstacle is not None:
         return Implementation("reference", obstacle)
     return Implementation("mosaic", f"the fused kernels run on {_device_name()}")
@@ -63,7 +72,7 @@ def choose_implementation(x: _ArrayLike, w1: _ArrayLike) -> Implementation:
 
 def require_mosaic(x: _ArrayLike, w1: _ArrayLike) -> None:
     """Raises NotImplementedError, with the reason, where the fused kernels cannot serve a call."""
-    obstacle = _obstacle(x, w1)
+    obstacle = _find_obstacle(x, w1)
     if obstacle is not None:
         raise NotImplementedError(
             f'grouped_mlp: implementation="mosaic" cannot do this case: {obstacle}; '
@@ -71,16 +80,22 @@ def require_mosaic(x: _ArrayLike, w1: _ArrayLike) -> None:
         )
 
 
-def num_cores() -> int:
-    """The number of streaming multiprocessors of the device that the kernels will run on."""
+def count_cores() -> int:
+    """Returns the number of streaming multiprocessors of the device in use."""
     abstract = abstract_device()
     if abstract is not None:
         return abstract.num_cores or _DEFAULT_CORES
     return getattr(default_device(), "core_count", _DEFAULT_CORES)
 
 
-def _obstacle(x: _ArrayLike, w1: _ArrayLike) -> str | None:
-    """The first reason why the fused kernels cannot serve a call, or None."""
+def find_device_kind() -> str:
+    """Returns the kind of the device in use, such as "NVIDIA H200"."""
+    abstract = abstract_device()
+    return abstract.device_kind if abstract is not None else default_device().device_kind
+
+
+def _find_obstacle(x: _ArrayLike, w1: _ArrayLike) -> str | None:
+    """Returns the first reason why the fused kernels cannot serve a call, or None."""
     (_, width), (experts, _, inner) = x.shape, w1.shape
     if x.dtype not in _MOSAIC_DTYPES:
         return f"x must be bfloat16 or float16 for the tensor cores, got {x.dtype}"
@@ -95,10 +110,7 @@ def _obstacle(x: _ArrayLike, w1: _ArrayLike) -> str | None:
 
 
 def _device_name() -> str:
-    if in_interpret_mode():
-        return "the interpreter"
-    abstract = abstract_device()
-    return abstract.device_kind if abstract is not None else default_device().device_kind
+    return "the interpreter" if in_interpret_mode() else find_device_kind()
 
 
 def _is_hopper() -> bool:

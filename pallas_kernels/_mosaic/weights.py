@@ -1,10 +1,9 @@
-"""The gradient of the weights: for each expert, a product over its rows (Hopper).
+"""The kernel of the weight gradients: for each expert, a product summed over the expert's rows.
 
-The kernel is built like that of `pallas_kernels.mosaic.rows`. Here the rows are summed over, in steps of 64.
-A group may begin and end at any row, while the copy engine starts at multiples of eight. So the kernel takes
-whole steps from inside the group, and what is left at its two ends is laid out beforehand, in one or two
-steps filled up with zeros. No step masks anything, and a NaN in a row of one group does not reach another's
-gradient.
+Programs, warpgroups and ring work as in `pallas_kernels._mosaic.rows`. The sum takes 64 rows a step. A group
+may begin and end at any row, while the copy engine starts at multiples of eight rows. The kernel reads whole
+steps from inside the group. XLA gathers the remaining rows at both ends into one or two steps, filled up with
+zeros. No step needs a mask, and a NaN in one group does not reach another group's gradient.
 """
 
 import functools
@@ -19,23 +18,33 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 # (JAX declares the transforms abstract and does not list ACC.)
 from pallas_kernels._compat import varying_axes
-from pallas_kernels.implementation import num_cores
-from pallas_kernels.mosaic.ring import Ring
-from pallas_kernels.mosaic.rows import OPERAND, walk, widths
-from pallas_kernels.mosaic.schedule import ROW_ALIGNMENT, Schedule
-from pallas_kernels.mosaic.tuning import Config
+from pallas_kernels._implementation import count_cores
+from pallas_kernels._mosaic.ring import Ring
+from pallas_kernels._mosaic.row_tiling import ROW_ALIGNMENT, RowTiling
+from pallas_kernels._mosaic.rows import OPERAND, list_widths, walk
+from pallas_kernels._mosaic.tuning import Config
 
+# Rows of an output tile: M columns of the left operand. Two warpgroups multiply 64 each.
 BLOCK_M = 128
-STEP = 64  # rows that one step of the product takes
+
+# Rows of x in a step of the product: a whole swizzled tile, the smallest K that Mosaic compiles.
+STEP = 64
+
+# Rows of an output tile for one warpgroup, the M of a `wgmma` instruction.
 WG_M = BLOCK_M // 2
-# Less than a step is left between whole ones, and less than a unit of the copy engine at either end.
+
+# Rows. Bound of a group's remaining rows: less than a step, and less than an aligned unit at either end.
 _LEFT_OVER = STEP + 2 * ROW_ALIGNMENT
 
 
-class _Steps(NamedTuple):
-    """How each group's rows are taken: `whole` steps from `start` on, then what is left over.
+class _GroupSteps(NamedTuple):
+    """The steps of each group, as (E,) int32 arrays, largest group first.
 
-    All are (E,) int32.
+    Attributes:
+      start: first row of the whole steps.
+      whole: number of whole steps.
+      total: number of steps, with the steps of the remaining rows.
+      expert: the group's expert.
     """
 
     start: jax.Array
@@ -47,54 +56,52 @@ class _Steps(NamedTuple):
 def grad_weight(
     left: jax.Array,
     right: jax.Array,
-    schedule: Schedule,
+    tiling: RowTiling,
     dtype: Any,
     config: Config,
     accumulator: jax.Array | None = None,
 ) -> jax.Array:
-    """`out[e] = left[rows of e]^T right[rows of e]`.
-
-    Neither operand is transposed in memory.
+    """Computes `out[e] = left[rows of e]^T right[rows of e]`, without transposing an operand in memory.
 
     Args:
       left: (R, M).
       right: (R, N).
-      schedule: whose rows are whose.
-      dtype: of the output.
-      config: tile sizes and order.
-      accumulator: (E, M, N) float32 to add to, in place where the caller's buffer allows; dtype is then
-        float32.
+      tiling: the bounds of the groups.
+      dtype: dtype of the output.
+      config: tile size and tile order.
+      accumulator: (E, M, N) float32 array to add to, in place where the caller donates its buffer. The output
+        is then float32.
 
     Returns:
-      (E, M, N); zero for an expert without rows.
+      (E, M, N), zero for an expert without rows.
     """
     if accumulator is not None and varying_axes(accumulator):
-        # Inside shard_map a kernel takes no reference to a value that differs between devices.
-        return accumulator + grad_weight(left, right, schedule, jnp.float32, config)
+        # Inside shard_map a kernel takes no reference to a device-varying value.
+        return accumulator + grad_weight(left, right, tiling, jnp.float32, config)
     (_, m), (_, n) = left.shape, right.shape
-    experts = schedule.group_first.shape[0]
+    experts = tiling.group_first.shape[0]
     block, stages, slots = config.block_columns, config.stages, config.slots
     m_blocks, n_blocks = pl.cdiv(m, BLOCK_M), pl.cdiv(n, block)
     last_width, last_height = n - (n_blocks - 1) * block, m - (m_blocks - 1) * BLOCK_M
     per_expert = m_blocks * n_blocks
-    programs = min(num_cores(), experts * per_expert)
-    chunk_width = 128 // jnp.dtype(dtype).itemsize  # columns that are stored at once
+    programs = min(count_cores(), experts * per_expert)
+    chunk_width = 128 // jnp.dtype(dtype).itemsize  # columns of a swizzled row of 128 bytes
 
-    steps, left_ends, right_ends = _cut(schedule, left, right)
+    steps, left_ends, right_ends = _cut(tiling, left, right)
 
     def body(left_gmem, right_gmem, left_ends, right_ends, *refs):
-        steps_gmem, out_gmem = _Steps(*refs[:4]), refs[4]
+        steps_gmem, out_gmem = _GroupSteps(*refs[:4]), refs[4]
         left_smem, right_smem, staging, full, empty, summand = refs[5:]
         ring = Ring(full, empty, stages)
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
         my_tiles = (experts * per_expert - program + programs - 1) // programs
 
         def tile_at(i):
-            """Reads the program's i-th tile: its block of M and of N, and the steps of its group."""
+            """Reads the program's i-th tile: its blocks of M and N, and the steps of its group."""
             linear = program + jnp.minimum(i, my_tiles - 1) * programs
             nth = lax.div(linear, jnp.int32(per_expert))
             m_at, n_at = walk(lax.rem(linear, jnp.int32(per_expert)), (m_blocks, n_blocks), config)
-            return m_at, n_at, _Steps(*(field[nth] for field in steps_gmem))
+            return m_at, n_at, _GroupSteps(*(field[nth] for field in steps_gmem))
 
         @pl.when(wg == 2)
         def producer():
@@ -144,7 +151,7 @@ def grad_weight(
                     )
 
                 step = ring.multiply(0, count, step, issue)
-                # An expert without rows has no step; its gradient is the accumulator's zero.
+                # An expert without rows has no step. The accumulator starts as zero, the gradient.
                 pl.when(count > 0)(functools.partial(ring.finish, step))
                 return acc[...]
 
@@ -170,7 +177,7 @@ def grad_weight(
                         value = acc[:, chunk * chunk_width : (chunk + 1) * chunk_width]
                         if accumulator is not None:
                             plgpu.barrier_wait(summand.at[wg * slots + slot])
-                            # Each thread writes where it has read.
+                            # Each thread overwrites the elements of its own reads: no barrier is needed.
                             value = value + staging[wg, slot]
                         staging[wg, slot] = value.astype(dtype)
                     plgpu.commit_smem()
@@ -181,7 +188,7 @@ def grad_weight(
                 step, (m_at, n_at, steps) = carry
                 ahead = tile_at(i + 1)
                 inside = (m_at < m_blocks - 1) | (wg * WG_M < last_height)
-                for width, here in widths(block, last_width, n_blocks, n_at):
+                for width, here in list_widths(block, last_width, n_blocks, n_at):
 
                     @pl.when(here & inside)
                     def _(width=width):
@@ -227,13 +234,13 @@ def grad_weight(
     return jax.freeze(total)
 
 
-def _cut(schedule: Schedule, left: jax.Array, right: jax.Array) -> tuple[_Steps, jax.Array, jax.Array]:
-    """Cuts each group into steps, the largest group first, and lays out what whole steps leave over.
+def _cut(tiling: RowTiling, left: jax.Array, right: jax.Array) -> tuple[_GroupSteps, jax.Array, jax.Array]:
+    """Cuts each group into steps, the largest group first, and gathers the rows outside of whole steps.
 
     Returns:
-      the steps, and for each operand (R, N) what is left over of its groups, (E, 80, N), zero past its end.
+      The steps, and for each operand (R, N) the groups' remaining rows (E, 80, N), filled up with zeros.
     """
-    first, stop = schedule.group_first, schedule.group_stop
+    first, stop = tiling.group_first, tiling.group_stop
     inside = (first + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
     whole = jnp.maximum(stop // ROW_ALIGNMENT * ROW_ALIGNMENT - inside, 0) // STEP
     start = jnp.where(whole > 0, inside, first)
@@ -245,9 +252,9 @@ def _cut(schedule: Schedule, left: jax.Array, right: jax.Array) -> tuple[_Steps,
     row = first[:, None] + place + jnp.where(place < before, 0, (whole * STEP)[:, None])
     own = place < left_over[:, None]
 
-    def ends(x):
+    def gather_ends(x):
         rows = x.at[jnp.where(own, row, 0)].get(mode="promise_in_bounds")
         return jnp.where(own[:, :, None], rows, jnp.zeros((), x.dtype))
 
-    order = schedule.largest_first
-    return _Steps(start[order], whole[order], total[order], order), ends(left), ends(right)
+    order = tiling.largest_first
+    return _GroupSteps(start[order], whole[order], total[order], order), gather_ends(left), gather_ends(right)

@@ -1,7 +1,7 @@
-"""Cuts rows that are sorted by expert into tiles that no group boundary crosses.
+"""Cuts rows sorted by expert into tiles, each within one group.
 
-A ragged product over groups becomes a loop over dense tiles of one static height. Where the groups begin is
-known on the device only, so the number of tiles is a static upper bound and the tiles past the last row are
+A ragged product over groups becomes a loop over dense tiles of one static height. The first rows of the
+groups are known on the device only, so the number of tiles is a static upper bound and the last tiles may be
 empty.
 """
 
@@ -11,19 +11,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Rows. The smallest tile, for groups of a few rows. Chosen without measurement.
 _MIN_TILE = 8
+
+# Rows. The largest tile, which bounds the float32 copies of one tile. Chosen without measurement.
 _MAX_TILE = 512
 
 
 class Tiles(NamedTuple):
-    """Tiles of `height` rows, as arrays over the tiles; row numbers count from the top of the whole array.
+    """Tiles of `height` rows, as arrays over the tiles. Row numbers count from row 0 of the array.
 
     Attributes:
-      expert: (N,) int32, whose weights the tile needs.
-      start: (N,) int32, first row of the slice of `height` rows that is read; never past `rows - height`.
-      first: (N,) int32, first row that belongs to the tile.
-      stop: (N,) int32, one past the last row that belongs to the tile; equal to `first` or less where the
-        tile is empty.
+      expert: (N,) int32, the tile's expert.
+      start: (N,) int32, first row of the slice of `height` rows to read, at most `rows - height`.
+      first: (N,) int32, first row of the tile.
+      stop: (N,) int32, end of the tile (exclusive). An empty tile has `stop <= first`.
     """
 
     expert: jax.Array
@@ -32,17 +34,17 @@ class Tiles(NamedTuple):
     stop: jax.Array
 
     def mask(self, height: int) -> jax.Array:
-        """Says for one tile which of the slice's rows belong to it: (height, 1) bool."""
+        """Returns for one tile which rows of its slice belong to the tile: (height, 1) bool."""
         row = self.start + lax.iota(jnp.int32, height)
         return jnp.expand_dims((row >= self.first) & (row < self.stop), 1)
 
 
-def tile_height(rows: int, experts: int) -> int:
+def choose_height(rows: int, experts: int) -> int:
     """Chooses the static height of a tile.
 
-    A quarter of the average group, as a power of two between 8 and 512: each group wastes half a tile on
-    average and one at most, so the work stays within `rows + experts * height <= 5/4 * rows` rows wherever
-    groups are not tiny.
+    The height is a quarter of the average group, as a power of two between 8 and 512. Each group wastes half
+    a tile on average and one tile at most, so the work stays within `rows + experts * height <= 5/4 * rows`
+    rows for groups of at least 32 rows on average.
 
     Args:
       rows: number of rows R.
@@ -52,8 +54,8 @@ def tile_height(rows: int, experts: int) -> int:
       The height, at most `rows`.
 
     Example:
-      >>> from pallas_kernels.tiles import tile_height
-      >>> tile_height(rows=98304, experts=128)
+      >>> from pallas_kernels._tiles import choose_height
+      >>> choose_height(rows=98304, experts=128)
       128
     """
     quarter = max(rows // (4 * experts), 1)
@@ -65,8 +67,8 @@ def cut_tiles(group_sizes: jax.Array, rows: int, height: int) -> Tiles:
     """Lays tiles over groups of rows, without a host sync.
 
     Args:
-      group_sizes: (E,) int32, rows of each group; groups follow each other from row 0.
-      rows: number of rows R; groups are cut off there.
+      group_sizes: (E,) int32, rows of each group. Groups follow each other from row 0.
+      rows: number of rows R. Groups end at row R at the latest.
       height: rows of a tile, at most `rows`.
 
     Returns:
@@ -79,11 +81,11 @@ def cut_tiles(group_sizes: jax.Array, rows: int, height: int) -> Tiles:
     tiles_stop = jnp.cumsum(group_tiles, dtype=jnp.int32)
     # sum(ceil(g / height)) <= sum(g + height - 1) / height, and sum(g) <= rows.
     tile = lax.iota(jnp.int32, (rows + experts * (height - 1)) // height)
-    # A count of the groups that end at or before the tile; the empty tiles at the end would count all E.
+    # The tile's expert is the number of groups with all tiles before this tile, at most E - 1.
     expert = jnp.sum(tile[:, None] >= tiles_stop[None, :], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, experts - 1)
     first = group_first[expert] + (tile - (tiles_stop - group_tiles)[expert]) * height
     stop = jnp.minimum(first + height, group_stop[expert])
-    # The slice is moved up rather than the array padded: padding would copy all of it.
+    # The last slices start earlier, at `rows - height`: padding the array would copy the whole array.
     start = jnp.clip(first, 0, rows - height)
     return Tiles(expert, start, first, stop)

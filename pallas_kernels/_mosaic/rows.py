@@ -1,8 +1,8 @@
-"""Products of rows with the matrix of their expert, with an epilogue on the accumulator (Hopper).
+"""The kernel of row products: each row times its expert's matrix, with an epilogue on the accumulator.
 
-A persistent kernel: each streaming multiprocessor runs one program, which takes every P-th tile of the
-output. Of its three warpgroups one copies operands into a ring of shared memory; each of the other two
-multiplies 64 of the tile's 128 rows and, free of the other, finishes its half of the tile.
+The kernel is persistent: each streaming multiprocessor runs one of P programs, and a program takes every P-th
+tile of the output. One warpgroup of a program copies operands into a ring in shared memory. Each of the two
+other warpgroups multiplies 64 of the tile's 128 rows and runs the epilogue on its half tile.
 """
 
 import functools
@@ -17,30 +17,40 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 # (JAX declares the transforms abstract and does not list ACC.)
-from pallas_kernels.implementation import num_cores
-from pallas_kernels.mosaic.ring import Ring
-from pallas_kernels.mosaic.schedule import BLOCK_ROWS, Schedule
-from pallas_kernels.mosaic.tuning import Config
+from pallas_kernels._implementation import count_cores
+from pallas_kernels._mosaic.ring import Ring
+from pallas_kernels._mosaic.row_tiling import BLOCK_ROWS, RowTiling
+from pallas_kernels._mosaic.tuning import Config
 
+# Elements of K in a step of the product: 64 16-bit elements fill the 128 bytes of a swizzled row.
 BLOCK_K = 64
-CHUNK = 64  # columns that an epilogue handles at once
+
+# Columns of a step of an epilogue: the width of a swizzled row of 16-bit elements.
+CHUNK = 64
+
+# Rows of a half tile, the M of a `wgmma` instruction.
 WG_ROWS = BLOCK_ROWS // 2
+
+# The widest swizzle in bytes, free of bank conflicts for `wgmma` operands.
 _SWIZZLE = plgpu.SwizzleTransform(128)
+
+# Shared-memory layout of operands, as `wgmma` reads it.
 OPERAND = (plgpu.TilingTransform((8, 64)), _SWIZZLE)
-# Rows of any number can leave a buffer that is tiled row by row.
+
+# Shared-memory layout of stored rows: tiles of one row, so that a copy may take any number of rows.
 RAGGED = (plgpu.TilingTransform((1, 64)), _SWIZZLE)
 
 
-class Tile(NamedTuple):
-    """One warpgroup's half of a tile; all are int32 scalars.
+class HalfTile(NamedTuple):
+    """One warpgroup's half of a tile, as int32 scalars.
 
     Attributes:
-      index: position in the schedule.
-      block: which block of columns.
-      expert: whose weights.
-      row: first row of the half, a multiple of 8.
-      low: first row of the half that it owns, from `row`.
-      count: how many rows it owns.
+      index: the tile's position in `RowTiling.tiles`.
+      block: index of the block of columns.
+      expert: the tile's expert.
+      row: first row of the half tile, a multiple of 8.
+      low: first own row, relative to `row`.
+      count: number of own rows.
     """
 
     index: Any
@@ -51,10 +61,10 @@ class Tile(NamedTuple):
     count: Any
 
 
-def store_ragged(source, target, tile: Tile, column) -> None:
-    """Copies the rows that a half tile owns to global memory, without committing the group.
+def store_ragged(source, target, tile: HalfTile, column) -> None:
+    """Copies the own rows of a half tile to global memory, without committing the copy group.
 
-    Only whole copies of a static height exist: one for a full half, else a ladder of powers of two.
+    Copies have static heights: one copy of 64 rows, or copies of the powers of two in the number of rows.
     """
     width = source.shape[1]
 
@@ -84,7 +94,7 @@ def store_ragged(source, target, tile: Tile, column) -> None:
 def rows_product(
     x: jax.Array,
     w: jax.Array,
-    schedule: Schedule,
+    tiling: RowTiling,
     *,
     transpose_w: bool,
     config: Config,
@@ -100,18 +110,19 @@ def rows_product(
     Args:
       x: (R, K) rows.
       w: (E, K, N), or (E, N, K) with `transpose_w`.
-      schedule: whose rows are whose.
+      tiling: the tiles of the rows.
       transpose_w: whether to multiply with each matrix's transpose, which is read in place.
-      config: tile sizes and order.
+      config: tile size and tile order.
       inputs: further arrays in global memory for the epilogue.
-      out_types: the outputs, all in global memory. `out_types[0]` is (R, N), and its rows past the last group
-        are zeroed here; the epilogue does not see them.
-      scratch_types: the epilogue's scratch, one for the program. The first is a (2, slots, 64, 64) buffer of
-        the two warpgroups, and the epilogue leaves at most copies to global memory in flight there.
-      epilogue: takes the float32 accumulator of (64, width) in the WGMMA layout, what `prefetch` returned,
-        the `Tile`, the warpgroup, and the refs of inputs, outputs and scratch.
-      prefetch: takes the width, the `Tile`, the warpgroup and the same refs, halfway through the product: it
-        asks for what the epilogue will read.
+      out_types: the outputs, all in global memory. `out_types[0]` is (R, N). The kernel zeroes its rows past
+        the last group, without the epilogue.
+      scratch_types: the epilogue's shared memory and barriers. The first entry is a (2, slots, 64, 64) buffer
+        of the two warpgroups. The epilogue may return while copies from this buffer to global memory are in
+        flight.
+      epilogue: takes the (64, width) float32 accumulator in the WGMMA layout, the result of `prefetch`, the
+        `HalfTile`, the warpgroup, and the refs of inputs, outputs and scratch.
+      prefetch: takes the width, the `HalfTile`, the warpgroup and the same refs. The kernel calls it halfway
+        through the product, to start the loads of the epilogue.
       name: the kernel's name in profiles.
 
     Returns:
@@ -123,7 +134,7 @@ def rows_product(
     block, stages = config.block_columns, config.stages
     blocks, steps_of_tile = pl.cdiv(columns, block), depth // BLOCK_K
     last_width = columns - (blocks - 1) * block
-    programs = max(min(num_cores(), schedule.max_tiles * blocks), 1)
+    programs = max(min(count_cores(), tiling.max_tiles * blocks), 1)
     n_in, n_out = len(inputs), len(out_types)
 
     def body(x_gmem, w_gmem, tiles_gmem, num_tiles_gmem, *refs):
@@ -135,7 +146,7 @@ def rows_product(
         my_tiles = lax.div(num_tiles * blocks - program + programs - 1, jnp.int32(programs))
 
         def tile_at(i):
-            """Reads which tile is the program's i-th; past its last, some tile that exists."""
+            """Reads the program's i-th tile. An index past the end gives the last tile."""
             linear = program + jnp.minimum(i, my_tiles - 1) * programs
             index, at = walk(linear, (num_tiles, blocks), config)
             return index, at, *(tiles_gmem[index, field] for field in range(4))
@@ -177,7 +188,7 @@ def rows_product(
                         w_step = w_smem.at[slot, :, pl.ds(0, width)]
                     plgpu.wgmma(acc, x_smem.at[slot, pl.ds(wg * WG_ROWS, WG_ROWS)], w_step)
 
-                # What the epilogue will read is asked for halfway, when the last tile has long left.
+                # Halfway through the product, the previous tile's copies have left the epilogue's buffers.
                 middle, early = 0, None
                 if prefetch is not None:
                     middle = steps_of_tile // 2
@@ -199,9 +210,9 @@ def rows_product(
                 ahead = tile_at(i + 1)
                 low = jnp.clip(low - wg * WG_ROWS, 0, WG_ROWS)
                 count = jnp.maximum(jnp.clip(high - wg * WG_ROWS, 0, WG_ROWS) - low, 0)
-                tile = Tile(index, at, expert, pl.multiple_of(row + wg * WG_ROWS, 8), low, count)
+                tile = HalfTile(index, at, expert, pl.multiple_of(row + wg * WG_ROWS, 8), low, count)
                 pl.when((expert < experts) & (count == 0))(functools.partial(ring.skip, step, steps_of_tile))
-                for width, here in widths(block, last_width, blocks, at):
+                for width, here in list_widths(block, last_width, blocks, at):
 
                     @pl.when(here & (expert < experts) & (count > 0))
                     def _(width=width):
@@ -238,11 +249,11 @@ def rows_product(
         )
     )
     launch.defjvp(_refuse_derivative)
-    return launch(x, w, schedule.tiles, schedule.num_tiles, *inputs)
+    return launch(x, w, tiling.tiles, tiling.num_tiles, *inputs)
 
 
 def _refuse_derivative(primals, tangents):
-    """Serves where a gradient is differentiated; JAX would name a primitive of the kernel's insides."""
+    """Refuses a second derivative. JAX's own error would name a primitive inside of the kernel."""
     raise NotImplementedError(
         "grouped_mlp: the fused kernels have no second derivative; "
         'pass implementation="reference" where the gradient is differentiated'
@@ -250,16 +261,16 @@ def _refuse_derivative(primals, tangents):
 
 
 def walk(linear, shape, config: Config):
-    """Turns a position in the order of walking into (row, column) of blocks; shape[1] is static."""
+    """Returns the (row, column) of the block at a position of the tile order. `shape[1]` is static."""
     if config.minor == 1 and config.width >= shape[1]:
-        # The common case apart: both warpgroups wait for this between two tiles, and a snake takes long.
+        # A fast path, since both multiplying warpgroups compute this position between two tiles.
         return lax.div(linear, jnp.int32(shape[1])), lax.rem(linear, jnp.int32(shape[1]))
     width = min(config.width, shape[1]) if config.minor == 1 else config.width
     return plgpu.planar_snake(linear, shape, config.minor, width)
 
 
-def widths(block, last_width, blocks, at):
-    """The widths that a block of columns may have, each with whether this one has it."""
+def list_widths(block, last_width, blocks, at):
+    """Returns the possible widths of a block of columns, each with whether block `at` has this width."""
     if last_width == block:
         return [(block, jnp.bool_(True))]
     if blocks == 1:

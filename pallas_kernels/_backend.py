@@ -1,4 +1,4 @@
-"""What an implementation of the grouped MLP provides.
+"""The interface of an implementation of the grouped MLP: two forward products and one backward pass.
 
 Shapes: R rows (one a routed token), H model width, I expert width, E experts.
 """
@@ -11,7 +11,7 @@ _Optional = jax.Array | None
 
 
 class Weights(NamedTuple):
-    """What an expert is made of, in the dtype of the products; the biases are float32."""
+    """The experts' weights, in the dtype of the products, and their biases in float32."""
 
     w1: jax.Array  # (E, H, I)
     w2: jax.Array  # (E, I, H)
@@ -20,7 +20,7 @@ class Weights(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """The gradients of one call; those of arguments that were not given are None."""
+    """The gradients of one call. The gradient of an absent argument is None."""
 
     x: jax.Array  # (R, H)
     w1: jax.Array  # (E, H, I)
@@ -31,7 +31,7 @@ class Grads(NamedTuple):
 
 
 class Backend(Protocol):
-    """What an implementation provides."""
+    """An implementation of the grouped MLP."""
 
     def fc1(self, x: jax.Array, w: Weights, group_sizes: jax.Array) -> jax.Array:
         """`a = relu(x W1 + b1)^2`, (R, I); rows past the last group are zero."""
@@ -53,8 +53,17 @@ class Backend(Protocol):
         *,
         grad_dtype: Any,
     ) -> Grads:
-        """The gradients of fc2 after fc1, where x and a are known; those of the weights in `grad_dtype`.
+        """Returns the gradients of `fc2(fc1(x))`.
 
-        With accumulators the gradients of the weights are added to them, in float32.
+        Args:
+          x: (R, H) input rows, saved by the forward pass.
+          a: (R, I) activations, saved or recomputed.
+          w: the weights.
+          probs: (R,) row scales or None.
+          group_sizes: (E,) int32.
+          dy: (R, H) gradient of the output.
+          accumulators: float32 (E, H, I) and (E, I, H) arrays, to which the weight gradients are added, or
+            None.
+          grad_dtype: dtype of the weight gradients.
         """
         ...

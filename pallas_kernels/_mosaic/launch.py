@@ -1,0 +1,96 @@
+"""The grouped MLP's forward and backward pass as launches of the Hopper kernels.
+
+Shapes: R rows (one a routed token), H model width, I expert width, E experts.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels._backend import Grads
+from pallas_kernels._mosaic import row_products, tuning
+from pallas_kernels._mosaic.row_tiling import ROW_ALIGNMENT, RowTiling, find_groups, tile_rows
+from pallas_kernels._mosaic.weights import WG_M, grad_weight
+
+
+class Mosaic:
+    """The implementation of `pallas_kernels._backend.Backend` on the fused kernels."""
+
+    def fc1(self, x, w, group_sizes):
+        rows, x = x.shape[0], _pad(x)
+        tiling = tile_rows(group_sizes, x.shape[0])
+        config = tuning.choose_configs(w.w1.shape, x.shape[0]).fc1
+        return row_products.fc1(x, w.w1, w.b1, tiling, config)[:rows]
+
+    def fc2(self, a, w, probs, group_sizes):
+        rows, a = a.shape[0], _pad(a)
+        probs = None if probs is None else _pad(probs)
+        tiling = tile_rows(group_sizes, a.shape[0])
+        config = tuning.choose_configs(w.w1.shape, a.shape[0]).fc2
+        return row_products.fc2(a, w.w2, w.b2, probs, tiling, config)[:rows]
+
+    def backward(self, x, a, w, probs, group_sizes, dy, accumulators, *, grad_dtype):
+        rows = x.shape[0]
+        x, a, dy = _pad(x), _pad(a), _pad(dy)
+        tiling = tile_rows(group_sizes, x.shape[0])
+        config = tuning.choose_configs(w.w1.shape, x.shape[0])
+        acc1, acc2 = accumulators or (None, None)
+        if probs is None:
+            dz, pa, dp = row_products.grad_act(dy, w.w2, a, None, tiling, config.grad_act, scale_a=False)
+            pdy = dy
+        else:
+            probs = _pad(probs)
+            scale_a = not tuning.scales_dy(w.w1.shape)
+            dz, pa, dp = row_products.grad_act(dy, w.w2, a, probs, tiling, config.grad_act, scale_a=scale_a)
+            pdy = dy if scale_a else (dy.astype(jnp.float32) * probs[:, None]).astype(dy.dtype)
+            assert dp is not None
+            if w.b2 is not None:
+                dp += _dot_bias(dy, w.b2, tiling)
+            dp = dp[:rows]
+        return Grads(
+            x=row_products.grad_x(dz, w.w1, tiling, config.grad_x)[:rows],
+            w1=grad_weight(x, dz, tiling, grad_dtype, config.grad_w1, acc1),
+            w2=grad_weight(pa, pdy, tiling, grad_dtype, config.grad_w2, acc2),
+            b1=None if w.b1 is None else _sum_rows(None, dz, tiling),
+            b2=None if w.b2 is None else _sum_rows(probs, dy, tiling),
+            probs=dp,
+        )
+
+
+def _pad(x: jax.Array) -> jax.Array:
+    """Pads the rows to a multiple of `ROW_ALIGNMENT`. Most calls need no padding."""
+    missing = -x.shape[0] % ROW_ALIGNMENT
+    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
+
+
+def _sum_rows(scale: jax.Array | None, x: jax.Array, tiling: RowTiling) -> jax.Array:
+    """Sums each expert's rows times a scale: (R, N) to (E, N) float32, in a fixed order.
+
+    The weight-gradient kernel computes the sums as a product. The kernel takes 16-bit operands, so the
+    float32 scale enters as three 16-bit summands, which hold its 24 bits of significand.
+    """
+    unit, parts = jnp.float32(1.0), [jnp.ones((x.shape[0],), x.dtype)]
+    if scale is not None:
+        group = find_groups(tiling, x.shape[0])
+        rest = jnp.where(group < tiling.group_stop.shape[0], scale.astype(jnp.float32), 0.0)
+        # Each expert's scales are divided by a power of two near the largest, to fit float16's exponents.
+        of_expert = group[:, None] == jnp.arange(tiling.group_stop.shape[0])[None]
+        largest = jnp.max(jnp.where(of_expert, jnp.abs(rest)[:, None], 0.0), axis=0)
+        unit = jnp.exp2(jnp.floor(jnp.log2(jnp.maximum(largest, jnp.finfo(jnp.float32).tiny))))
+        rest, parts = rest / unit.at[group].get(mode="clip"), []
+        info = jnp.finfo(x.dtype)
+        for _ in range(3):
+            rounded = lax.reduce_precision(rest, info.nexp, info.nmant)
+            parts.append(rounded.astype(x.dtype))
+            rest = rest - rounded
+        unit = unit[:, None]
+    left = jnp.stack(parts + [jnp.zeros_like(parts[0])] * (WG_M - len(parts)), axis=1)
+    sums = grad_weight(left, x, tiling, jnp.float32, tuning.Config(192, slots=3))
+    return jnp.sum(sums[:, : len(parts)], axis=1) * unit
+
+
+def _dot_bias(dy: jax.Array, b2: jax.Array, tiling: RowTiling) -> jax.Array:
+    """Returns the share of b2 in the gradient of the probs: (R,) float32, zero past the last group."""
+    group = find_groups(tiling, dy.shape[0])
+    dot = jnp.sum(dy.astype(jnp.float32) * b2.at[group].get(mode="clip"), axis=1)
+    return jnp.where(group < b2.shape[0], dot, 0.0)

@@ -1,1 +1,0 @@
-"""The grouped MLP as Pallas kernels for Hopper GPUs."""

@@ -1,0 +1,70 @@
+"""Each device's table of tiles: its origin, its entries, and the table of a device without one."""
+
+import datetime
+import hashlib
+import json
+from importlib import resources
+
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels._mosaic import tuning
+
+TABLES = list((resources.files("pallas_kernels._mosaic") / "tiles").iterdir())
+MIXTRAL = (8, 4096, 14336)
+
+
+def on(kind):
+    device = AbstractDevice(device_kind=kind, num_cores=132, platform="cuda")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+@pytest.mark.parametrize("file", TABLES, ids=lambda file: file.name)
+def test_a_table_names_its_card_date_commit_and_command(file):
+    table = json.loads(file.read_text())
+    assert file.name == tuning.name_table(table["device"])
+    assert datetime.date.fromisoformat(table["date"][:10])
+    assert table["commit"] and table["command"].startswith("python -m bench.tune_grouped_mlp")
+    loaded = tuning.load_table(table["device"])
+    assert len(loaded) == len(table["tiles"]) > 0, "no two entries for one shape"
+    assert all(bucket & (bucket - 1) == 0 for _, _, bucket in loaded)
+
+
+def test_a_shape_in_the_table_takes_its_entry_and_another_the_rule():
+    table = tuning.load_table("NVIDIA H200")
+    with on("NVIDIA H200"):
+        assert tuning.choose_configs(MIXTRAL, 32768) == table[4096, 14336, 4096]
+        assert tuning.choose_configs(MIXTRAL, 32768) != tuning.apply_rule(MIXTRAL, 32768)
+        assert tuning.choose_configs(MIXTRAL, 16384) == tuning.apply_rule(MIXTRAL, 16384)
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "interpreter", "cpu"])
+def test_a_device_without_a_table_takes_the_h200s(kind):
+    assert tuning.load_table(kind) == tuning.load_table("NVIDIA H200")
+    with on(kind):
+        assert tuning.choose_configs(MIXTRAL, 32768).fc1 == tuning.Config(192, slots=3, width=8)
+
+
+def test_a_device_with_a_table_takes_its_own(tmp_path, monkeypatch):
+    entry = json.loads(next(file for file in TABLES if file.name == "nvidia_h200.json").read_text())
+    entry["tiles"][0]["fc1"]["block_columns"] = 64
+    (tmp_path / "tiles").mkdir()
+    (tmp_path / "tiles" / "nvidia_h100_pcie.json").write_text(json.dumps(entry))
+    monkeypatch.setattr(tuning.importlib.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(tuning, "load_table", tuning.load_table.__wrapped__)
+    with on("NVIDIA H100 PCIe"):
+        assert tuning.choose_configs(MIXTRAL, 32768).fc1.block_columns == 64
+
+
+def test_the_choices_for_many_shapes_are_those_that_were_measured():
+    """A changed rule or table changes the hash; then measure the kernels again and update the hash."""
+    widths = (64, 128, 192, 256, 320, 576, 1024, 1856, 2048, 2688, 2880, 4096, 5120, 7168, 8192, 14336)
+    chosen = [
+        (tuning.choose_configs((experts, width, hidden), rows), tuning.scales_dy((experts, width, hidden)))
+        for experts in (1, 8, 64, 128, 512)
+        for width in widths
+        for hidden in widths
+        for rows in (8, 4096, 32768, 98304, 262144, 2097152)
+    ]
+    assert len(set(chosen)) == 50
+    assert hashlib.sha256(repr(chosen).encode()).hexdigest()[:16] == "100d151883e6cd00"
