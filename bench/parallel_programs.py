@@ -22,7 +22,7 @@ import jaxoff
 from bench.grouped_mlp import describe
 from bench.step_variants import CONCURRENT, NO_SLICE_FUSION, Form, Program, Role, start_compile
 from models import Config
-from models.divided import Divided, Layout
+from models.divided import DividedModel, Layout
 from models.mesh import BATCH, MeshShape
 from models.sharding import shardings_of
 
@@ -122,9 +122,9 @@ class Workload:
         devices = jax.devices() if self.target is None else self.target.topology.devices
         return self.shape.build(devices[: self.shape.size])
 
-    def divide(self, *, offloads: bool) -> Divided:
+    def divide(self, *, offloads: bool) -> DividedModel:
         policy = self.policy if offloads else self.policy.on_device()
-        return Divided(self.config, policy, self.layout, self.mesh)
+        return DividedModel(self.config, policy, self.layout, self.mesh)
 
     @functools.cached_property
     def shardings(self) -> Any:

@@ -4,7 +4,14 @@ import json
 import sys
 from typing import Annotated, Any
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError as error:
+    if error.name != "typer":
+        raise
+    sys.exit(
+        "error: python -m jaxoff needs typer, which is not installed. pip install 'jaxoff[cli]' adds it."
+    )
 
 app = typer.Typer(
     help="Activation offload in JAX.",

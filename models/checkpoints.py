@@ -1,4 +1,4 @@
-"""Checkpoints: written aside and renamed when whole, so that a killed run leaves the last good one."""
+"""Checkpoints, written under a temporary name, then renamed: a killed run leaves the last good one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from models.errors import InputError
 
 
 class Checkpoints:
-    """The checkpoints of one run, each a step's state and what the run was.
+    """The checkpoints of a run, each with the state after a step and the run's description.
 
-    A save copies the state to host memory and returns; a thread writes it under a temporary name, which
-    becomes the step's name once everything is on disk. Opening removes what a killed process left under
-    temporary names.
+    A save copies the state to host memory and returns. A thread writes the copy under a temporary name, which
+    becomes the step's name once everything is on disk. Opening removes the temporary files of a killed
+    process.
 
     Args:
-      folder: where they are; made if it is missing.
-      keep: how many to keep, the newest ones.
+      folder: directory of the checkpoints; made if missing.
+      keep: number of newest checkpoints to keep.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -50,7 +50,7 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The newest checkpoint's step, one being written included; None if there is none."""
+        """Step of the newest checkpoint, a checkpoint being written included; None without checkpoints."""
         return self._newest
 
     @property
@@ -61,12 +61,12 @@ class Checkpoints:
         return self.folder / str(step)
 
     def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
-        """Starts to save a step that has no checkpoint yet.
+        """Starts to save a step without a checkpoint.
 
         Args:
-          step: its name.
-          state: a pytree of arrays, which may be donated once this returns.
-          run: JSON-ready; what `restore` is asked to compare.
+          step: number of the step, which names the checkpoint.
+          state: pytree of arrays; they may be donated once this returns.
+          run: JSON-ready description of the run, which a resumed run compares with its own.
         """
         self._manager.save(
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
@@ -74,17 +74,18 @@ class Checkpoints:
         self._newest = step
 
     def wait(self) -> None:
-        """Returns once what was saved is on disk; raises what went wrong there."""
+        """Waits until all checkpoints are on disk; raises the errors of writing them."""
         self._manager.wait_until_finished()
 
     def run(self, step: int) -> dict[str, Any]:
-        """What was said of the run when the step was saved."""
+        """The description of the run, as given to `save`."""
         return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
 
     def restore(self, step: int, shapes: Any) -> Any:
-        """A step's state, bit for bit, in the structure of `shapes`.
+        """Reads the state after a step, bit for bit, in the structure of `shapes`.
 
-        It is on the devices of their shardings, whatever those were that saved it, or on the default device.
+        The arrays lie on the devices of the shardings in `shapes`, or on the default device; the run that
+        saved the state may have had other devices.
         """
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         target = jax.tree.map(
@@ -107,14 +108,14 @@ def check_disk(
     """Refuses to start where the checkpoints will not fit.
 
     Args:
-      folder: where they go; it need not exist.
-      nbytes: of one.
-      keep: how many are kept. One more is on disk while it is written. 0: none is ever written.
-      present: how many are there already.
-      free_bytes: (folder) to the bytes free there.
+      folder: directory of the checkpoints; need not exist.
+      nbytes: bytes of a checkpoint.
+      keep: number of checkpoints to keep; while another is written, `keep + 1` are on disk. 0 writes none.
+      present: number of checkpoints already in the folder.
+      free_bytes: maps a folder to the bytes free on its disk.
 
     Raises:
-      InputError: if they do not fit.
+      InputError: the disk has too little room.
     """
     need = nbytes * max(1, keep + 1 - present) if keep else 0
     free = free_bytes(Path(folder).resolve())

@@ -1,8 +1,8 @@
-"""Step time and peak memory with a policy and with its twin, which keeps on the device what the policy moves.
+"""Step time and peak memory under a policy and under its twin, which keeps offloaded residuals on the device.
 
-A process's peak memory is that of all it ever ran, so each measurement is a process of its own: `python -m
-models.compare`, which reads a request as JSON and prints what it measured. They run before the training
-process touches the device, since that takes most of it.
+The peak memory of a process covers all its programs, so each measurement runs in a fresh process: `python -m
+models.compare` reads a request as JSON and prints the measurement as JSON. Both processes run before the
+training process takes the device's memory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ STEPS = 10
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one process measured.
+    """The measurements of a process.
 
     Attributes:
-      platform: of JAX's default device, e.g. "gpu".
-      step_ms: the median of `STEPS` steps after `WARM_UP_STEPS`.
-      peak_bytes: device memory at its fullest; None where the device does not say, as the CPU does not.
-      device_bytes, host_bytes: of a microbatch's residuals, as `jaxoff.explain` says.
-      loss: of the last step.
-      error: why there is nothing else, or None.
+      platform: platform of JAX's default device, e.g. "gpu".
+      step_ms: median time of `STEPS` steps after `WARM_UP_STEPS`.
+      peak_bytes: peak of device memory; None where the device keeps no statistics, as on a CPU.
+      device_bytes, host_bytes: bytes of a microbatch's residuals by placement, from `jaxoff.explain`.
+      loss: loss of the last step.
+      error: reason why all else is None, or None.
     """
 
     platform: str | None = None
@@ -57,19 +57,19 @@ class Comparison:
 
 
 def accelerator_installed() -> bool:
-    """Whether JAX may find an accelerator. Does not start JAX, which would take the accelerator's memory."""
+    """Tells whether JAX may find an accelerator, without starting JAX and so taking the device's memory."""
     return jax.config.jax_platforms != "cpu" and bool(importlib.metadata.entry_points(group="jax_plugins"))
 
 
 def compare(options: Options, *, accelerator_only: bool) -> Comparison | None:
-    """Measures in two processes, one after the other.
+    """Measures the policy and its twin in two processes, in sequence.
 
     Args:
-      options: of the run to measure.
+      options: options of the run to measure.
       accelerator_only: measure nothing on a CPU.
 
     Returns:
-      The two measurements; None for a CPU that is not to be measured.
+      The two measurements; None on a CPU if `accelerator_only`.
     """
     measured = []
     for on_device in (False, True):
@@ -88,7 +88,7 @@ def compare(options: Options, *, accelerator_only: bool) -> Comparison | None:
 
 
 def measure(options: Options, *, on_device: bool) -> Measurement:
-    """Measures in this process, which should have done nothing else."""
+    """Measures in this process, which should have run no other program."""
     policy = policy_text.parse(options.policy)
     program = Program(options, policy.on_device() if on_device else policy)
     corpus = data.load(options.data)

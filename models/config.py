@@ -1,4 +1,4 @@
-"""The shape of a model: its numbers, presets, and how many parameters they make."""
+"""The numbers of a model, their presets, and the count of its parameters."""
 
 import dataclasses
 import difflib
@@ -26,15 +26,14 @@ _NOT_NEGATIVE = ("d_shared", "first_k_dense", "aux_loss_coef", "z_loss_coef", "m
 
 @dataclasses.dataclass(frozen=True)
 class ParamCounts:
-    """Parameters of a model by where they stand.
+    """Number of parameters by part of the model.
 
     Attributes:
-      embedding, attention, dense_mlp, router, experts, shared_experts, norms, head: in the embedding and the
-        layers.
-      mtp: all of the multi-token-prediction head, its own block included.
+      embedding, attention, dense_mlp, router, experts, shared_experts, norms, head: parameters of each kind
+        outside the multi-token-prediction head.
+      mtp: parameters of the multi-token-prediction head, its block included.
       total: sum of the above.
-      active: the part that one token meets in training: `total` without the experts that the router does not
-        choose.
+      active: parameters used for a token in training: `total` without the experts that the router leaves out.
     """
 
     embedding: int
@@ -59,36 +58,38 @@ class ParamCounts:
 class Config:
     """The numbers of a decoder-only language model with mixture-of-experts layers.
 
-    Checked when made. `Config.preset` names known ones; `dataclasses.replace` changes one.
+    The constructor checks all fields. `Config.preset` makes known models; `dataclasses.replace` changes
+    fields.
 
     Attributes:
       vocab_size: tokens V.
       d_model: width D of the residual stream.
       num_layers: layers L, dense ones included.
-      num_heads, num_kv_heads, head_dim: query heads N, key-value heads K that groups of them share, and the
-        width of one.
-      num_experts, top_k, d_expert: experts E of a layer, how many a token goes to, and their hidden width I.
-      d_shared: hidden width of the shared expert, which every token meets; 0 is none.
+      num_heads, num_kv_heads, head_dim: query heads N, key-value heads K, each shared by N / K query heads,
+        and the width H of a head.
+      num_experts, top_k, d_expert: experts E of a layer, experts k chosen for a token, hidden width I of an
+        expert.
+      d_shared: hidden width of the shared expert, which sees every token; 0 leaves the shared expert out.
       d_ff: hidden width of a dense layer's MLP; only read where there are dense layers.
-      first_k_dense: how many layers, from the first on, have a dense MLP instead of experts.
-      router: how scores come from logits, "sigmoid" or "softmax".
+      first_k_dense: number of layers, from the first on, with a dense MLP instead of experts.
+      router: function from logits to scores, "sigmoid" or "softmax".
       norm_topk_probs: whether the chosen experts' scores are divided by their sum.
       routed_scaling: factor on the routed experts' output.
       aux_loss_coef, z_loss_coef: weights in the loss of the layers' mean load-balancing loss and mean router
         z-loss.
       mtp_layers: multi-token-prediction heads, 0 or 1.
       mtp_weight: weight of its cross entropy in the loss.
-      rope_theta, rms_eps: base of the rotary embedding's wavelengths; what the norms add to the mean square.
-      max_seq_len: longest sequence that the model accepts.
-      logits_chunk: how many tokens of each sequence have logits at a time, 0 for all of them. The rest is
-        computed after them, and again for the gradient: the less memory, the more often the gradient of the
-        head's weights is added up.
-      dtype: what activations are kept and multiplied in, "bfloat16" or "float32".
-      param_dtype: what parameters are kept in; they are cast where they are used.
+      rope_theta, rms_eps: base of the rotary embedding's wavelengths; term added to the mean square in norms.
+      max_seq_len: longest sequence accepted by the model.
+      logits_chunk: tokens of each sequence with logits in memory at a time, 0 for all tokens. Chunks run in
+        sequence and are recomputed for the gradient. Smaller chunks take less memory and add to the gradient
+        of the head's weights more often.
+      dtype: dtype of activations and products, "bfloat16" or "float32".
+      param_dtype: dtype of parameters, which are cast where used.
       attention: "cudnn", "xla", or "auto" for cuDNN on a GPU where it supports the shapes, XLA elsewhere.
 
     Raises:
-      ValueError: a number is out of its range or two do not fit each other.
+      ValueError: a number is out of its range or contradicts another.
 
     Example:
       >>> from models import Config
@@ -125,7 +126,7 @@ class Config:
 
     def __post_init__(self):
         for field in ("dtype", "param_dtype"):
-            # Kept as text: it hashes, compares and goes into JSON.
+            # Text hashes, compares and goes into JSON.
             object.__setattr__(self, field, _dtype_name(field, getattr(self, field)))
         _check_numbers(self)
         _check_choice("router", self.router, _ROUTERS)
@@ -167,8 +168,8 @@ class Config:
             d * self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + self.num_heads * self.head_dim * d
         )
         expert, router, shared = 2 * d * self.d_expert, d * self.num_experts, 2 * d * self.d_shared
-        # The head's block is a mixture-of-experts block; it has a norm for each of its two inputs and one
-        # before the logits.
+        # The multi-token-prediction head has a block with experts, a norm for each of its two inputs and a
+        # norm before the logits.
         mtp_rest = mtp * (attention + router + shared + 2 * d * d + 5 * d)
         parts = {
             "embedding": self.vocab_size * d,
@@ -204,9 +205,9 @@ _PRESETS: dict[str, dict[str, Any]] = {
         max_seq_len=1024,
     ),
     # NVIDIA Nemotron 3 Nano 30B-A3B (arXiv:2512.20848): width, heads, experts, shared expert, squared ReLU,
-    # sigmoid router, scaling 2.5 and vocabulary are its. It has 52 layers, of which 23 are Mamba-2, 23
-    # experts and 6 attention without RoPE; here each layer is attention with RoPE and experts, and there are
-    # as many as fit.
+    # sigmoid router, scaling 2.5 and vocabulary are the paper's. Nemotron has 52 layers: 23 of Mamba-2, 23 of
+    # experts, 6 of attention without RoPE. Here each layer has attention with RoPE and experts; memory
+    # limits their number.
     "nano": dict(
         vocab_size=131_072,
         d_model=2688,
@@ -240,9 +241,9 @@ _PRESETS: dict[str, dict[str, Any]] = {
         max_seq_len=32_768,
     ),
     # DeepSeek-V3 (arXiv:2412.19437): widths, router, scaling, shared expert and the multi-token-prediction
-    # head are its, SwiGLU is not. It has 61 layers, 3 of them dense, and 256 experts: here one dense layer
-    # and the 8 experts that one of 32 devices holds. Its latent attention is not built: 128 query heads share
-    # 8 key-value heads instead.
+    # head are the paper's, the activation (SwiGLU there) is not. DeepSeek-V3 has 61 layers, 3 of them dense,
+    # and 256 experts; here a single layer is dense, and the 8 experts are the share of a device out of 32.
+    # Grouped-query attention, 128 query heads over 8 key-value heads, replaces the latent attention.
     "dsv3": dict(
         vocab_size=129_280,
         d_model=7168,

@@ -1,4 +1,4 @@
-"""Bytes of text: where they come from, the part held out, and batch i as a pure function of (seed, i)."""
+"""Bytes of text: their source, the held-out part, and batch i as a pure function of (seed, i)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _NOT_LIBRARY = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The bytes to train on and those held out.
+    """The bytes to train on and the held-out bytes.
 
     Attributes:
       train: (N,) uint8.
       held_out: (M,) uint8. No piece of text is in both.
-      num_files: how many files the bytes come from.
+      num_files: number of files read.
       nbytes: N + M.
-      truncated: whether more files or bytes were there than `max_bytes`.
-      sha256: of the bytes of both parts.
+      truncated: whether the files hold more than `max_bytes`.
+      sha256: hash of the bytes of both parts.
     """
 
     train: np.ndarray
@@ -50,15 +50,15 @@ def load(paths: Sequence[str | os.PathLike] = (), *, max_bytes: int = MAX_BYTES)
     """Reads the corpus and splits it.
 
     Args:
-      paths: files, whose bytes are taken as they are, and folders, of which every text file at any depth is
-        taken, hidden ones left out. Empty: the running Python's own standard library.
-      max_bytes: stop after so many bytes.
+      paths: files, read as they are, and folders, searched at any depth for text files that are not hidden.
+        Empty: the running Python's own standard library.
+      max_bytes: limit on the bytes read.
 
     Returns:
-      A `Corpus`, the same for the same bytes wherever they lie.
+      A `Corpus`, equal for equal bytes in any folder.
 
     Raises:
-      InputError: if a path is missing or cannot be read, or all of it is empty.
+      InputError: a path is missing or unreadable, or all files are empty.
 
     Example:
       >>> from models import data
@@ -97,7 +97,7 @@ def _standard_library() -> list[tuple[Path, bool]]:
 
 
 def _expand(path: Path) -> list[tuple[Path, bool]]:
-    """The files of a path, each with whether it was asked for by name and so must be readable."""
+    """Lists the files of a path, each with whether the user named the file, which then must be readable."""
     if not path.exists():
         raise InputError(f"--data takes files and folders that exist, got {str(path)!r}, which does not.")
     if not path.is_dir():
@@ -111,7 +111,7 @@ def _expand(path: Path) -> list[tuple[Path, bool]]:
 
 
 def _read(path: Path, at_most: int, required: bool) -> bytes | None:
-    """The bytes of a file; None for what a folder holds that is not text or may not be read."""
+    """Reads a file; None for a file found in a folder that holds no text or is unreadable."""
     try:
         with path.open("rb") as stream:
             content = stream.read(at_most)
@@ -129,18 +129,18 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Splits documents into bytes to train on and bytes held out, without a leak.
 
-    Documents are cut into pieces of at most `piece_bytes` (1/40 of all bytes where that is less); pieces are
-    ranked by the hash of their content, and the first ranks are held out. Copies of a piece have one rank, so
-    they end on one side.
+    Documents are cut into pieces of at most `piece_bytes` or 1/40 of all bytes, whichever is less. Pieces are
+    ranked by the hash of their content, and the first ranks are held out. Copies of a piece share a rank, so
+    all of them end in the same part.
 
     Args:
-      documents: the bytes of each.
-      fraction: of all bytes, at least how much to hold out.
-      piece_bytes: the longest piece.
+      documents: bytes of each document.
+      fraction: least share of all bytes to hold out.
+      piece_bytes: length of the longest piece.
 
     Returns:
       (train, held_out), each (n,) uint8, in the documents' order. `held_out` is empty where all pieces are
-      alike.
+      equal.
     """
     total = sum(map(len, documents))
     size = max(1, min(piece_bytes, total // 40))
@@ -153,7 +153,7 @@ def split(
     chosen: set[bytes] = set()
     held = 0
     for digest in sorted(weights):
-        # A piece that fills much of the corpus by its copies stays in training.
+        # A piece with copies all over the corpus stays in training.
         if held < fraction * total and held + weights[digest] <= 2 * fraction * total:
             chosen.add(digest)
             held += weights[digest]
@@ -172,16 +172,16 @@ def _as_array(content: bytes) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Batches of windows in a shuffled order that needs no state: batch i is a pure function of (seed, i).
+    """Batches of windows in a shuffled order without state: batch i is a pure function of (seed, i).
 
     Each epoch visits every window of `seq` targets once, in the order of a keyed permutation, from an offset
-    of its own.
+    drawn for the epoch.
 
     Attributes:
       tokens: (N,) uint8.
       batch: B, windows a batch.
       seq: S, targets a window.
-      seed: which order.
+      seed: key of the order.
     """
 
     tokens: np.ndarray
@@ -215,14 +215,13 @@ class Batches:
 
 
 def held_out_windows(tokens: np.ndarray, *, batch: int, seq: int, num_batches: int) -> np.ndarray:
-    """Windows of the held-out bytes, spread evenly over them, no target twice.
+    """Picks windows spread evenly over the held-out bytes, no target twice.
 
     Returns:
-      (K, B', S + 1) int32, with K <= num_batches; B' < batch only where the held-out bytes do not fill one
-      batch.
+      (K, B', S + 1) int32, with K <= num_batches; B' < batch only where the held-out bytes fill no batch.
 
     Raises:
-      InputError: if they do not fill one window.
+      InputError: the held-out bytes fill no window.
     """
     windows = (len(tokens) - 1) // seq if len(tokens) else 0
     if windows < 1:
@@ -248,15 +247,15 @@ def bits(nats: float) -> float:
 
 
 def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
-    """A keyed permutation of range(n), evaluated at `index` alone.
+    """Evaluates a keyed permutation of range(n) at `index` alone.
 
-    A Feistel network over the next even power of two, walked until it lands below n. Independent of numpy's
-    own generators, whose streams may change between releases.
+    A Feistel network permutes the next even power of two and is applied until its output is below n. The
+    permutation is independent of numpy's generators, whose streams may change between releases.
 
     Args:
       index: integers below n.
-      n: the length of the permuted range.
-      key: picks the permutation.
+      n: length of the permuted range.
+      key: selects the permutation.
 
     Returns:
       int64 of index's shape, a bijection of range(n).
@@ -266,10 +265,10 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
 
     def encrypt(x: np.ndarray) -> np.ndarray:
         left, right = x >> half, x & mask
-        for turn in range(4):
+        for stage in range(4):
             left, right = (
                 right,
-                left ^ (_mix(right ^ np.uint64((key + turn * 0x9E3779B97F4A7C15) % 2**64)) & mask),
+                left ^ (_mix(right ^ np.uint64((key + stage * 0x9E3779B97F4A7C15) % 2**64)) & mask),
             )
         return (left << half) | right
 
@@ -280,7 +279,7 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser."""
+    """Applies splitmix64's finaliser."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

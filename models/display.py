@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a progress bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINES = 20
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console that is plain and wide enough for tables where it is not a terminal."""
+    """Makes a console; outside a terminal its text is plain and wide enough for tables."""
     console = Console(stderr=stderr, highlight=False, soft_wrap=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=160)
 
@@ -21,10 +21,10 @@ class Display:
     """Shows a run's progress; a `models.loop.Watcher`.
 
     Args:
-      console: where.
-      options: of the run.
-      first: steps done before.
-      work: of a step.
+      console: console to print on.
+      options: options of the run.
+      first: number of steps done before.
+      work: work of a step.
     """
 
     def __init__(self, console: Console, options: Options, first: int, work: Work):
@@ -48,17 +48,17 @@ class Display:
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
 
-    def step(self, step: int, metrics: dict[str, float], time_ms: float) -> None:
+    def show_step(self, step: int, metrics: dict[str, float], time_ms: float) -> None:
         text = f"loss {metrics['loss']:.4f}  {self.work.rate(time_ms)}  {time_ms:.0f} ms/step"
         self._progress.update(self._task, completed=step, description=text + self._held_out)
         if not self.console.is_terminal and (step % self._every == 0 or step in (1, self.options.steps)):
             self.console.print(f"step {step}/{self.options.steps}  {text}  lr {metrics['lr']:.2e}")
 
-    def held_out(self, step: int, loss: float) -> None:
+    def show_held_out(self, step: int, loss: float) -> None:
         self._held_out = f"  held-out {loss:.4f}"
         if not self.console.is_terminal:
             self.console.print(f"step {step}/{self.options.steps}  held-out {loss:.4f} nats/byte")
 
-    def saved(self, step: int) -> None:
+    def show_save(self, step: int) -> None:
         if not self.console.is_terminal:
             self.console.print(f"step {step}/{self.options.steps}  checkpoint saved")

@@ -1,9 +1,9 @@
 """A model's loss and gradients on a mesh of devices, as one `jax.shard_map`.
 
-Each device differentiates its own share of the loss; the shares add up to the mean over all sequences. What
-devices share, they add the gradients of afterwards, once a step and in float32. So nothing in the layers is
-about gradients of other devices, and the loops that move residuals stand beside their backward passes in the
-program of one device, where `jaxoff.jit` orders both.
+Each device differentiates its own share of the loss; the shares add up to the mean over all sequences.
+Devices add the gradients of shared parameters afterwards, once a step and in float32. So no layer handles
+gradients of other devices, and the loops with offloaded residuals stand with their backward passes in the
+program of a single device, where `jaxoff.jit` orders both.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from models.lm import LM, loss_fn
 from models.mesh import AXES, BATCH, MeshShape
 from models.moe import Division
 from models.pipeline import Schedule, pipelined_loss
-from models.sharding import as_stages, gathered, of_layer, specs_of, summed
+from models.sharding import as_stages, gather, specs_of, specs_of_layer, sum_shared
 
-# Room for rows on the way to their experts: twice what an even router sends.
+# Room for rows on the way to their experts, in multiples of the rows sent by an even router.
 CAPACITY = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a step is divided.
+    """The division of a step between devices.
 
     Attributes:
-      mesh: sizes of its axes.
+      mesh: sizes of the mesh's axes.
       virtual: stages of each pipe rank.
-      capacity: room for the rows that go from one device to another's experts, in multiples of what an even
-        router sends.
+      capacity: room for the rows sent from a device to another's experts, in multiples of the rows sent by an
+        even router.
 
     Raises:
-      InputError: for a capacity that is not above 0.
+      InputError: capacity is not above 0.
     """
 
     mesh: MeshShape
@@ -64,15 +64,15 @@ class Layout:
         return Division(BATCH, "expert", self.capacity)
 
     def check(self, config: Config, batch: int, microbatches: int) -> None:
-        """Refuses what cannot be divided.
+        """Refuses models and batches that this layout cannot divide.
 
         Args:
-          config: of the model.
+          config: numbers of the model.
           batch: sequences of a microbatch.
-          microbatches: of a step.
+          microbatches: microbatches of a step.
 
         Raises:
-          InputError: with what does not fit.
+          InputError: the layout does not divide the model or batch; the message names the size and the fix.
         """
         stages = self.mesh.pipe * self.virtual
         Schedule(self.mesh.pipe, self.virtual, microbatches)
@@ -101,14 +101,14 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Divided:
+class DividedModel:
     """A model on a mesh.
 
     Attributes:
-      config: of the model.
-      policy: where residuals live, or None.
-      layout: how it is divided.
-      mesh: its devices.
+      config: numbers of the model.
+      policy: checkpoint policy of each layer, or None.
+      layout: division between devices.
+      mesh: mesh of devices.
     """
 
     config: Config
@@ -125,28 +125,28 @@ class Divided:
 
     @functools.cached_property
     def specs(self) -> Any:
-        """The partitions of the parameters, in the form of `params`."""
+        """The partitions of the parameters, a pytree like `params`."""
         return specs_of(jax.eval_shape(self.params), self.layout.mesh)
 
     def params(self, seed: int = 0) -> dict[str, Any]:
-        """The parameters of a new model, its layers in stages; the same numbers under every layout."""
+        """Initialises the parameters, layers in stages; every layout gives the same numbers."""
         params = nnx.to_pure_dict(nnx.state(self.model(nnx.Rngs(seed)), nnx.Param))
         return as_stages(params, self.layout.mesh.pipe, self.layout.virtual)
 
     def loss(self, params: Any, tokens_ABL: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The mean loss of microbatches and its scalar metrics."""
+        """Computes the mean loss over microbatches and the scalar metrics."""
 
         def local(params, tokens):
             value, metrics = self._local_loss(params, tokens)
             return lax.psum((value, metrics), AXES)
 
-        return self._mapped(local, (P(), P()))(params, tokens_ABL)
+        return self._map_over_devices(local, (P(), P()))(params, tokens_ABL)
 
     def gradients(self, params: Any, tokens_ABL: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
-        """The mean gradients over microbatches, in float32, and the metrics, with the loss among them.
+        """Computes the mean gradients over microbatches, in float32, and the metrics, loss included.
 
         Args:
-          params: in the form of `params`, divided by `specs`.
+          params: pytree like `params`, divided by `specs`.
           tokens_ABL: (A, B, S + 1) integers, A microbatches.
         """
 
@@ -159,23 +159,23 @@ class Divided:
                     lambda params, tokens: self._local_loss(params, tokens[None]), params, tokens
                 )
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-            return summed(grads, self.specs), lax.psum(metrics, AXES)
+            return sum_shared(grads, self.specs), lax.psum(metrics, AXES)
 
-        return self._mapped(local, (self.specs, P()))(params, tokens_ABL)
+        return self._map_over_devices(local, (self.specs, P()))(params, tokens_ABL)
 
-    def _mapped(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+    def _map_over_devices(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         in_specs = self.specs, P(None, BATCH)
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _local_loss(self, params: Any, tokens_ABL: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """This device's share of the loss and the metrics: they add up to the whole."""
+        """Computes this device's share of the loss and metrics; all devices' shares add up to the mean."""
         kind = "experts" if self.config.num_moe_layers else "dense"
-        of_layers = {key: of_layer(x) for key, x in self.specs.items() if key in ("dense", "experts")}
+        of_layers = {key: specs_of_layer(x) for key, x in self.specs.items() if key in ("dense", "experts")}
         rest = {key: x for key, x in params.items() if key not in of_layers}
-        rest = gathered(rest, {key: self.specs[key] for key in rest})
+        rest = gather(rest, {key: self.specs[key] for key in rest})
 
         def whole(layer):
-            return _like(layer, gathered(nnx.to_pure_dict(layer), of_layers[kind]))
+            return _like(layer, gather(nnx.to_pure_dict(layer), of_layers[kind]))
 
         if self.layout.is_pipelined:
             schedule = Schedule(self.layout.mesh.pipe, self.layout.virtual, tokens_ABL.shape[0])
@@ -186,11 +186,11 @@ class Divided:
             model = nnx.merge(self.graph, rest | {key: params[key] for key in of_layers})
             value, metrics = loss_fn(model, tokens_ABL[0], whole)
             metrics = {key: x for key, x in metrics.items() if not x.ndim}
-        metrics["overflow"] *= self.layout.mesh.batch  # a sum over devices, where all else is a mean
+        metrics["overflow"] *= self.layout.mesh.batch  # a sum over devices; all other metrics are means
         return jax.tree.map(lambda x: x / self.layout.mesh.batch, (value, metrics))
 
 
 def _like(state: nnx.State, values: dict[str, Any]) -> nnx.State:
-    """A state of other values."""
+    """Replaces the values of a state."""
     leaves = jax.tree.leaves(values)
     return jax.tree.unflatten(jax.tree.structure(state), leaves)

@@ -1,4 +1,4 @@
-"""The error that a user of the training program can mend."""
+"""The error for input that a user of the training program can mend."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 
 class InputError(ValueError):
-    """Options, data or a folder that training cannot start from. Its message is one line."""
+    """Training cannot start from the given options, data or folder. The message has a single line."""
 
 
 def near_miss(got: str, choices: Iterable[str]) -> str:
-    """' Did you mean ...?' for a misspelt word, or ''."""
+    """Suggests the nearest choice for a misspelt word: ' Did you mean ...?', or ''."""
     near = difflib.get_close_matches(got, list(choices), 1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""A run's folder: what stands in it, and who may write there."""
+"""The folder of a run: its files, and the checks before a run writes there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunFolder:
 
     @property
     def run_file(self) -> Path:
-        """What the run is, from its start on."""
+        """File with the description of the run, written at its start."""
         return self.path / "run.json"
 
     @property
@@ -44,10 +44,10 @@ class RunFolder:
         return self.path / "loss.png"
 
     def check(self, *, resume: bool) -> None:
-        """Refuses a folder that another run has, or, to resume, that no run has. Writes nothing.
+        """Refuses a folder of another run or, to resume, a folder without a run. Writes nothing.
 
         Raises:
-          InputError: then, and where the path is not a folder.
+          InputError: the folder is refused, is a file or cannot be written.
         """
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"--out takes a folder, got {str(self.path)!r}, which is a file.")
@@ -73,7 +73,7 @@ class RunFolder:
             )
 
     def saved_run(self) -> dict[str, Any]:
-        """What `write_run` wrote."""
+        """Reads the description written by `write_run`."""
         try:
             return json.loads(self.run_file.read_text())
         except (OSError, ValueError) as error:
@@ -82,10 +82,10 @@ class RunFolder:
             ) from None
 
     def write_run(self, run: dict[str, Any]) -> None:
-        """Makes the folder and says what the run is.
+        """Makes the folder and writes the description of the run.
 
         Raises:
-          InputError: if it cannot be written.
+          InputError: the folder cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -98,10 +98,10 @@ class RunFolder:
 
 
 def check_same_run(where: object, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuses to go on from something that another run made.
+    """Refuses to resume from the files of another run.
 
     Raises:
-      InputError: naming what differs.
+      InputError: the descriptions differ; the message names the fields.
     """
     if different := differences(saved, now):
         raise InputError(
@@ -111,7 +111,7 @@ def check_same_run(where: object, saved: dict[str, Any], now: dict[str, Any]) ->
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a file at once or not at all."""
+    """Writes a JSON file atomically: under a temporary name, then renamed."""
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(aside, path)

@@ -1,4 +1,4 @@
-"""The losses of a run, one JSON object a line, whole up to the last line even if the process is killed."""
+"""The losses of a run as JSON lines, whole up to the last line even after the process was killed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ class History:
     """Losses by step, in memory and in a file.
 
     Args:
-      path: the file.
-      upto: keep the lines of the first `upto` steps that the file already holds; a resumed run makes the
-        later ones again.
+      path: file of the losses.
+      upto: number of steps whose lines are kept; a resumed run recomputes the later lines.
 
     Attributes:
-      records: one dict a line, each with "step"; those of a step's training have "loss", those of held-out
-        text have "held_out".
+      records: a dict for each line, each with "step"; lines of training have "loss", lines of held-out text
+        have "held_out".
     """
 
     def __init__(self, path: str | Path, *, upto: int = 0):
@@ -30,13 +29,13 @@ class History:
         self._file = self.path.open("a")
 
     def append(self, step: int, **values: float) -> None:
-        """Adds a line and hands it to the operating system, which keeps it if this process dies."""
+        """Appends a line and flushes the file: the operating system keeps the line if this process dies."""
         self.records.append({"step": step, **values})
         self._file.write(_line(self.records[-1]))
         self._file.flush()
 
     def of(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) of every line that has the key."""
+        """Lists (step, value) of every line with the key."""
         return [(r["step"], r[key]) for r in self.records if key in r]
 
     def __enter__(self) -> History:
@@ -47,7 +46,7 @@ class History:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; none if there is no file. A half-written last line is left out."""
+    """Reads the whole lines of a file, without a half-written last line; a missing file has no lines."""
     path = Path(path)
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]

@@ -3,9 +3,9 @@
 Shapes: B batch, S sequence, D model width, N query heads, K key-value heads, H head width, F hidden width of
 an MLP.
 
-Rounding: each 16-bit value here has its rounding pinned, by `jaxoff.name` or by `pin`, and everything between
-two of them is float32. So a value is the same, bit for bit, whether it was saved, moved or computed again;
-the same holds for the gradients' values, since the gradient of a pin is a pin.
+Rounding: each 16-bit value here has its rounding pinned, by `jaxoff.name` or by `pin`, and all arithmetic
+between two 16-bit values is float32. So a saved, offloaded or recomputed value has the same bits; the same
+holds for gradients, since the gradient of a pin is a pin.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ Implementation = Literal["cudnn", "xla"]
 
 
 def pin(x: jax.Array) -> jax.Array:
-    """Rounds a value to its own format, so that XLA cannot keep it wider where it fuses."""
+    """Rounds a value to its own format, so XLA cannot keep a wider value inside a fusion."""
     info = jnp.finfo(x.dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant)
 
@@ -31,9 +31,9 @@ def pin(x: jax.Array) -> jax.Array:
 def fence(x: jax.Array) -> jax.Array:
     """Keeps XLA from looking across a value.
 
-    Where it fuses a reduction with what reads its result, it picks the order of the additions by what else is
-    in the fusion; and it gathers the constants of a chain of products. That differs between the forward pass
-    and the place where a value is recomputed: other bits.
+    XLA orders the additions of a reduction by the other operations of the fusion, and gathers the constants
+    of a chain of products. The fusions of the forward pass and of a recomputation differ, and so would the
+    bits.
     """
     return lax.optimization_barrier(x)
 
@@ -46,8 +46,8 @@ def _matmul_rounded(x, w, dtype):
     return jnp.dot(x, w.astype(x.dtype), preferred_element_type=dtype)
 
 
-# A forward rule here repeats the plain function and does not call the one with the rule: inside that call a
-# checkpoint policy would see neither a name nor a dot.
+# A forward rule here repeats the plain function instead of calling the function with the rule: a checkpoint
+# policy would see neither names nor dots inside the call.
 _matmul = jax.custom_vjp(_matmul_rounded, nondiff_argnums=(2,))
 
 
@@ -72,14 +72,14 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 def matmul(x: jax.Array, w: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """Multiplies activations by a weight kept in its own, wider type.
 
-    The weight is cast to x's dtype where it is used, the sums are in float32, and the weight's gradient
-    leaves the sum in float32: written by hand because JAX's own gradient would round it to x's dtype, or
-    multiply in float32.
+    The weight is cast to x's dtype where used, the sums are in float32, and the weight's gradient leaves its
+    sum in float32. The gradient is written by hand: JAX's own would round the weight's gradient to x's dtype,
+    or multiply in float32.
 
     Args:
-      x: (..., D) the compute dtype.
-      w: (D, F) the parameter dtype.
-      dtype: of the result; x's by default.
+      x: (..., D) of the compute dtype.
+      w: (D, F) of the parameter dtype.
+      dtype: dtype of the result; x's by default.
 
     Returns:
       (..., F), its rounding pinned.
@@ -128,7 +128,7 @@ def _squared_relu_backward(name, a, da):
 squared_relu.defvjp(_squared_relu_forward, _squared_relu_backward)
 
 
-def _normed(x, eps):
+def _normalize(x, eps):
     x = x.astype(jnp.float32)
     scale = lax.rsqrt(fence(jnp.mean(jnp.square(x), axis=-1, keepdims=True)) + eps)
     return x * scale, scale
@@ -136,22 +136,22 @@ def _normed(x, eps):
 
 def _rms_norm(x, scale, eps, dtype):
     scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
-    return pin((_normed(x, eps)[0] * scale).astype(dtype))
+    return pin((_normalize(x, eps)[0] * scale).astype(dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: str) -> jax.Array:
     """Computes `scale * x / sqrt(mean(x^2) + eps)` in float32 over the last axis, rounded to `dtype`.
 
-    The gradient starts from x alone, always: with what autograd saves in between, it would differ in its last
-    bits from one that is recomputed, since XLA contracts products and sums as it happens to fuse them.
+    The gradient always starts from x alone. XLA contracts products and sums differently in each fusion, so a
+    gradient from autograd's intermediate values would differ from the recomputed gradient in the last bits.
     """
     return _rms_norm(x, scale, eps, dtype)
 
 
 def _rms_norm_backward(eps, dtype, residuals, dy):
     x, scale = residuals
-    normed, inverse_rms = _normed(x, eps)
+    normed, inverse_rms = _normalize(x, eps)
     dy = pin(dy).astype(jnp.float32)
     dscale = fence(jnp.sum(dy * normed, axis=tuple(range(x.ndim - 1))))
     dy = dy * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
@@ -216,7 +216,7 @@ def rope(x_BSNH: jax.Array, theta: float) -> jax.Array:
 
 
 def traced_platform() -> str:
-    """What a function is traced for: the device of the abstract mesh, as in `jaxoff.target`, or JAX's own."""
+    """Names the platform traced for: the device of the abstract mesh, as in `jaxoff.target`, or JAX's own."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return jax.default_backend()
@@ -224,15 +224,14 @@ def traced_platform() -> str:
 
 
 def attention_implementation(config: Config, platform: str | None = None) -> Implementation:
-    """Says which attention a model uses: "cudnn" or "xla".
+    """Chooses the attention of a model: "cudnn" or "xla".
 
     Args:
-      config: its `attention`, where that is not "auto", is the answer.
-      platform: "gpu" or another; by default the one that is traced for.
+      config: numbers of the model; a `config.attention` other than "auto" is returned.
+      platform: "gpu" or another platform; by default the platform traced for.
 
     Returns:
-      "cudnn" on a GPU for 16-bit activations and heads of a width that is a multiple of 8 up to 128, "xla"
-      otherwise.
+      "cudnn" on a GPU for 16-bit activations and head widths up to 128 divisible by 8, "xla" otherwise.
     """
     if config.attention != "auto":
         return "cudnn" if config.attention == "cudnn" else "xla"
@@ -247,7 +246,7 @@ def attention_implementation(config: Config, platform: str | None = None) -> Imp
 def causal_attention(
     q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, implementation: Implementation
 ) -> jax.Array:
-    """Attends to the positions up to one's own; `N / K` query heads share a key-value head.
+    """Attends to each position's own and earlier positions; `N / K` query heads share a key-value head.
 
     Returns (B, S, N, H) in q's dtype.
     """
@@ -257,10 +256,10 @@ def causal_attention(
 
 
 def _attention_in_float32(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-    """Attention without a kernel. G query heads share a key-value head.
+    """Computes attention without a kernel. G query heads share a key-value head.
 
-    In float32, so that no 16-bit value is inside whose rounding nobody pins, and with the sum of the softmax
-    fenced: with `jax.nn.dot_product_attention` the last bits depend on where q, k and v come from.
+    All values inside are float32, since no 16-bit value inside could be pinned, and the sum of the softmax is
+    fenced. With `jax.nn.dot_product_attention` the last bits would depend on the producers of q, k and v.
     """
     B, S, N, H = q_BSNH.shape
     k, v = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
@@ -275,8 +274,8 @@ def _attention_in_float32(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Arra
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary embedding.
 
-    q, k and v are named after the rotary embedding: that is what the attention's gradient needs, and the
-    embedding's own gradient needs nothing.
+    q, k and v are named after the rotary embedding: the attention's gradient needs the rotated values, and
+    the embedding's own gradient needs no values.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):

@@ -1,10 +1,10 @@
-"""The language model: embedding, scanned layers, head, and its loss.
+"""The language model: embedding, scanned layers, head, and the loss.
 
 Shapes: B batch, S sequence, L = S + 1 tokens with the last target, D model width, V vocabulary, E experts.
 
-A model has two stacks of equal layers, the dense ones and those with experts. A stack's parameters are one
-tree with a leading axis of layers, made by `nnx.vmap` over a layer's constructor; a scan runs one layer's
-program over that axis. With a policy, each layer, the head and the multi-token-prediction head is a
+A model has two stacks of equal layers, dense layers and layers with experts. A stack's parameters are a
+single tree with a leading axis of layers, made by `nnx.vmap` over a layer's constructor; a scan runs the
+layer's program over this axis. With a policy, each layer, the head and the multi-token-prediction head is a
 `jax.checkpoint` of its own.
 """
 
@@ -27,8 +27,8 @@ type Whole = Callable[[nnx.State], nnx.State]
 class Block(nnx.Module):
     """Attention and an MLP, dense or of experts, each after a norm and added to its input.
 
-    The input is named inside (`attn.norm_in`), so that a policy can place it: what enters a checkpointed
-    function unnamed stays on the device.
+    The input is named inside (`attn.norm_in`), so a policy can place the input; unnamed inputs of a
+    checkpointed function stay on the device.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,7 +49,7 @@ class Block(nnx.Module):
             self.mlp = MLP(config, config.d_ff, "mlp.act", rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, RouterStats | None]:
-        """Maps (B, S, D) in the compute dtype to (B, S, D); with experts it also says what the router did."""
+        """Maps (B, S, D) in the compute dtype to (B, S, D) and the router's stats, None without experts."""
         dtype = x_BSD.dtype
         # Both the norm and the sum read the named value, widened once: their gradients meet in float32, too.
         x = jaxoff.name(x_BSD, "attn.norm_in").astype(jnp.float32)
@@ -79,7 +79,7 @@ class MTP(nnx.Module):
     def __call__(
         self, hidden_BSD: jax.Array, next_embed_BSD: jax.Array
     ) -> tuple[jax.Array, RouterStats | None]:
-        """Returns the hidden state (B, S, D) that the shared head reads, before its norm."""
+        """Returns the hidden state (B, S, D) for the shared head, before the norm, and the router's stats."""
         hidden, embed = jaxoff.name((hidden_BSD, next_embed_BSD), "mtp.norm_in")
         both = jnp.concatenate([self.hidden_norm(hidden), self.embed_norm(embed)], axis=-1)
         return self.block(matmul(jaxoff.name(both, "mtp.proj_in"), self.proj[...]))
@@ -89,11 +89,10 @@ class LM(nnx.Module):
     """A decoder-only mixture-of-experts language model.
 
     Args:
-      config: its numbers.
-      policy: what `jax.checkpoint` may keep of each layer, hashable, such as a `jaxoff.policy`; None
-        checkpoints nothing.
-      rngs: where initial parameters come from; `nnx.Rngs(0)` by default.
-      division: of the layers with experts between devices; None on one device.
+      config: numbers of the model.
+      policy: hashable checkpoint policy of each layer, e.g. a `jaxoff.policy`; None checkpoints nothing.
+      rngs: source of the initial parameters; `nnx.Rngs(0)` by default.
+      division: division of the layers with experts between devices; None on a single device.
 
     Raises:
       TypeError: the policy cannot be called or hashed.
@@ -121,7 +120,7 @@ class LM(nnx.Module):
         self.dense = _stack(config, config.first_k_dense, moe=False, rngs=rngs)
         self.experts = _stack(config, config.num_moe_layers, moe=True, rngs=rngs, division=division)
         self.norm = RMSNorm(config)
-        # Logits start small: the first loss is close to that of a uniform guess, log V.
+        # Logits start small: the first loss is close to log V, the loss of a uniform guess.
         self.head = normal(rngs, (config.d_model, config.vocab_size), 1 / config.d_model, config)
         self.mtp = MTP(config, rngs=rngs, division=division) if config.mtp_layers else None
 
@@ -130,7 +129,7 @@ class LM(nnx.Module):
         return _logits(self.norm, self.head, self.hidden(tokens_BS)[0])
 
     def embed(self, tokens_BS: jax.Array) -> jax.Array:
-        # The gradient of this look-up adds in the parameters' dtype, since the cast comes after it.
+        # The gradient of this look-up adds in the parameters' dtype, since the cast comes after the look-up.
         return self.embedding[...][tokens_BS].astype(self.config.dtype)
 
     def hidden(
@@ -138,7 +137,7 @@ class LM(nnx.Module):
     ) -> tuple[jax.Array, RouterStats | None]:
         """Runs the layers: (B, S, D) before the final norm, and the routers' stats, stacked over layers.
 
-        `whole`, if given, makes a layer's parameters from those in its stack, where it runs.
+        `whole`, if given, maps a layer's slice of the stack to the layer's parameters, inside the loop.
         """
         _check_tokens(tokens_BS, self.config.max_seq_len)
         x, stats = self.embed(tokens_BS), None
@@ -173,11 +172,11 @@ def _scan_layers(stack: Block, x_BSD: jax.Array, policy, whole: Whole | None = N
 
 
 def scan_under(policy, body: Callable[..., Any], init: Any, xs: Any) -> tuple[Any, Any]:
-    """A loop whose turns are checkpointed by a policy, or by none."""
+    """Scans `body` with each iteration checkpointed under `policy`; without a policy a plain scan."""
     return lax.scan(body, init, xs) if policy is None else jaxoff.scan(body, init, xs, policy=policy)
 
 
-def _checkpointed(function: Callable[..., Any], policy) -> Callable[..., Any]:
+def _checkpoint(function: Callable[..., Any], policy) -> Callable[..., Any]:
     if isinstance(policy, jaxoff.FirstLayers):
         policy = policy.rest
     return function if policy is None else jax.checkpoint(function, policy=policy)
@@ -220,16 +219,15 @@ def loss_fn(
     `loss = ce + aux_loss_coef aux + z_loss_coef z + mtp_weight mtp`, terms as in the metrics.
 
     Args:
-      model: the model; its config holds the coefficients.
+      model: the model; `model.config` holds the coefficients.
       tokens_BL: (B, S + 1) integers. The first S are read, the last S are predicted.
       whole: as for `LM.hidden`.
 
     Returns:
       The loss, a float32 scalar, and metrics: `ce` mean cross entropy in nats, `aux` and `z` the routers'
-        losses averaged over layers,
-      `mtp` the mean cross entropy of the multi-token-prediction head (each zero where there is none of its
-      kind), and `expert_load` (layers, E) int32, the tokens that each expert got; the multi-token-prediction
-      head's own layer is the last.
+      losses averaged over layers, `mtp` the mean cross entropy of the multi-token-prediction head (each zero
+      in a model without the part), and `expert_load` (layers, E) int32, the number of tokens of each expert;
+      the multi-token-prediction head's own layer comes last.
 
     Raises:
       ValueError: the tokens are not integers of two axes, or too many or too few for the model.
@@ -256,7 +254,7 @@ def loss_fn(
 
 
 def check_sequences(config: Config, tokens_BL: jax.Array) -> None:
-    """Raises for tokens that a model cannot be trained on."""
+    """Raises ValueError for tokens unfit for training: wrong axes or dtype, too many or too few."""
     _check_tokens(tokens_BL, config.max_seq_len + 1)
     if tokens_BL.shape[1] < 2 + config.mtp_layers:
         raise ValueError(
@@ -265,7 +263,7 @@ def check_sequences(config: Config, tokens_BL: jax.Array) -> None:
 
 
 def no_stats(config: Config) -> RouterStats:
-    """The stats of no layers."""
+    """Makes the stats of zero layers."""
     none, load = jnp.zeros((0,), jnp.float32), jnp.zeros((0, config.num_experts), jnp.int32)
     return RouterStats(none, none, load, jnp.zeros((0,), jnp.int32))
 
@@ -273,7 +271,7 @@ def no_stats(config: Config) -> RouterStats:
 def head_losses(
     model: LM, hidden_BSD: jax.Array, tokens_BL: jax.Array
 ) -> tuple[jax.Array, jax.Array, RouterStats | None]:
-    """The mean cross entropies of the head and of the multi-token-prediction head, and the latter's stats."""
+    """Computes the mean cross entropies of both heads, and the stats of the multi-token-prediction head."""
     ce = jnp.mean(_head_loss(model, model.norm, hidden_BSD, tokens_BL[:, 1:]))
     if model.mtp is None:
         return ce, jnp.zeros((), jnp.float32), None
@@ -281,7 +279,7 @@ def head_losses(
 
 
 def total_loss(config: Config, metrics: dict[str, jax.Array]) -> jax.Array:
-    """The loss of its terms."""
+    """Adds the weighted terms of the loss."""
     c, m = config, metrics
     return m["ce"] + c.aux_loss_coef * m["aux"] + c.z_loss_coef * m["z"] + c.mtp_weight * m["mtp"]
 
@@ -294,8 +292,8 @@ def _head_loss(model: LM, norm: RMSNorm, x_BSD: jax.Array, targets_BS: jax.Array
 
     length, chunk = x_BSD.shape[1], model.config.logits_chunk
     if not 0 < chunk < length:
-        return _checkpointed(loss, model.policy)(params, x_BSD, targets_BS)
-    # Without a policy, too, or the logits of all chunks would be kept for the backward pass.
+        return _checkpoint(loss, model.policy)(params, x_BSD, targets_BS)
+    # Checkpointed without a policy, too: otherwise the backward pass would keep the logits of all chunks.
     policy = model.policy or jax.checkpoint_policies.nothing_saveable
     whole = length - length % chunk
 
@@ -303,13 +301,13 @@ def _head_loss(model: LM, norm: RMSNorm, x_BSD: jax.Array, targets_BS: jax.Array
         divided = values[:, :whole].reshape(values.shape[0], -1, chunk, *values.shape[2:])
         return jnp.moveaxis(divided, 1, 0)
 
-    def turn(_, part):
-        return (), loss(params, *part)
+    def compute_chunk(_, chunk):
+        return (), loss(params, *chunk)
 
-    _, losses_NBC = scan_under(policy, turn, (), (chunks(x_BSD), chunks(targets_BS)))
+    _, losses_NBC = scan_under(policy, compute_chunk, (), (chunks(x_BSD), chunks(targets_BS)))
     losses = [jnp.moveaxis(losses_NBC, 0, 1).reshape(-1, whole)]
     if whole < length:
-        losses.append(_checkpointed(loss, policy)(params, x_BSD[:, whole:], targets_BS[:, whole:]))
+        losses.append(_checkpoint(loss, policy)(params, x_BSD[:, whole:], targets_BS[:, whole:]))
     return jnp.concatenate(losses, axis=1)
 
 
@@ -319,8 +317,8 @@ def _mtp_loss(model: LM, mtp: MTP, hidden_BSD: jax.Array, tokens_BL: jax.Array) 
     def head(params, hidden, embed):
         return nnx.merge(graph, params)(hidden, embed)
 
-    # Position i has seen token i, is told token i + 1, and predicts token i + 2: the last position has no
+    # Position i has seen token i, receives token i + 1, and predicts token i + 2: the last position has no
     # target and is left out.
-    run = _checkpointed(head, model.policy)
+    run = _checkpoint(head, model.policy)
     hidden, stats = run(params, hidden_BSD[:, :-1], model.embed(tokens_BL[:, 1:-1]))
     return jnp.mean(_head_loss(model, mtp.norm, hidden, tokens_BL[:, 2:])), stats

@@ -26,8 +26,8 @@ class DivergedError(ArithmeticError):
     """A step's loss, gradient or weights are not finite.
 
     Attributes:
-      step: counted from 1.
-      metrics: all that was measured of it.
+      step: number of the step, from 1.
+      metrics: all metrics of the step.
     """
 
     def __init__(self, step: int, metrics: Metrics):
@@ -38,10 +38,10 @@ class DivergedError(ArithmeticError):
 
 
 class Stop:
-    """Notes the first SIGINT or SIGTERM while it is entered; a second does what it did before.
+    """Notes the first SIGINT or SIGTERM inside the context; a second has its former effect.
 
     Attributes:
-      signum: the signal that came, or None.
+      signum: the signal received, or None.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -51,7 +51,7 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
-        if jax.process_count() == 1:  # others would wait for a process that stops before them
+        if jax.process_count() == 1:  # other processes would wait for the stopped process
             self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
 
@@ -68,24 +68,24 @@ class Stop:
 
 
 class Watcher(Protocol):
-    """Who is told of a run's progress. `step` is counted from 1."""
+    """Shows the progress of a run. `step` counts from 1."""
 
-    def step(self, step: int, metrics: Metrics, time_ms: float) -> None: ...
+    def show_step(self, step: int, metrics: Metrics, time_ms: float) -> None: ...
 
-    def held_out(self, step: int, loss: float) -> None: ...
+    def show_held_out(self, step: int, loss: float) -> None: ...
 
-    def saved(self, step: int) -> None: ...
+    def show_save(self, step: int) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-      state: the last one.
-      step: how many steps are done.
-      signum: the signal that stopped it, or None.
-      step_times_ms: of this process's steps, held-out losses and checkpoints between them left out.
+      state: the last state.
+      step: number of steps done.
+      signum: the signal received, or None.
+      step_times_ms: times of this process's steps, without held-out losses and checkpoints.
     """
 
     state: State
@@ -103,17 +103,17 @@ class Trainer:
     """Takes a run's steps.
 
     Attributes:
-      options: how many steps, and what is due when.
-      take_step: (state, tokens (B, S + 1)) to (state, metrics), arrays still being computed.
-      held_out: (params, tokens (B, S + 1)) to a held-out loss.
-      batches: the input of step i.
+      options: number of steps, and the intervals of held-out losses and checkpoints.
+      take_step: maps (state, tokens (B, S + 1)) to (state, metrics), arrays still being computed.
+      held_out: maps (params, tokens (B, S + 1)) to a held-out loss.
+      batches: input of step i.
       windows: held-out text, (K, B, S + 1).
-      checkpoints: where to save.
-      history: where the losses go.
-      run: JSON-ready; saved beside each state.
-      saved_form: what is saved of a state.
-      watcher: who is told.
-      stop: asked before every step.
+      checkpoints: the run's checkpoints.
+      history: the run's losses.
+      run: JSON-ready description of the run, saved with each state.
+      saved_form: maps a state to the pytree to save.
+      watcher: shows the progress.
+      stop: checked before every step.
     """
 
     options: Options
@@ -132,12 +132,12 @@ class Trainer:
         """Trains from a state after `first` steps to the last step, or to a signal.
 
         Args:
-          state: is used up.
-          first: how many steps it has seen.
+          state: state after `first` steps; donated.
+          first: number of steps already taken.
 
         Raises:
-          DivergedError: if a step is not finite. It is not saved: whatever is saved has been read and found
-            finite.
+          DivergedError: a step is not finite. Such a step is never saved, since each save waits for the check
+            of its step.
         """
         options, readings = self.options, _Readings(self.history, self.watcher)
         step = first
@@ -167,16 +167,16 @@ class Trainer:
         losses = [self.held_out(state["params"], window) for window in self.windows]
         loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
         self.history.append(step, held_out=loss)
-        self.watcher.held_out(step, loss)
+        self.watcher.show_held_out(step, loss)
 
     def _save(self, state: State, step: int) -> None:
         if self.options.keep and step != self.checkpoints.latest:
             self.checkpoints.save(step, self.saved_form(state), self.run)
-            self.watcher.saved(step)
+            self.watcher.show_save(step)
 
 
 class _Readings:
-    """Reads a step's metrics once the next step has started, so that the device never waits for them."""
+    """Reads a step's metrics once the next step has started, so the device never waits for the host."""
 
     def __init__(self, history: History, watcher: Watcher):
         self.history, self.watcher = history, watcher
@@ -192,7 +192,7 @@ class _Readings:
         self._pending = step, metrics
 
     def finish(self) -> None:
-        """Waits for the step that is pending, if any, and checks it."""
+        """Waits for the pending step, if any, and checks its metrics."""
         if self._pending is None:
             return
         (step, arrays), self._pending = self._pending, None
@@ -202,7 +202,7 @@ class _Readings:
         if not all(map(math.isfinite, metrics.values())):
             raise DivergedError(step, metrics)
         self.history.append(step, **metrics)
-        self.watcher.step(step, metrics, self.times_ms[-1])
+        self.watcher.show_step(step, metrics, self.times_ms[-1])
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,4 +1,4 @@
-"""The mesh of devices: four axes, their sizes from text such as `data=2,expert=2,pipe=2`."""
+"""The mesh of devices: four axes, with sizes from text like `data=2,expert=2,pipe=2`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from jax.sharding import AxisType, Mesh
 
 from models.errors import InputError, near_miss
 
-# The outermost first: devices next to each other, which have the fastest links, share an expert axis.
+# Outermost first: neighbouring devices, which have the fastest links, share an expert axis.
 AXES = ("pipe", "data", "fsdp", "expert")
-# Each device of these axes has sequences of its own.
+# Axes that divide the sequences of a batch.
 BATCH = ("data", "fsdp", "expert")
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How many devices each axis has.
+    """The number of devices along each axis.
 
     Attributes:
-      data: copies of the parameters, each with sequences of its own.
-      fsdp: parts that each parameter is divided into, gathered where it is used; sequences are divided, too.
-      expert: parts that the experts are divided into; sequences are divided, too.
-      pipe: parts that the layers are divided into.
+      data: copies of the parameters; divides sequences.
+      fsdp: parts of each parameter, gathered where used; divides sequences, too.
+      expert: groups of experts; divides sequences, too.
+      pipe: groups of layers.
 
     Raises:
-      InputError: for a size below 1.
+      InputError: a size is below 1.
 
     Example:
       >>> from models.mesh import MeshShape
@@ -51,10 +51,10 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> MeshShape:
-        """Reads axes and their sizes; an axis that is left out has size 1.
+        """Reads axes and their sizes; a missing axis has size 1.
 
         Raises:
-          InputError: for an unknown axis, one given twice, or a size that is no whole number above 0.
+          InputError: an axis is unknown or given twice, or a size is no whole number above 0.
         """
         sizes: dict[str, int] = {}
         for part in filter(None, map(str.strip, text.split(","))):
@@ -75,14 +75,14 @@ class MeshShape:
 
     @property
     def batch(self) -> int:
-        """Into how many parts a batch is divided."""
+        """Number of parts of a batch."""
         return math.prod(getattr(self, axis) for axis in BATCH)
 
     def build(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """The mesh, over all devices of all processes by default.
+        """Builds the mesh, by default over all devices of all processes.
 
         Raises:
-          InputError: if there are not as many devices as the axes need.
+          InputError: the product of the sizes is not the number of devices.
         """
         found = len(jax.devices() if devices is None else devices)
         if found != self.size:

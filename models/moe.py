@@ -1,12 +1,12 @@
-"""The mixture-of-experts layer: router, dispatch of tokens to experts, experts, and the way back.
+"""The mixture-of-experts layer: router, dispatch of tokens to experts, experts, and the sum of their outputs.
 
-Shapes: T tokens, D model width, E experts, k experts a token goes to, R = T k rows (one a routed token), I
-expert width.
+Shapes: T tokens, D model width, E experts, k experts of a token, R = T k rows (a row is a copy of a token for
+one of its experts), I expert width.
 
-All shapes are static and nothing waits for the device: on one device no token is dropped, however uneven the
-experts' loads are. Where experts are divided between devices, rows go there and back in an all-to-all
-exchange padded to a stated capacity; what does not fit is left out and counted. Each sum has a fixed order;
-in particular no gradient here is a scatter-add.
+All shapes are static and the host never waits for the device. On a single device no token is dropped, however
+uneven the experts' loads are. Where experts are divided between devices, two all-to-all collectives carry
+rows to their experts and back, padded to a stated capacity; rows beyond the capacity are left out and
+counted. Each sum has a fixed order; in particular no gradient here is a scatter-add.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ from pallas_kernels import Implementation, choose_implementation, grouped_mlp
 
 
 class RouterStats(NamedTuple):
-    """What a router says about its own work.
+    """The losses and loads of a router; `z`, `load` and `overflow` are of this device's tokens.
 
     Attributes:
-      aux: scalar float32, load-balancing loss; 1 where experts are used evenly.
+      aux: scalar float32, load-balancing loss; 1 for evenly used experts.
       z: scalar float32, mean squared log-partition of the router's logits.
       load: (E,) int32, tokens sent to each expert; sums to T k.
-      overflow: scalar int32, how many of them found no room on the way to their expert's device and were left
-        out; always 0 on one device. Where tokens are divided, of this device's tokens, as `load` and `z` are.
+      overflow: scalar int32, rows left out for lack of room on the way to their expert's device; always 0 on
+        a single device.
     """
 
     aux: jax.Array
@@ -43,7 +43,7 @@ class RouterStats(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Which token goes where.
+    """The experts of each token.
 
     Attributes:
       probs: (T, k) float32, weight of each chosen expert.
@@ -61,7 +61,7 @@ def choose_experts(logits_TE: jax.Array, config: Config) -> Routing:
 
     Args:
       logits_TE: (T, E) float32.
-      config: `router`, `top_k`, `norm_topk_probs` and `routed_scaling` count.
+      config: supplies `router`, `top_k`, `norm_topk_probs` and `routed_scaling`.
 
     Returns:
       The routing; its probabilities and choices bear the name `moe.probs`.
@@ -72,8 +72,8 @@ def choose_experts(logits_TE: jax.Array, config: Config) -> Routing:
     else:
         exponentials, total, _ = sum_of_exp(logits_TE)
         scores = exponentials / total
-    # The choice bears the name of its weight, so that one is never recomputed alone: it could then be paired
-    # with another expert.
+    # A choice and its weight share a name, so a policy places both alike: a weight recomputed without its
+    # choice could be paired with another expert.
     experts = jaxoff.name(lax.top_k(lax.stop_gradient(scores), config.top_k)[1], "moe.probs")
     # A select and a sum, not a gather, whose gradient would be a scatter-add.
     chosen = experts[:, :, None] == lax.broadcasted_iota(jnp.int32, (1, 1, scores.shape[1]), 2)
@@ -89,13 +89,13 @@ def choose_experts(logits_TE: jax.Array, config: Config) -> Routing:
 def router_stats(logits_TE: jax.Array, routing: Routing, axes: tuple[str, ...] = ()) -> RouterStats:
     """Computes the router's losses.
 
-    `aux = E sum_e f_e P_e`, where f_e is the share of the routed tokens that expert e gets (a count, no
-    gradient) and P_e the mean of its scores. `z = mean_t logsumexp_e(logits)^2`.
+    `aux = E sum_e f_e P_e`, where f_e is expert e's share of the routed tokens (a count, without a gradient)
+    and P_e the mean of its scores. `z = mean_t logsumexp_e(logits)^2`.
 
     Args:
       logits_TE: (T, E) float32.
-      routing: made from them.
-      axes: of the mesh, over which tokens are divided: f_e and P_e are those of all tokens.
+      routing: routing chosen from the logits.
+      axes: mesh axes that divide tokens; f_e and P_e are means over all tokens.
 
     References:
       Fedus et al., Switch Transformers, 2021 (aux). Zoph et al., ST-MoE, 2022 (z).
@@ -106,7 +106,7 @@ def router_stats(logits_TE: jax.Array, routing: Routing, axes: tuple[str, ...] =
     score = jnp.mean(routing.scores, axis=0)
     if axes:
         share, score = lax.pmean((share, score), axes)
-    share = fence(share)  # or XLA may divide after the product instead of before: other bits
+    share = fence(share)  # otherwise XLA may divide after the product instead of before, with other bits
     aux = experts * jnp.sum(share * score)
     return RouterStats(aux, jnp.mean(jnp.square(logsumexp(logits_TE))), load, jnp.int32(0))
 
@@ -121,9 +121,8 @@ class Permutation(NamedTuple):
     """The order that sorts rows by expert.
 
     Attributes:
-      order: (R,) int32, for each sorted row, which of the T k token copies it is; copy t k + j is the j-th of
-        token t.
-      inverse: (R,) int32, for each copy, its sorted row.
+      order: (R,) int32, sorted row -> token copy; copy t k + j is the j-th copy of token t.
+      inverse: (R,) int32, token copy -> sorted row.
     """
 
     order: jax.Array
@@ -138,28 +137,28 @@ def sort_by_expert(experts_Tk: jax.Array) -> Permutation:
 
 
 class Slots(NamedTuple):
-    """As a `Permutation`, with rows that hold no copy, and copies that no row holds.
+    """Like a `Permutation`, with empty rows, and copies without a row.
 
     Attributes:
-      order: (S,) int32, for each row its copy, or R.
-      inverse: (R,) int32, for each copy its row, or S.
+      order: (S,) int32, row -> copy; R for an empty row.
+      inverse: (R,) int32, copy -> row; S for a copy without a row.
     """
 
     order: jax.Array
     inverse: jax.Array
 
 
-def _taken(x, index, order):
-    """Rows of x; zeros for an index past its end, which only `Slots` have."""
+def _take_rows(x, index, order):
+    """Gathers rows of x; zeros for an index past the end, which only `Slots` contain."""
     return x.at[index].get(mode="fill", fill_value=0) if isinstance(order, Slots) else x[index]
 
 
 def _spread(x, order, k):
-    return _taken(x, order.order // k, order)
+    return _take_rows(x, order.order // k, order)
 
 
 def _gather_sum(rows, order, k):
-    copies = _taken(rows, order.inverse, order).reshape(-1, k, *rows.shape[1:])
+    copies = _take_rows(rows, order.inverse, order).reshape(-1, k, *rows.shape[1:])
     return pin(jnp.sum(copies.astype(jnp.float32), axis=1).astype(rows.dtype))
 
 
@@ -197,7 +196,7 @@ combine.defvjp(
 
 
 def _spread_copies(copies, order):
-    return _taken(copies.reshape(-1), order.order, order)
+    return _take_rows(copies.reshape(-1), order.order, order)
 
 
 @jax.custom_vjp
@@ -208,7 +207,7 @@ def dispatch_probs(probs_Tk: jax.Array, order: Permutation | Slots) -> jax.Array
 
 def _dispatch_probs_backward(residuals, grad_R):
     order, shape = residuals
-    return _taken(grad_R, order.inverse, order).reshape(shape), None
+    return _take_rows(grad_R, order.inverse, order).reshape(shape), None
 
 
 dispatch_probs.defvjp(
@@ -219,15 +218,15 @@ dispatch_probs.defvjp(
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How a layer is divided between devices, in the body of a `jax.shard_map`.
+    """The division of a layer between devices, in the body of a `jax.shard_map`.
 
-    Each device has tokens of its own, and E / n experts, where n is the size of the experts' axis.
+    Each device has its own tokens, and E / n experts, where n is the size of the experts' axis.
 
     Attributes:
-      tokens: the axes of the mesh over which tokens are divided.
-      experts: the axis over which experts are.
-      capacity: room for the rows that go from one device to another, in multiples of R / n, which is what an
-        even router sends. n or more is room for all.
+      tokens: mesh axes that divide tokens.
+      experts: mesh axis that divides experts.
+      capacity: room for the rows from one device to another, in multiples of R / n, the number of rows sent
+        by an even router. n or more is room for all rows.
     """
 
     tokens: tuple[str, ...]
@@ -239,54 +238,53 @@ class Division:
         return lax.axis_size(self.experts)
 
     def rows(self, total: int) -> int:
-        """How many of a device's R rows may go to one device."""
+        """Computes how many of a device's R rows may go to each device."""
         return min(total, math.ceil(self.capacity * total / self.parts))
 
 
-class Sent(NamedTuple):
-    """What a device sends to each of n.
+class SendPlan(NamedTuple):
+    """The rows that a device sends to each of n devices.
 
     Attributes:
-      slots: the rows, those for one device after those for the one before, C each.
-      load: (n, E / n) int32, how many rows are for each of their experts.
+      slots: rows ordered by target device, C for each device.
+      load: (n, E / n) int32, number of rows for each expert of each device.
     """
 
     slots: Slots
     load: jax.Array
 
 
-def sent(experts_Tk: jax.Array, load_E: jax.Array, parts: int, rows: int) -> Sent:
-    """Finds a place for token copies on the way to their experts.
+def plan_sends(experts_Tk: jax.Array, load_E: jax.Array, parts: int, rows: int) -> SendPlan:
+    """Assigns token copies to rows on the way to their experts.
 
     Args:
       experts_Tk: (T, k) int32, the chosen experts.
-      load_E: (E,) int32, how often each is chosen.
-      parts: over how many devices n the experts are divided.
-      rows: how many copies C may go to one device. The last ones beyond that, in the order of experts and
-        tokens, have no place.
+      load_E: (E,) int32, number of copies for each expert.
+      parts: number of devices n that divide the experts.
+      rows: most copies C for each device. Copies beyond C, in the order of experts and tokens, get no row.
     """
     copies = experts_Tk.size
     sorted_ = sort_by_expert(experts_Tk)
     load = load_E.reshape(parts, -1)
-    # Counts before each expert, among those for the same device, and before each device.
+    # Copies before each expert, among the copies for the same device, and before each device.
     before = jnp.cumsum(load, axis=1) - load
     total = jnp.sum(load, axis=1)
     start = jnp.cumsum(total) - total
     place = lax.iota(jnp.int32, rows)[None, :]
-    row = jnp.where(place < total[:, None], start[:, None] + place, copies)  # (n, C), of the sorted ones
+    row = jnp.where(place < total[:, None], start[:, None] + place, copies)  # (n, C), rows of `sorted_`
     order = sorted_.order.at[row.reshape(-1)].get(mode="fill", fill_value=copies)
     part = experts_Tk.reshape(-1) // load.shape[1]
     place = sorted_.inverse - start[part]
     inverse = jnp.where(place < rows, part * rows + place, parts * rows)
-    return Sent(Slots(order, inverse), jnp.clip(rows - before, 0, load))
+    return SendPlan(Slots(order, inverse), jnp.clip(rows - before, 0, load))
 
 
 def experts_implementation(config: Config, tokens: int) -> Implementation | None:
-    """Says which implementation of the grouped MLP serves a layer's experts, and why.
+    """Chooses the implementation of the grouped MLP for a layer's experts, and says why.
 
     Args:
-      config: of the model.
-      tokens: how many tokens T enter the layer at once.
+      config: numbers of the model.
+      tokens: number T of tokens in the layer's input.
 
     Returns:
       The implementation with its reason; None for a model without experts.
@@ -306,8 +304,7 @@ def experts_implementation(config: Config, tokens: int) -> Implementation | None
 
 
 class MoE(nnx.Module):
-    """Sends each token to its `top_k` experts, adds what they return, and adds the shared expert's output if
-    there is one.
+    """Sends each token to its `top_k` experts and adds their outputs and the shared expert's, if any.
 
     Example:
       >>> import jax.numpy as jnp
@@ -328,9 +325,9 @@ class MoE(nnx.Module):
         self.shared = MLP(c, c.d_shared, "moe.shared_act", rngs=rngs) if c.d_shared else None
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, RouterStats]:
-        """Maps (..., D) in the compute dtype to (..., D), and says what the router did."""
+        """Maps (..., D) in the compute dtype to (..., D) and the router's stats."""
         c, shape = self.config, x.shape
-        # The shared expert's input is what the router and the experts read, too: one value, one name.
+        # The shared expert, the router and the experts read the same value, under a single name.
         x_TD = x.reshape(-1, c.d_model)
         x_TD = jaxoff.name(x_TD, "moe.shared_fc1_in") if self.shared is not None else pin(x_TD)
         for_router, for_experts, for_shared = fan_out(x_TD)
@@ -346,7 +343,7 @@ class MoE(nnx.Module):
             rows_RD = self._experts(dispatch(for_experts, permutation), stats.load, probs_R)
             out_TD: jax.Array = combine(rows_RD, permutation, c.top_k)
         else:
-            out_TD, overflow = self._divided(for_experts, routing, stats.load, self.division)
+            out_TD, overflow = self._divide_experts(for_experts, routing, stats.load, self.division)
             stats = stats._replace(overflow=overflow)
         out_TD: jax.Array = jaxoff.name(out_TD, "moe.combined")
         if self.shared is not None:
@@ -358,23 +355,23 @@ class MoE(nnx.Module):
         w1, w2 = (pin(w[...].astype(self.config.dtype)) for w in (self.w1, self.w2))
         return grouped_mlp(rows_RD, w1, w2, load, probs=probs_R)
 
-    def _divided(
+    def _divide_experts(
         self, x_TD: jax.Array, routing: Routing, load_E: jax.Array, division: Division
     ) -> tuple[jax.Array, jax.Array]:
-        """Sends rows to their experts' devices and back: the tokens' sums, and how many rows had no room."""
+        """Sends rows to their experts' devices and back; returns the tokens' sums and the rows left out."""
         n, copies = division.parts, routing.experts.size
-        slots, load = sent(routing.experts, load_E, n, rows := division.rows(copies))
+        slots, load = plan_sends(routing.experts, load_E, n, rows := division.rows(copies))
 
-        def exchange(x):  # the first axis: parts for, then from, each device
+        def all_to_all(x):  # first axis: target devices of the input, source devices of the result
             return lax.all_to_all(x, division.experts, 0, 0, tiled=True)
 
-        rows_SD, probs_S = exchange(dispatch(x_TD, slots)), exchange(dispatch_probs(routing.probs, slots))
-        came = exchange(load)
-        # Those from one device are sorted by expert; what holds no row is sorted behind the last expert.
+        rows_SD, probs_S = all_to_all(dispatch(x_TD, slots)), all_to_all(dispatch_probs(routing.probs, slots))
+        came = all_to_all(load)
+        # Rows from each device are sorted by expert; empty rows are sorted behind the last expert.
         place = lax.iota(jnp.int32, rows)[None, :, None]
         expert_S = jnp.sum(place >= jnp.cumsum(came, axis=1)[:, None, :], axis=2, dtype=jnp.int32)
         local = sort_by_expert(expert_S)
         probs = dispatch_probs(probs_S, local)
         out = self._experts(dispatch(rows_SD, local), jnp.sum(came, axis=0, dtype=jnp.int32), probs)
-        back = exchange(combine(out, local, 1))
+        back = all_to_all(combine(out, local, 1))
         return combine(back, slots, self.config.top_k), copies - jnp.sum(load, dtype=jnp.int32)

@@ -9,20 +9,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# Leaves that shift or scale one feature. Told by name, since stacked layers give them an axis more.
+# Leaves that shift or scale a feature, known by name: in stacked layers they have an axis more.
 _NOT_DECAYED = frozenset({"scale", "bias", "b1", "b2"})
 
 
 def schedule(lr: float, warmup: int, steps: int) -> optax.Schedule:
-    """The learning rate of step i, counted from 0.
+    """Makes the schedule of the learning rate over steps i, counted from 0.
 
     `lr (i + 1) / (warmup + 1)` for i < warmup, then `lr (0.1 + 0.9 (1 + cos(pi t)) / 2)` with `t = (i -
     warmup) / (steps - warmup)`.
 
     Args:
-      lr: the peak, reached at step `warmup`.
-      warmup: steps before it, 0 for none.
-      steps: of the whole run; greater than `warmup`.
+      lr: peak, reached at step `warmup`.
+      warmup: steps before the peak, 0 for none.
+      steps: steps of the whole run; greater than `warmup`.
 
     Returns:
       A function of the step.
@@ -36,8 +36,8 @@ def schedule(lr: float, warmup: int, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(lr / (warmup + 1), lr, warmup, steps, 0.1 * lr)
 
 
-def decayed(params: Any) -> Any:
-    """Which leaves weight decay applies to, as a pytree of bools: all but scales, biases and vectors."""
+def select_decayed(params: Any) -> Any:
+    """Selects the leaves with weight decay, as a pytree of bools: all but scales, biases and vectors."""
 
     def of(path: tuple[Any, ...], leaf: Any) -> bool:
         names = {str(getattr(key, "key", getattr(key, "name", key))) for key in path}
@@ -47,31 +47,31 @@ def decayed(params: Any) -> Any:
 
 
 def adamw(rate: optax.Schedule, *, weight_decay: float, clip: float) -> optax.GradientTransformation:
-    """Clips by the global norm, then AdamW with moments 0.9 and 0.95, its decay masked by `decayed`.
+    """Clips by the global norm, then AdamW with moments 0.9 and 0.95, its decay masked by `select_decayed`.
 
     References:
       Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
     """
     return optax.chain(
         optax.clip_by_global_norm(clip),
-        optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=weight_decay, mask=decayed),
+        optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=weight_decay, mask=select_decayed),
     )
 
 
 def mean_grads(
     loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]], params: Any, tokens_ABL: jax.Array
 ) -> tuple[Any, dict]:
-    """Averages metrics and gradients over microbatches, in float32, one microbatch in memory at a time.
+    """Averages metrics and gradients over microbatches, in float32, a single microbatch in memory at a time.
 
     `g = 1/A sum_a grad loss(params, tokens[a])`
 
     Args:
-      loss: (params, tokens (B, L)) to (scalar, dict of arrays).
+      loss: maps (params, tokens (B, L)) to (scalar, dict of arrays).
       params: a pytree.
       tokens_ABL: (A, B, L) integers.
 
     Returns:
-      (gradients in float32, shaped as params; the metrics' means, with the loss among them as "loss").
+      (gradients in float32, shaped as params; the metrics' means, including "loss").
     """
 
     def one(tokens_BL: jax.Array) -> tuple[Any, dict[str, jax.Array]]:

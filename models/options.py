@@ -1,4 +1,4 @@
-"""What a training run is asked to do: its options, their defaults, and which of them decide its weights."""
+"""The options of a training run, their defaults, and the options that decide the weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from models.divided import CAPACITY, Layout
 from models.errors import InputError, near_miss
 from models.mesh import MeshShape
 
-# A preset's own defaults. tiny: a run of a good minute on two cores.
+# Defaults of a preset. tiny: a run of about a minute on two cores.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "tiny": dict(steps=500, batch=16, seq=128, lr=3e-3, warmup=20, eval_every=100, eval_batches=16),
 }
@@ -25,20 +25,20 @@ class Options:
     """Checked options of a run.
 
     Attributes:
-      preset, overrides: the model, as for `models.Config.preset`.
-      policy: text, see `models.policy_text.parse`.
+      preset, overrides: arguments of `models.Config.preset`.
+      policy: text of the policy, see `models.policy_text.parse`.
       data: files and folders; empty for the standard library.
       steps, batch, seq, accum: optimizer steps; sequences a step; bytes a sequence; microbatches a step.
-      lr, warmup, weight_decay, clip: of AdamW, see `models.optim`.
-      seed: of weights and of the input's order.
+      lr, warmup, weight_decay, clip: settings of AdamW, see `models.optim`.
+      seed: seed of the weights and the input's order.
       eval_every, eval_batches: steps between held-out losses, 0 for the last step alone; microbatches in
-        each.
-      mesh, virtual, capacity: sizes of the mesh's axes, "" for one device; see `models.divided.Layout`.
-      checkpoint_every, keep: steps between checkpoints, 0 for the last step alone; how many to keep, 0 for
-        a run that writes none.
+        each loss.
+      mesh, virtual, capacity: sizes of the mesh's axes, "" for a single device; see `models.divided.Layout`.
+      checkpoint_every, keep: steps between checkpoints, 0 for the last step alone; number of checkpoints to
+        keep, 0 to write none.
 
     Raises:
-      InputError: where an option is out of range or two do not fit each other.
+      InputError: an option is out of range or contradicts another.
     """
 
     preset: str = "tiny"
@@ -89,7 +89,7 @@ class Options:
 
     @classmethod
     def of(cls, preset: str, **given: Any) -> Options:
-        """The options that were given (not None), and the preset's defaults for the rest."""
+        """Combines the given options (not None) with the preset's defaults for the rest."""
         defaults = OTHERWISE | DEFAULTS.get(preset, {})
         steps = given.get("steps")
         if steps is not None:
@@ -104,7 +104,7 @@ class Options:
 
     @property
     def layout(self) -> Layout | None:
-        """How a step is divided between devices; None on one."""
+        """The division of a step between devices; None on a single device."""
         return Layout(MeshShape.parse(self.mesh), self.virtual, self.capacity) if self.mesh else None
 
     @property
@@ -112,10 +112,10 @@ class Options:
         return self.batch * self.seq
 
     def identity(self, corpus: Corpus) -> dict[str, Any]:
-        """Everything that decides the weights, JSON-ready: a checkpoint is only resumed under the same.
+        """Collects everything that decides the weights, JSON-ready: a resumed run needs an equal identity.
 
-        The policy is not in it: where activations wait does not change a bit of a weight. Nor is the mesh, on
-        which sums are rounded otherwise, but what is computed is the same.
+        The policy is left out, since placement changes no bit of a weight. The mesh is left out, too: another
+        mesh rounds sums differently and computes the same function.
         """
         same = ("steps", "batch", "seq", "accum", "lr", "warmup", "weight_decay", "clip", "seed")
         return {
@@ -126,7 +126,7 @@ class Options:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between two identities, as 'field was A, is B'."""
+    """Lists the differences between two identities as 'field was A, is B'."""
     found = []
     for key in dict.fromkeys([*saved, *now]):
         old, new = saved.get(key), now.get(key)
@@ -144,7 +144,7 @@ def parse_overrides(texts: list[str]) -> dict[str, Any]:
     """Turns ["num_layers=4"] into {"num_layers": 4}, in the types of `Config`'s fields.
 
     Raises:
-      InputError: for a field that Config lacks, a field given twice, or a value of another type.
+      InputError: a field is unknown or given twice, or a value has another type.
     """
     fields = {field.name: field.type for field in dataclasses.fields(Config)}
     overrides: dict[str, Any] = {}

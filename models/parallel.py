@@ -1,4 +1,4 @@
-"""A training run's computations on a mesh of devices: `models.program.Program`, divided."""
+"""The computations of a training run on a mesh of devices: `models.program.Program`, divided."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from models.data import held_out_windows
-from models.divided import Divided, Layout
+from models.divided import DividedModel, Layout
 from models.errors import InputError
 from models.mesh import BATCH
 from models.program import Program, State
@@ -24,14 +24,14 @@ from models.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class ParallelProgram(Program):
-    """What `options` compute on all devices of all processes. A state has its layers in stages.
+    """The computations of a run on all devices of all processes. A state has its layers in stages.
 
-    What is saved has them in one axis, as on one device: a checkpoint fits every mesh.
+    A checkpoint has the layers in a single axis, as on a single device, and so fits every mesh.
     """
 
     @property
     def layout(self) -> Layout:
-        assert self.options.layout is not None  # or it is a `Program`
+        assert self.options.layout is not None  # otherwise the run has a `Program`
         return self.options.layout
 
     @functools.cached_property
@@ -39,8 +39,8 @@ class ParallelProgram(Program):
         return self.layout.mesh.build()
 
     @functools.cached_property
-    def divided(self) -> Divided:
-        return Divided(self.config, self.policy, self.layout, self.mesh)
+    def model(self) -> DividedModel:
+        return DividedModel(self.config, self.policy, self.layout, self.mesh)
 
     @functools.cached_property
     def state_shapes(self) -> State:
@@ -54,26 +54,26 @@ class ParallelProgram(Program):
 
     @property
     def tokens_shape(self) -> jax.ShapeDtypeStruct:
-        """Of a step: (A, B, S + 1)."""
+        """Shape and sharding of a step's tokens: (A, B, S + 1)."""
         o = self.options
         sharding = NamedSharding(self.mesh, P(None, BATCH))
         return jax.ShapeDtypeStruct((o.accum, o.batch // o.accum, o.seq + 1), jnp.int32, sharding=sharding)
 
     @property
     def work(self) -> Work:
-        """The work of a step on one of the devices."""
+        """The work of a step on each device."""
         o, devices = self.options, self.layout.mesh.size
         kind = jax.devices()[0].device_kind
         return Work.of(self.config, tokens=o.tokens_per_step // devices, seq=o.seq, device_kind=kind)
 
     def explain(self) -> jaxoff.Report:
-        """Where the residuals of a step live, of all devices: each has an equal part."""
+        """Reports the residuals of a step, summed over all devices, which have equal shares."""
         params = self.state_shapes["params"]
-        return jaxoff.explain(self.divided.loss, params, self.tokens_shape, argnums=0, has_aux=True)
+        return jaxoff.explain(self.model.loss, params, self.tokens_shape, argnums=0, has_aux=True)
 
     @property
     def _planning(self) -> dict[str, Any]:
-        return {"link": jax.local_device_count()}  # all of a host's devices copy at once
+        return {"link": jax.local_device_count()}  # all devices of a host copy at once
 
     def init(self) -> State:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
@@ -85,14 +85,14 @@ class ParallelProgram(Program):
         return jaxoff.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
 
     def compile_held_out(self, windows: np.ndarray) -> Any:
-        """(params, tokens (B, S + 1)) to the cross-entropy, for windows (K, B, S + 1) as large as a batch."""
+        """Compiles (params, tokens (B, S + 1)) to the cross-entropy, for windows as large as a batch."""
         params = self.state_shapes["params"]
-        loss = jax.jit(lambda params, tokens: self.divided.loss(params, tokens)[1]["ce"])
+        loss = jax.jit(lambda params, tokens: self.model.loss(params, tokens)[1]["ce"])
         compiled = loss.lower(params, self.tokens_shape).compile()
         return lambda params, tokens: compiled(params, self.microbatches(tokens))
 
     def held_out_windows(self, tokens: np.ndarray) -> np.ndarray:
-        """Held-out text, each window as large as a batch, since it is divided as one."""
+        """Picks windows of held-out text, each as large as a batch, since the mesh divides both alike."""
         o = self.options
         windows = held_out_windows(tokens, batch=o.batch, seq=o.seq, num_batches=o.eval_batches)
         if windows.shape[1] < o.batch:
@@ -103,26 +103,26 @@ class ParallelProgram(Program):
         return windows
 
     def microbatches(self, tokens_BL: np.ndarray) -> Any:
-        """Divides a batch, the same in all processes, between their devices: (A, B / A, S + 1)."""
+        """Divides a batch, equal in all processes, between the devices: (A, B / A, S + 1)."""
         tokens = super().microbatches(tokens_BL)
         return jax.make_array_from_callback(tokens.shape, self.tokens_shape.sharding, lambda at: tokens[at])
 
     def saved_form(self, state: State) -> State:
-        """A state as it is saved."""
+        """Converts a state to the form of a checkpoint, layers in a single axis."""
         shardings = jax.tree.map(lambda x: x.sharding, self.saved_shapes)
         return jax.jit(as_layers, out_shardings=shardings)(state)
 
     def from_saved(self, saved: State) -> State:
-        """A state from what was saved."""
+        """Converts a checkpoint to a state, layers in stages."""
         shape, shardings = self.layout.mesh, jax.tree.map(lambda x: x.sharding, self.state_shapes)
         divide = functools.partial(as_stages, pipe=shape.pipe, virtual=self.layout.virtual)
         return jax.jit(divide, out_shardings=shardings)(saved)
 
     def gradients(self, params: Any, tokens_ABL: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
-        return self.divided.gradients(params, tokens_ABL)
+        return self.model.gradients(params, tokens_ABL)
 
     def new_params(self) -> Any:
-        return self.divided.params(self.options.seed)
+        return self.model.params(self.options.seed)
 
 
 def _with(shapes: State, shardings: State) -> State:

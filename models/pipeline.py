@@ -1,16 +1,17 @@
 """An interleaved pipeline in one SPMD program: each rank runs its own stages of every microbatch.
 
-Stage s of V P is on rank s mod P. In a tick each rank runs one of its V stages on one microbatch and hands
-the result to the next rank. Rank r is r ticks behind rank 0; it takes P microbatches through its first stage,
-then the same through its second, and so on, and then the next P. What a rank hands on is then just what the
-next one needs, after the last rank on the first, too: nothing waits in between.
+Stage s of V P is on rank s mod P. In a tick each rank runs a stage, out of its V, on a microbatch and sends
+the result to the next rank. Rank r is r ticks behind rank 0. A rank takes P microbatches through its first
+stage, then the same P through its second stage, and so on, and then the next P. So each rank receives its
+next input just in time, and so does the first rank from the last: nothing waits in between.
 
-The ticks are turns of one loop, differentiated as a whole. Its backward pass runs them the other way round,
-so that residuals of all ticks are kept; on the host, with a policy that moves them. That leaves no more on
-the device than one-forward-one-backward schedules do, which keep those of P microbatches there.
+The ticks are iterations of a single loop, differentiated as a whole. The backward pass runs the ticks in
+reverse and needs the residuals of all ticks, which a policy offloads. The device then holds no more residuals
+than under a one-forward-one-backward schedule, which keeps the residuals of P microbatches on the device.
 
-The embedding stands before the loop, head and loss behind it, each rank with m / P of the m microbatches: no
-rank has more work than another, as it would have if the first and last held them.
+The embedding stands before the loop, head and loss after the loop, each rank with m / P of the m
+microbatches: all ranks have equal work. With embedding and head on the first and last rank, the other ranks
+would wait.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _AXIS = "pipe"
 
 
 class Place(NamedTuple):
-    """What a rank works on: microbatch, number of its own stage, and whether it works at all."""
+    """The work of a rank in a tick: microbatch, number of the rank's stage, and whether the rank is busy."""
 
     microbatch: jax.Array
     stage: jax.Array
@@ -39,15 +40,15 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Who does what when.
+    """The assignment of microbatches and stages to ticks and ranks.
 
     Attributes:
       pipe: ranks P.
-      virtual: stages of each, V.
-      microbatches: of a step, m.
+      virtual: stages V of each rank.
+      microbatches: microbatches m of a step.
 
     Raises:
-      InputError: for numbers below 1, or microbatches that are no multiple of the ranks.
+      InputError: a number is below 1, or `microbatches` is no multiple of `pipe`.
 
     Example:
       >>> from models.pipeline import Schedule
@@ -74,25 +75,25 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """Ticks in which a rank has nothing to do, by those in which it has: (P - 1) / (V m)."""
+        """Idle ticks of a rank per busy tick: (P - 1) / (V m)."""
         return (self.pipe - 1) / (self.virtual * self.microbatches)
 
     def at(self, tick: jax.Array, rank: jax.Array) -> Place:
-        """What a rank works on in a tick."""
-        turn = tick - rank
-        busy = (turn >= 0) & (turn < self.microbatches * self.virtual)
-        turn = jnp.clip(turn, 0, self.microbatches * self.virtual - 1)
-        group, within = turn // (self.pipe * self.virtual), turn % (self.pipe * self.virtual)
+        """Computes the work of a rank in a tick."""
+        position = tick - rank
+        busy = (position >= 0) & (position < self.microbatches * self.virtual)
+        position = jnp.clip(position, 0, self.microbatches * self.virtual - 1)
+        group, within = position // (self.pipe * self.virtual), position % (self.pipe * self.virtual)
         return Place(group * self.pipe + within % self.pipe, within // self.pipe, busy)
 
-    def finished(self, ticks: jax.Array) -> jax.Array:
-        """Of what the last rank made in each tick, (ticks, ...), the finished microbatches (m, ...)."""
+    def select_finished(self, ticks: jax.Array) -> jax.Array:
+        """Selects the finished microbatches (m, ...) from the last rank's results by tick (ticks, ...)."""
         made = ticks[self.pipe - 1 :].reshape(-1, self.virtual, self.pipe, *ticks.shape[1:])
         return made[:, -1].reshape(self.microbatches, *ticks.shape[1:])
 
 
 class _Sums(NamedTuple):
-    """A rank's share of what its layers' routers say, over a step."""
+    """A rank's share of its routers' stats, summed over a step."""
 
     aux: jax.Array
     z: jax.Array
@@ -102,17 +103,17 @@ class _Sums(NamedTuple):
 def pipelined_loss(
     model: LM, stages: list[Any], tokens_ABL: jax.Array, schedule: Schedule, whole: Whole
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """A rank's share of the mean loss of some microbatches, in the body of a `jax.shard_map`.
+    """Computes a rank's share of the mean loss of m microbatches, in the body of a `jax.shard_map`.
 
     Args:
-      model: its parameters are whole, but for the layers, of which only the kind counts.
-      stages: the parameters of the K layers of this rank's stages, with the leading axes (V, 1).
+      model: model with whole parameters outside the layers; of the layers only their kind is used.
+      stages: parameters of the K layers of this rank's stages, with the leading axes (V, 1).
       tokens_ABL: (m, B, S + 1) integers: this device's sequences of each microbatch.
-      schedule: of the m microbatches.
-      whole: makes a layer's parameters from those in its stack.
+      schedule: schedule of the m microbatches.
+      whole: maps a layer's slice of the stack to the layer's parameters.
 
     Returns:
-      What adds up to the mean over all ranks: the loss, and `models.loss_fn`'s scalar metrics.
+      The shares of the loss and of `models.loss_fn`'s scalar metrics; the sum over all ranks is the mean.
     """
     config, share = model.config, schedule.microbatches // schedule.pipe
     check_sequences(config, tokens_ABL[0])
@@ -121,8 +122,8 @@ def pipelined_loss(
     embedded = model.embed(own_ABL[:, :, :-1].reshape(-1, own_ABL.shape[2] - 1))
     embedded = lax.all_gather(embedded.reshape(*own_ABL.shape[:2], *embedded.shape[1:]), _AXIS, tiled=True)
     made, sums = _ticks(model, stages, embedded, schedule, whole)
-    finished = schedule.finished(made)
-    # From the last rank to all, a part to each: the others add zeros.
+    finished = schedule.select_finished(made)
+    # The last rank scatters its results to all ranks; the other ranks add zeros.
     finished = jnp.where(rank == schedule.pipe - 1, finished, jnp.zeros_like(finished))
     finished = lax.psum_scatter(finished, _AXIS, tiled=True)
 
@@ -146,7 +147,7 @@ def pipelined_loss(
 def _ticks(
     model: LM, stages: list[Any], embedded_ABSD: jax.Array, schedule: Schedule, whole: Whole
 ) -> tuple[jax.Array, _Sums]:
-    """Runs the layers: what this rank made in each tick, (ticks, B, S, D), and its routers' sums."""
+    """Runs the layers. Returns this rank's results of all ticks, (ticks, B, S, D), and its routers' sums."""
     stack = model.dense if model.experts is None else model.experts
     assert stack is not None  # a model has layers
     graph, params = nnx.split(stack)

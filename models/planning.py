@@ -1,4 +1,4 @@
-"""The policy of a run, planned for a budget of device memory."""
+"""Plans the policy of a run for a budget of device memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from models.program import Program
 
 
 def profile_of(device: str) -> jaxoff.Device:
-    """The profile that --device names.
+    """Reads the profile named by --device.
 
     Raises:
-      InputError: if there is none.
+      InputError: the profile is unknown or unreadable.
     """
     try:
         return jaxoff.Device.of(device)
@@ -25,29 +25,29 @@ def profile_of(device: str) -> jaxoff.Device:
 def plan_within(
     device_gb: float, program: Program, device: jaxoff.Device | None = None, *, compiled: bool
 ) -> tuple[jaxoff.Plan, Program]:
-    """The plan for a budget of memory of each device in GB, 10^9 bytes, and the program under its policy.
+    """Plans a policy for a budget of memory of each device, and makes the program under the policy.
 
     Args:
-      device_gb: the budget.
-      program: under any policy.
-      device: what to plan for, as for `jaxoff.plan`.
-      compiled: whether the plan is checked by the compiled step, which the program then has.
+      device_gb: budget of each device in GB, 10^9 bytes.
+      program: the run's program, under any policy.
+      device: profile to plan for, as in `jaxoff.plan`.
+      compiled: whether compiled steps check the plan; the returned program then holds its compiled step.
 
     Raises:
-      InputError: if nothing fits.
+      InputError: no policy fits the budget.
     """
     under: dict[str, Program] = {}
 
-    def planned(policy: jaxoff.Policy | jaxoff.FirstLayers) -> Program:
+    def program_under(policy: jaxoff.Policy | jaxoff.FirstLayers) -> Program:
         text = policy_text.render(policy)
         if text not in under:
             options = dataclasses.replace(program.options, policy=text)
             under[text] = type(program)(options, policy_text.parse(text))
         return under[text]
 
-    check = (lambda policy: planned(policy).compiled_step) if compiled else None
+    check = (lambda policy: program_under(policy).compiled_step) if compiled else None
     try:
         plan = program.plan(device_gb * 1e9, check, device)
     except ValueError as error:
         raise InputError(f"--device-gb {device_gb:g}: {error}") from None
-    return plan, planned(plan.policy)
+    return plan, program_under(plan.policy)

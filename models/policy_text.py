@@ -14,23 +14,23 @@ _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def parse(text: str) -> jaxoff.Policy | jaxoff.FirstLayers:
-    """The policy that a text stands for.
+    """Reads the text of a policy.
 
-    The text is parts between semicolons. The first part may be a preset's name; every other is `key=value`,
-    and lists are divided by
-    commas: `te_v2`, `te_v2;min_bytes=1MiB`, `megatron;modules=core_attn,expert_fc1`,
-      `offload=moe.*;save=attn.core;unmarked=recompute`. Two such texts after a number of first layers, with
-      bars between, are a `jaxoff.FirstLayers`: `first=8 | te_v2 | offload=moe.act`.
+    Semicolons divide the text into parts. The first part may be a preset's name; every other part is
+    `key=value`, with commas between the items of a list: `te_v2`, `te_v2;min_bytes=1MiB`,
+    `megatron;modules=core_attn,expert_fc1`, `offload=moe.*;save=attn.core;unmarked=recompute`. A number of
+    first layers and two texts, with bars between, are a `jaxoff.FirstLayers`, e.g.
+    `first=8 | te_v2 | offload=moe.act`.
 
     Args:
-      text: as above. Spaces around names do not count.
+      text: text of the policy. Spaces around names do not count.
 
     Returns:
       A `jaxoff.Policy`, or a `jaxoff.FirstLayers`.
 
     Raises:
-      InputError: for an unknown preset, key, module or value, a key given twice, or no text; its message is
-        one line.
+      InputError: a preset, key, module or value is unknown, a key is given twice, or the text is empty; the
+        message has a single line.
 
     Example:
       >>> from models import policy_text
@@ -69,17 +69,16 @@ def parse(text: str) -> jaxoff.Policy | jaxoff.FirstLayers:
 
 
 def render(policy: jaxoff.Policy | jaxoff.FirstLayers) -> str:
-    """The text that `parse` turns into a policy that decides like this one.
+    """Writes a policy as text, from which `parse` makes a policy with the same decisions.
 
     Args:
-      policy: of `jaxoff.policy` or `parse`.
+      policy: policy from `jaxoff.policy` or `parse`.
 
     Returns:
-      Text that spells out every field, whatever preset the policy came from.
+      Text with every field spelt out, without the preset's name.
 
     Raises:
-      ValueError: if a name holds a character that the text needs for itself, or the policy is a twin that
-        keeps its moves on the device.
+      ValueError: a name contains a delimiter of the text, or the policy is a twin from `Policy.on_device`.
     """
     if isinstance(policy, jaxoff.FirstLayers):
         first, rest = policy.policy, policy.rest

@@ -11,13 +11,13 @@ from jax.experimental import multihost_utils
 
 from models.errors import InputError
 
-# A process that was killed is missed after so long; the others then end with an error.
+# Seconds after which a killed process is missed; the other processes then end with an error.
 HEARTBEAT_TIMEOUT_S = 30
 _TIMEOUTS: dict[str, Any] = {
     "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_S,
     "shutdown_timeout_seconds": HEARTBEAT_TIMEOUT_S,
 }
-# What the launchers that `jax.distributed` knows set in a process with peers, and how many those are.
+# Variables in which the launchers known to `jax.distributed` give the number of processes.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
@@ -26,12 +26,12 @@ class Processes:
     """The processes of a run.
 
     Attributes:
-      coordinator: `HOST:PORT` of the first one; None leaves it to what `jax.distributed` detects.
-      count: how many there are; None likewise.
-      index: which one this is, counted from 0; None likewise.
+      coordinator: `HOST:PORT` of the first process; None lets `jax.distributed` detect all three.
+      count: number of processes, or None.
+      index: index of this process, from 0, or None.
 
     Raises:
-      InputError: for an address without a port, or an index that is not one of so many.
+      InputError: the address has no port, the index is out of range, or only some of the three are given.
     """
 
     coordinator: str | None = None
@@ -55,10 +55,10 @@ class Processes:
             raise InputError(f"--process is from 0 to --processes - 1 = {self.count - 1}, got {self.index}.")
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Joins the other processes, if there are any; to be called before JAX looks for devices.
+        """Joins the other processes, if any; call before JAX looks for devices.
 
         Args:
-          environment: of this process, which says whether a launcher started several.
+          environment: environment of this process, where a launcher leaves the number of processes.
         """
         if self.coordinator is not None:
             jax.distributed.initialize(self.coordinator, self.count, self.index, **_TIMEOUTS)
@@ -67,18 +67,18 @@ class Processes:
 
 
 def _has_peers(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher says that there are other processes."""
+    """Tells whether a launcher started other processes."""
     counts = [environment[name] for name in _COUNTS if name in environment]
     indexed_job = "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment
     return indexed_job or any(count.isdecimal() and int(count) > 1 for count in counts)
 
 
 def is_first() -> bool:
-    """Whether this process writes and prints what is there once a run."""
+    """Tells whether this process writes the run's files and prints; the other processes stay silent."""
     return jax.process_index() == 0
 
 
 def wait_for_all(where: str) -> None:
-    """Returns once all processes are at the same place."""
+    """Waits until all processes have called with the same `where`."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(where)

@@ -1,4 +1,4 @@
-"""A run's computations: initial state, loss, one optimizer step, held-out loss."""
+"""The computations of a run: initial state, loss, optimizer step, held-out loss."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from pallas_kernels import Implementation
 
 State = dict[str, Any]
 
-# Compiled steps have needed up to 9% more memory than predicted, of which the state was half: the logits of a
-# large vocabulary and the gradients of the layers are packed with a hole between them.
+# Share of device memory left free by a plan without compilation. Compiled steps, half of whose memory was the
+# state, needed up to 9% more than predicted: XLA leaves a hole between the logits of a large vocabulary and
+# the gradients of the layers.
 _MARGIN = 0.18
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What `options` compute under a checkpoint policy, or with nothing checkpointed.
+    """The computations of a run under a checkpoint policy, or without checkpoints.
 
     A state is {"step": int32 steps done, "params": float32 master weights, "optimizer": AdamW's}, plain
     pytrees of arrays.
@@ -78,29 +79,29 @@ class Program:
 
     @property
     def tokens_shape(self) -> jax.ShapeDtypeStruct:
-        """Of a step: (A, B, S + 1)."""
+        """Shape of a step's tokens: (A, B, S + 1)."""
         shape = self.microbatch_shape
         return jax.ShapeDtypeStruct((self.options.accum, *shape.shape), shape.dtype)
 
     @property
     def experts(self) -> Implementation | None:
-        """What the default device computes the experts with, and why; None for a model without experts."""
+        """Implementation of the experts on the default device, with its reason; None without experts."""
         batch, length = self.microbatch_shape.shape
         return experts_implementation(self.config, batch * (length - 1))
 
     @property
     def work(self) -> Work:
-        """The work of one optimizer step on the default device."""
+        """The work of an optimizer step on the default device."""
         o, kind = self.options, jax.devices()[0].device_kind
         return Work.of(self.config, tokens=o.tokens_per_step, seq=o.seq, device_kind=kind)
 
     def loss(self, params: Any, tokens_BL: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The model's loss and its scalar metrics."""
+        """Computes the model's loss and scalar metrics."""
         value, metrics = loss_fn(nnx.merge(self.graph, params), tokens_BL)
         return value, {key: x for key, x in metrics.items() if not x.ndim}
 
     def explain(self) -> jaxoff.Report:
-        """Where the residuals of a microbatch live. Nothing is allocated."""
+        """Reports the placement of a microbatch's residuals. Nothing is allocated."""
         params = self.state_shapes["params"]
         return jaxoff.explain(self.loss, params, self.microbatch_shape, argnums=0, has_aux=True)
 
@@ -110,18 +111,18 @@ class Program:
         compile_step: Callable[[Any], jax.stages.Compiled] | None = None,
         device: jaxoff.Device | None = None,
     ) -> jaxoff.Plan:
-        """Plans where the residuals of a step live, for a budget of device memory.
+        """Plans the placement of a step's residuals for a budget of device memory.
 
-        On one device the first layers may be placed otherwise than the others.
+        On a single device the first layers may have another policy than the rest.
 
         Args:
-          device_bytes: the budget of a device.
-          compile_step, device: as for `jaxoff.plan`.
+          device_bytes: budget of each device.
+          compile_step, device: arguments of `jaxoff.plan`.
 
         Raises:
-          jaxoff.BudgetError: if nothing fits.
+          jaxoff.BudgetError: no policy fits the budget.
         """
-        planned = type(self)(self.options, jaxoff.policy())  # what is planned has its layers checkpointed
+        planned = type(self)(self.options, jaxoff.policy())  # a plan is for checkpointed layers
         args = self.state_shapes, self.tokens_shape
         told = self._planning if compile_step is None else {**self._planning, "margin": None}
         told |= {"device_bytes": device_bytes, "compile_step": compile_step, "device": device}
@@ -129,16 +130,16 @@ class Program:
 
     @property
     def _planning(self) -> dict[str, Any]:
-        """What else `jaxoff.plan` is told."""
+        """Further arguments of `jaxoff.plan`."""
         return {"margin": _MARGIN, "first_layers": True}
 
     def init(self) -> State:
-        """The state before the first step."""
+        """Computes the state before the first step."""
         return jax.jit(self._init)()
 
     @functools.cached_property
     def step(self) -> Any:
-        """(state, tokens (A, B, S + 1)) to (state, metrics), by `jaxoff.jit`. The state is donated."""
+        """Maps (state, tokens (A, B, S + 1)) to (state, metrics), by `jaxoff.jit`. The state is donated."""
         return jaxoff.jit(self._step, donate_argnums=0)
 
     @functools.cached_property
@@ -156,7 +157,7 @@ class Program:
         )
 
     def held_out_windows(self, tokens: np.ndarray) -> np.ndarray:
-        """Windows (K, B, S + 1) of held-out text, each as large as a microbatch."""
+        """Picks windows (K, B, S + 1) of held-out text, each as large as a microbatch."""
         o = self.options
         return held_out_windows(tokens, batch=o.batch // o.accum, seq=o.seq, num_batches=o.eval_batches)
 
@@ -166,23 +167,23 @@ class Program:
 
     @property
     def saved_shapes(self) -> State:
-        """The shapes of what is saved of a state."""
+        """Shapes of a checkpoint's arrays."""
         return self.state_shapes
 
     def saved_form(self, state: State) -> State:
-        """A state as it is saved."""
+        """Converts a state to the form of a checkpoint."""
         return state
 
     def from_saved(self, saved: State) -> State:
-        """A state from what was saved."""
+        """Converts a checkpoint to a state."""
         return saved
 
     def gradients(self, params: Any, tokens_ABL: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
-        """The mean gradients over microbatches, in float32, and the metrics, the loss among them."""
+        """Computes the mean gradients over microbatches, in float32, and the metrics, loss included."""
         return optim.mean_grads(self.loss, params, tokens_ABL)
 
     def new_params(self) -> Any:
-        """The parameters before the first step."""
+        """Initialises the parameters."""
         return nnx.to_pure_dict(nnx.state(self._model(), nnx.Param))
 
     def _model(self) -> LM:
@@ -197,7 +198,7 @@ class Program:
         grads, metrics = self.gradients(params, tokens_ABL)
         updates, optimizer = self.optimizer.update(grads, state["optimizer"], params)
         params = optax.apply_updates(params, updates)
-        # The norm of the new weights is finite only where all of them are: what is saved after this step is
+        # The norm of the new weights is finite only if all weights are: a state saved after this step is
         # known to be good.
         metrics |= {
             "grad_norm": optax.tree.norm(grads),

@@ -1,8 +1,9 @@
-"""Where each parameter of a divided model lives: its partition over the mesh, by name and shape.
+"""The partition of each parameter of a divided model over the mesh, by name and shape.
 
-A divided model's parameters are those of `models.LM`. In a pipeline the layers are a list, of the K layers of
-a stage, each with two leading axes: virtual stages V and ranks P. Layer `(v P + p) K + k` of the model is the
-k-th of the list at [v, p]. Layers apart, none is a slice of a larger array, which would have to be copied.
+A divided model has the parameters of `models.LM`. In a pipeline the layers are a list of the K layers of a
+stage, each with two leading axes: virtual stages V and ranks P. Layer `(v P + p) K + k` of the model is entry
+k of the list at [v, p]. With separate arrays for the K layers, no layer is a slice of a larger array, which
+XLA would copy.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ _STAGE_AXES, _STACK_AXES = 2, 1
 
 
 def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The keys on the way to a leaf."""
+    """Lists the keys on the path to a leaf."""
     kinds = ("key", "name", "idx")
     return tuple(str(next(getattr(key, kind) for kind in kinds if hasattr(key, kind))) for key in path)
 
 
 def spec_of(names: tuple[str, ...], shape: tuple[int, ...], mesh: MeshShape) -> P:
-    """The partition of a parameter.
+    """Chooses the partition of a parameter.
 
-    Experts are divided by `expert`, layers by `pipe`; of the rest, the first axis that `fsdp` divides: parts
-    of another one would be gathered by way of transposes.
+    `expert` divides experts, `pipe` divides layers, and `fsdp` divides the first remaining axis with a
+    divisible size: gathering along a later axis would need transposes.
 
     Args:
-      names: the keys on the way to it.
-      shape: of all of it.
-      mesh: the mesh.
+      names: keys on the path to the parameter.
+      shape: shape of the whole parameter.
+      mesh: sizes of the mesh's axes.
     """
     spec: list[str | None] = [None] * len(shape)
     free = list(range(len(shape)))
@@ -54,19 +55,19 @@ def spec_of(names: tuple[str, ...], shape: tuple[int, ...], mesh: MeshShape) -> 
 
 
 def specs_of(params: Any, mesh: MeshShape) -> Any:
-    """The partition of each of a model's parameters, arrays or their shapes."""
+    """Chooses the partitions of a pytree of parameters, arrays or their shapes."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: spec_of(names_of(path), tuple(x.shape), mesh), params
     )
 
 
 def shardings_of(state: Any, mesh: Mesh, shape: MeshShape) -> Any:
-    """The sharding of each array of a training state: the optimizer's are divided as their parameters are.
+    """Chooses the sharding of each array of a training state; moments are divided like their parameters.
 
     Args:
-      state: {"params": ..., ...}; what lies elsewhere under a parameter's own keys goes with it.
-      mesh: the devices.
-      shape: the mesh's axes.
+      state: {"params": ..., ...}; an array elsewhere whose path ends in a parameter's keys has its partition.
+      mesh: mesh of devices.
+      shape: sizes of the mesh's axes.
     """
     leaves = jax.tree.leaves_with_path(specs_of(state["params"], shape))
     known = {names_of(path): spec for path, spec in leaves}
@@ -80,11 +81,10 @@ def shardings_of(state: Any, mesh: Mesh, shape: MeshShape) -> Any:
     return jax.tree_util.tree_map_with_path(of, state)
 
 
-def gathered(params: Any, specs: Any) -> Any:
-    """Whole parameters from parts, inside `jax.shard_map`, where `fsdp` divides them.
+def gather(params: Any, specs: Any) -> Any:
+    """Gathers the parameters divided by `fsdp`, inside `jax.shard_map`.
 
-    The gradient of that adds the devices' gradients, in the parameters' own float32, and leaves each its
-    part.
+    The gradient adds the devices' gradients, in the parameters' float32, and leaves each device its part.
     """
 
     def of(spec, x):
@@ -94,22 +94,22 @@ def gathered(params: Any, specs: Any) -> Any:
     return jax.tree.map(of, specs, params)
 
 
-def of_layer(specs: Any) -> Any:
-    """The partitions of one layer, from those of all."""
+def specs_of_layer(specs: Any) -> Any:
+    """Derives the partitions of a layer from the partitions of a stack."""
     if isinstance(specs, list):
         return jax.tree.map(lambda spec: P(*tuple(spec)[_STAGE_AXES:]), specs[0])
     return jax.tree.map(lambda spec: P(*tuple(spec)[_STACK_AXES:]), specs)
 
 
-def summed(grads: Any, specs: Any) -> Any:
-    """Gradients added up over the devices that share a parameter."""
+def sum_shared(grads: Any, specs: Any) -> Any:
+    """Adds each gradient over the devices with copies of the parameter."""
     return jax.tree.map(
         lambda spec, g: lax.psum(g, tuple(axis for axis in AXES if axis not in tuple(spec))), specs, grads
     )
 
 
 def as_stages(tree: Any, pipe: int, virtual: int) -> Any:
-    """A model's parameters, or a training state, with layers divided into stages, if there are several."""
+    """Divides the layers of a model's parameters or a training state into stages, if there are several."""
     if pipe * virtual == 1:
         return tree
 
@@ -122,22 +122,22 @@ def as_stages(tree: Any, pipe: int, virtual: int) -> Any:
 
 
 def as_layers(tree: Any) -> Any:
-    """The same with layers in one axis, as `models.LM` has them."""
+    """Merges stages into a single axis of layers, as in `models.LM`."""
 
     def merge(stack):
         if not isinstance(stack, list):
             return stack
-        return jax.tree.map(lambda *layers: _merged(jnp.stack(layers, axis=_STAGE_AXES)), *stack)
+        return jax.tree.map(lambda *layers: _merge_axes(jnp.stack(layers, axis=_STAGE_AXES)), *stack)
 
     return _map_stacks(merge, tree)
 
 
-def _merged(x: jax.Array) -> jax.Array:
+def _merge_axes(x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[_STAGE_AXES + 1 :])
 
 
 def layer_shardings_of(shardings: Any) -> Any:
-    """The shardings of a state with layers in one axis: `pipe` divides that, the rest is as in the stages."""
+    """Derives the shardings with layers in a single axis, divided by `pipe`, from the stages' shardings."""
 
     def of(sharding):
         return NamedSharding(sharding.mesh, P("pipe", *tuple(sharding.spec)[_STAGE_AXES:]))
@@ -148,7 +148,7 @@ def layer_shardings_of(shardings: Any) -> Any:
 
 
 def _map_stacks(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies a function to the layers in a tree, wherever they are in it."""
+    """Applies a function to the stacks of layers anywhere in a tree."""
 
     def holds_stacks(node):
         return isinstance(node, dict) and not set(_STACKS).isdisjoint(node)

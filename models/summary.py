@@ -1,4 +1,4 @@
-"""How a run ends: losses as a picture and a line of blocks, bytes, speed, and all of it in a file."""
+"""The summary of a run: losses as a picture and a line of blocks, bytes and speed, as text and JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 def sparkline(values: Sequence[float], *, width: int = 60, blocks: str = BLOCKS) -> str:
-    """Draws values as a line of at most `width` blocks, each the mean of its share, the lowest the smallest.
+    """Draws values as a line of at most `width` blocks; a block's height is the mean of its share of values.
 
     Example:
       >>> from models.summary import sparkline
@@ -46,7 +46,7 @@ def sparkline(values: Sequence[float], *, width: int = 60, blocks: str = BLOCKS)
 
 
 def draw(path: Path, train: Curve, held_out: Curve, byte_frequency: float, title: str) -> None:
-    """Writes a PNG of the losses, in nats a byte, with the byte-frequency model's as a line across."""
+    """Writes a PNG of the losses, in nats a byte, with the loss of the byte-frequency model as a line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and only needed here
     from matplotlib.figure import Figure
 
@@ -73,20 +73,20 @@ def versions() -> dict[str, str]:
 
 
 def environment() -> str:
-    """One line: the devices and the versions."""
+    """Describes the devices and the versions in a line."""
     devices = jax.devices()
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     return f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()}); {found}"
 
 
 def settings() -> dict[str, Any]:
-    """What decides how XLA compiles and how much memory it takes, as far as it is set."""
+    """Collects the environment variables of XLA and JAX, which decide compilation and memory."""
     return {key: value for key, value in sorted(os.environ.items()) if key.startswith(("XLA_", "JAX_"))}
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a plan says of a step on a device: time, device memory at its fullest, host memory; the budget."""
+    """A plan's prediction for a step on a device: time, peak of device memory, host memory; the budget."""
 
     device: str
     step_ms: float
@@ -100,16 +100,15 @@ class Summary:
     """A finished run.
 
     Attributes:
-      train, held_out: (step, nats a byte).
-      byte_frequency: nats a byte of the best model that knows only byte frequencies, on the same held-out
-        bytes.
-      device_bytes, host_bytes, recompute_bytes: of the residuals, by where the policy puts them.
-      work: of a step.
-      step_ms: the median, None if this process took no step.
-      compile_s: None likewise.
-      peak_bytes: the device's memory at its fullest in this process; None on a CPU.
-      comparison: the policy and its twin, if they were measured.
-      predicted: by the plan, if the policy was planned.
+      train, held_out: losses as (step, nats a byte).
+      byte_frequency: loss of the best model of byte frequencies on the same held-out bytes, nats a byte.
+      device_bytes, host_bytes, recompute_bytes: bytes of the residuals by placement.
+      work: work of a step.
+      step_ms: median time of a step; None if this process took no step.
+      compile_s: seconds of compilation; None if this process took no step.
+      peak_bytes: peak of device memory in this process; None on a CPU.
+      comparison: measurements of the policy and its twin, or None.
+      predicted: prediction of the plan, or None for a policy without a plan.
     """
 
     train: Curve
@@ -131,11 +130,11 @@ class Summary:
 
     @property
     def mfu(self) -> float | None:
-        """The share of the device's peak that the median step reaches; None where that is not known."""
+        """The median step's share of the device's peak; None where the peak is unknown."""
         return self.work.mfu(self.step_ms) if self.step_ms else None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Converts the summary to JSON-ready values."""
         return dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s, "mfu": self.mfu}
 
     def show(self, console: Console) -> None:
@@ -160,17 +159,19 @@ class Summary:
         if self.peak_bytes is not None:
             table.add_row("peak device memory", _mb(self.peak_bytes))
         if self.predicted is not None:
-            table.add_row("predicted, measured", _beside(self.predicted, self.step_ms, self.peak_bytes))
+            table.add_row(
+                "predicted, measured", _compare_prediction(self.predicted, self.step_ms, self.peak_bytes)
+            )
         if self.comparison is not None:
-            table.add_row("with the policy", _measured(self.comparison.policy, self.work))
-            table.add_row("all on the device", _measured(self.comparison.on_device, self.work))
+            table.add_row("with the policy", _describe(self.comparison.policy, self.work))
+            table.add_row("all on the device", _describe(self.comparison.on_device, self.work))
             if line := _gain(self.comparison):
                 table.add_row("difference", line)
         console.print(table)
 
 
-def _beside(predicted: Prediction, step_ms: float | None, peak_bytes: int | None) -> str:
-    """A prediction beside what was measured."""
+def _compare_prediction(predicted: Prediction, step_ms: float | None, peak_bytes: int | None) -> str:
+    """Describes a prediction and the measurement."""
     time = "not measured" if step_ms is None else f"{step_ms:.1f} ms ({predicted.step_ms / step_ms - 1:+.1%})"
     if peak_bytes is None:
         peak = "not known on this device"
@@ -193,7 +194,7 @@ def _gain(comparison: Comparison) -> str | None:
     return text
 
 
-def _measured(m: Measurement, work: Work) -> str:
+def _describe(m: Measurement, work: Work) -> str:
     if m.step_ms is None:
         return f"not measured ({m.error})"
     peak = "peak memory not known on this device" if m.peak_bytes is None else f"peak {_mb(m.peak_bytes)}"

@@ -37,20 +37,20 @@ from models.program import Program
 
 BAD_INPUT, DIVERGED, LOST = 2, 3, 4
 
-# Typer brings its own click and exports of its errors only the special ones; this is what all of them are.
+# The base class of typer's usage errors. Typer bundles click and exports only the derived classes.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that a run needs, checked, before anything is written or put on a device.
+    """The checked inputs of a run, before anything is written or put on a device.
 
     Attributes:
-      options, folder, resume: what was asked for.
+      options, folder, resume: the user's options.
       corpus, batches, windows: the data, its batches to train on and its held-out windows (K, B, S + 1).
-      program: what to compute.
-      again: the command that continues the run.
-      plan: what the policy was planned as, or None.
+      program: computations of the run.
+      again: command to continue the run.
+      plan: plan of the policy, or None.
     """
 
     options: Options
@@ -65,7 +65,7 @@ class Job:
 
     @property
     def run(self) -> dict[str, Any]:
-        """What the run is, JSON-ready; a checkpoint under another "identity" is not resumed."""
+        """The description of the run, JSON-ready; a checkpoint with another "identity" is not resumed."""
         return {
             "identity": self.options.identity(self.corpus),
             "policy": self.options.policy,
@@ -73,7 +73,7 @@ class Job:
         }
 
     def check_same(self, where: Path, saved: dict[str, Any]) -> None:
-        """Refuses what another run saved."""
+        """Refuses the files of another run."""
         check_same_run(where, saved["identity"], self.run["identity"])
 
 
@@ -86,10 +86,10 @@ def prepare(
     device_gb: float | None = None,
     device: jaxoff.Device | None = None,
 ) -> Job:
-    """Reads the data, checks that everything fits, and plans the policy if a budget of memory is given.
+    """Reads the data, checks all inputs, and plans the policy if a budget of memory is given.
 
     Raises:
-      InputError: where it does not.
+      InputError: an input is wrong or contradicts another.
     """
     folder = RunFolder(out)
     folder.check(resume=resume)
@@ -102,7 +102,7 @@ def prepare(
     kind = Program if options.layout is None else ParallelProgram
     plan, program = None, kind(options, policy_text.parse(options.policy))
     if device_gb is not None:
-        # A CPU has one kind of memory: what is compiled for it says nothing of a device's.
+        # A CPU has a single kind of memory: its compiled steps say nothing of a device's memory.
         plan, program = plan_within(device_gb, program, device, compiled=jax.default_backend() != "cpu")
         options = program.options
     windows = program.held_out_windows(corpus.held_out)
@@ -116,15 +116,15 @@ def train(job: Job, console: Console, *, comparison: bool | None) -> int:
     """Runs a job from its start, or its last checkpoint, to its summary.
 
     Args:
-      job: of `prepare`.
-      console: where to say so.
-      comparison: whether to measure the policy against its twin first; None: where there is an accelerator.
+      job: job from `prepare`.
+      console: console to print on.
+      comparison: whether to measure the policy against its twin first; None measures on an accelerator only.
 
     Returns:
       The exit status.
 
     Raises:
-      InputError: if a checkpoint is another run's, or the next ones will not fit on the disk.
+      InputError: a checkpoint belongs to another run, or the next checkpoints will not fit on the disk.
     """
     compared = measure_twins(job.options, console, wanted=comparison)
     report = introduce(job, console)
@@ -141,7 +141,7 @@ def train(job: Job, console: Console, *, comparison: bool | None) -> int:
             say_error(f"{error}; training stopped; last good checkpoint: {good}")
             return DIVERGED
     if outcome.signum is not None:
-        return interrupted(job, console, outcome)
+        return report_signal(job, console, outcome)
     if not is_first():
         return 0
     finish(job, console, report, outcome, history, compile_s, compared)
@@ -161,7 +161,7 @@ def measure_twins(options: Options, console: Console, *, wanted: bool | None) ->
 
 
 def introduce(job: Job, console: Console) -> jaxoff.Report:
-    """Says what is going to run, and where each residual will wait."""
+    """Prints the model, data, options and the report of residuals, which it returns."""
     o, corpus, program = job.options, job.corpus, job.program
     counts = program.config.param_counts()
     console.print(f"model    {o.preset}: {counts.total:,} parameters, {counts.active:,} active a token")
@@ -185,7 +185,7 @@ def introduce(job: Job, console: Console) -> jaxoff.Report:
 
 
 def run(job: Job, console: Console, checkpoints: Checkpoints) -> tuple[Outcome, History, float | None]:
-    """Takes the steps not done yet. Returns how that ended, the losses, and the seconds of compiling."""
+    """Takes the remaining steps. Returns the outcome, the losses, and the seconds of compilation."""
     program, first = job.program, checkpoints.latest or 0
     if checkpoints.latest is None:
         state = program.init()
@@ -220,8 +220,8 @@ def run(job: Job, console: Console, checkpoints: Checkpoints) -> tuple[Outcome, 
             return trainer.train(state, first), history, compile_s
 
 
-def interrupted(job: Job, console: Console, outcome: Outcome) -> int:
-    """Says how to go on after a signal."""
+def report_signal(job: Job, console: Console, outcome: Outcome) -> int:
+    """Prints the command to continue after a signal; returns the exit status."""
     name = signal.Signals(outcome.signum or 0).name
     said = f"stopped by {name} after step {outcome.step} of {job.options.steps}"
     if job.options.keep:
@@ -254,7 +254,7 @@ def finish(
         compile_s=compile_s,
         peak_bytes=(jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         comparison=compared,
-        predicted=predicted(job),
+        predicted=prediction_of(job),
     )
     title = (
         f"{job.options.preset}: {job.program.config.param_counts().total:,} parameters, {job.options.policy}"
@@ -275,8 +275,8 @@ def finish(
     console.print(f"written  {job.folder.summary_file}, {job.folder.picture_file}", soft_wrap=True)
 
 
-def predicted(job: Job) -> summary.Prediction | None:
-    """What the plan says of a step."""
+def prediction_of(job: Job) -> summary.Prediction | None:
+    """Extracts the prediction for a step from the job's plan; None without a plan."""
     if job.plan is None:
         return None
     plan = job.plan
@@ -393,7 +393,7 @@ def cli(
 
 
 def say_error(message: object) -> None:
-    """One line on the standard error."""
+    """Prints an error as a single line on the standard error."""
     print("error:", " ".join(str(message).split()), file=sys.stderr)
 
 
@@ -404,8 +404,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: without the program's name; the process's own by default.
 
     Returns:
-      The exit status: 0, 2 for bad input, 3 for a loss that is not finite, 4 where another process was lost,
-      128 + n after signal n.
+      The exit status: 0, 2 for bad input, 3 for a loss that is not finite, 4 after another process was
+      lost, 128 + n after signal n.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     again = shlex.join(
@@ -424,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         say_error(f"a step failed, as it does when another process ends; --resume goes on: {error}")
         sys.stderr.flush()
-        os._exit(LOST)  # at an orderly end this process would wait for the others
+        os._exit(LOST)  # an orderly exit would wait for the other processes
     except typer.Abort:
         say_error("interrupted; checkpoints written before are whole")
         return 128 + signal.SIGINT

@@ -36,8 +36,20 @@ class Frontier:
         return {"plans": [plan.to_dict() for plan in self.plans]}
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draws time against peak memory. The suffix of the path decides the format of the picture."""
-        from matplotlib.figure import Figure
+        """Draws time against peak memory. The suffix of the path decides the format of the picture.
+
+        Raises:
+          ModuleNotFoundError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            if error.name != "matplotlib":
+                raise
+            message = (
+                "Frontier.draw needs matplotlib, which is not installed. pip install 'jaxoff[plots]' adds it."
+            )
+            raise ModuleNotFoundError(message, name="matplotlib") from None
 
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.subplots()

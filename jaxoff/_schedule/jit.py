@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -78,11 +80,33 @@ def jit(
     return Jitted(fun, dict(compiler_options or {}), checked_device(device), kwargs)
 
 
-class _NeedsOptionsError(Exception):
-    """The program being traced wants to be compiled with other options."""
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A traced and rewritten program, for the second attempt of one call.
 
-    def __init__(self, options: Options):
-        self.options = options
+    Attributes:
+      signature: the tree of the arguments, and by position the types of the traced arguments.
+      given: the user's program.
+      shapes: its results.
+      program: the rewritten program.
+    """
+
+    signature: tuple[Any, ...]
+    given: compat.ClosedJaxpr
+    shapes: Any
+    program: Rewritten
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the program holds no tracer of a trace that may have ended."""
+        return not any(isinstance(const, Tracer) for const in self.given.consts)
+
+
+class _NeedsOptionsError(Exception):
+    """The program being traced needs other compiler options."""
+
+    def __init__(self, options: Options, traced: _Traced):
+        self.options, self.traced = options, traced
 
 
 class Jitted:
@@ -93,6 +117,7 @@ class Jitted:
         self._inner: Any = jax.jit(fun, **kwargs)
         self._by_options: dict[tuple[Options, int], Any] = {}
         self._latest: Options = ()
+        self._carried = threading.local()  # `traced`: the program of the first attempt, for the second
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
     def __call__(self, *args, **kwargs):
@@ -118,13 +143,21 @@ class Jitted:
             jitted.clear_cache()
 
     def _try(self, use: Callable[[Any], Any], given: Any) -> Any:
-        """Uses the program under the options of last time, or others if it turns out to want them."""
+        """Applies `use` to the function under the options of last time, or under the options it needs.
+
+        JAX takes options before a trace, and the traced program decides them. So the first attempt may end
+        with `_NeedsOptionsError`; the second takes over the traced program: the user's function runs once.
+        """
         devices = max(map(_devices_of, jax.tree.leaves((given, self._kwargs))), default=1)
         try:
             return use(self._under(self._latest, devices))
         except _NeedsOptionsError as needed:
-            options = needed.options
-        result = use(self._under(options, devices))
+            options, traced = needed.options, needed.traced
+        self._carried.traced = traced if traced.is_reusable else None
+        try:
+            result = use(self._under(options, devices))
+        finally:
+            self._carried.traced = None
         self._latest = options
         return result
 
@@ -156,8 +189,13 @@ class Jitted:
                 positional, named = jax.tree.unflatten(tree, filled)
                 return self._fun(*positional, **named)
 
-            closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
-            program = rewrite(closed, device, one_device=devices == 1)
+            signature = tree, tuple(traced), tuple(jax.typeof(leaves[i]) for i in traced)
+            made: _Traced | None = getattr(self._carried, "traced", None)
+            if made is None or made.signature != signature:
+                closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
+                program = rewrite(closed, device, one_device=devices == 1)
+                made = _Traced(signature, closed, shapes, program)
+            program = made.program
             disabled = parse_xla_flags(os.environ.get("XLA_FLAGS", "")).get(DISABLED_PASSES, "")
             wanted = flags.choose_options(
                 loops=program.loops,
@@ -167,10 +205,10 @@ class Jitted:
                 disabled=disabled,
             )
             if wanted != options:
-                raise _NeedsOptionsError(wanted)
-            self._check(closed, program)
+                raise _NeedsOptionsError(wanted, made)
+            self._check(made.given, program)
             results = compat.jaxpr_as_fun(program.jaxpr)(*(leaves[i] for i in traced))
-            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+            return jax.tree.unflatten(jax.tree.structure(made.shapes), results)
 
         return overlapped
 

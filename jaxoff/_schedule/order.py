@@ -31,6 +31,9 @@ from jaxoff._schedule.problem import Ordered, Straight
 
 # Values of fewer bytes are not worth a place in the chain.
 LARGE_NBYTES = 1 << 20
+# The most orders of one program: each plans its copies from the times of the order before, until the plan for
+# copies stays. Two or three orders reach it in all programs of the benchmarks (bench/LOG.md).
+MOST_DRAFTS = 4
 # How many equations ahead may be taken first while a copy is on its way.
 _LOOKAHEAD = 8
 
@@ -60,12 +63,14 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
         plain = Order(program, graph, device, large_nbytes, reloads, pairs)
         plain.run()
         room = plain.held.fullest
-    for _ in range(3):
+    for _ in range(MOST_DRAFTS):
         draft = Order(program, graph, device, large_nbytes, reloads, pairs, room)
-        draft.run()
+        order, before = draft.run(), (reloads, pairs)
         reloads = draft.times.reloads(program.follows)
         pairs = pairs or beside(list(draft.placed), program, graph, large_nbytes)
-    return Order(program, graph, device, large_nbytes, reloads, pairs, room).run()
+        if (reloads, pairs) == before:
+            break
+    return order
 
 
 def estimated(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> CopyTimes:

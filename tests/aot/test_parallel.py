@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoff
 from bench import parallel
 from models import Config
-from models.divided import Divided, Layout
+from models.divided import DividedModel, Layout
 from models.mesh import BATCH, MeshShape
 from models.sharding import shardings_of
 
@@ -42,7 +42,7 @@ def target():
 def step(policy):
     """A step by `jaxoff.jit`, and its arguments."""
     mesh = SHAPE.build(target().topology.devices)
-    divided = Divided(CONFIG, policy, Layout(SHAPE, VIRTUAL), mesh)
+    divided = DividedModel(CONFIG, policy, Layout(SHAPE, VIRTUAL), mesh)
     params = jax.eval_shape(divided.params)
     shardings = shardings_of({"params": params}, mesh, SHAPE)["params"]
     params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)

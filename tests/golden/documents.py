@@ -30,10 +30,21 @@ BUDGETS = 6
 _WORDING = ("why", "what", "message", "source", "rule")
 
 
+# Words of today's documents, and the words of the same things when the documents were stored.
+_STORED_KEYS = {"iterations": "turns"}
+_STORED_PLACEMENTS = {"save": "device", "offload": "host"}
+
+
 def without_wording(value: Any) -> Any:
-    """A document without the fields that hold prose or lines of a source."""
+    """A document in the words of the stored documents, without prose or lines of a source."""
     if isinstance(value, dict):
-        return {key: without_wording(item) for key, item in value.items() if key not in _WORDING}
+        return {
+            _STORED_KEYS.get(key, key): _STORED_PLACEMENTS.get(item, item)
+            if key == "placement"
+            else without_wording(item)
+            for key, item in value.items()
+            if key not in _WORDING
+        }
     if isinstance(value, list | tuple):
         return [without_wording(item) for item in value]
     return value

@@ -17,6 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxoff
 from bench.step_models import Workload, loss
+from jaxoff._layers.scan import scan_by_strategy
 
 type Stack = Callable[[Any, Any, Any], Any]
 
@@ -48,9 +49,8 @@ def _body(layer):
 
 
 def _scan(policy, **options):
-    return lambda layer, carry, weights: jaxoff.scan(_body(layer), carry, weights, policy=policy, **options)[
-        0
-    ]
+    scan = scan_by_strategy if "strategy" in options else jaxoff.scan
+    return lambda layer, carry, weights: scan(_body(layer), carry, weights, policy=policy, **options)[0]
 
 
 @form

@@ -8,10 +8,6 @@ from jax.sharding import PartitionSpec as P
 import jaxoff
 from tests.golden.small import SOME, mesh_of, small_loss, small_shapes
 
-ABOVE_ONE = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="jaxoff.jit runs the function once for each choice of options"
-)
-
 
 def arguments():
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1, leaf.dtype), small_shapes())
@@ -75,7 +71,7 @@ WITHOUT_OPTIONS = {
     "plain": lambda w, x: jnp.tanh(x @ w["up"][0]).sum(),
 }
 STEPS = [
-    *(pytest.param(fun, marks=ABOVE_ONE, id=name) for name, fun in WITH_OPTIONS.items()),
+    *(pytest.param(fun, id=name) for name, fun in WITH_OPTIONS.items()),
     *(pytest.param(fun, id=name) for name, fun in WITHOUT_OPTIONS.items()),
 ]
 
@@ -97,8 +93,8 @@ def test_trace_runs_a_step_once(fun):
 @pytest.mark.parametrize(
     "fun",
     [
-        pytest.param(WITH_OPTIONS["scan"], marks=ABOVE_ONE, id="scan"),
-        pytest.param(WITH_OPTIONS["layers"], marks=ABOVE_ONE, id="layers"),
+        pytest.param(WITH_OPTIONS["scan"], id="scan"),
+        pytest.param(WITH_OPTIONS["layers"], id="layers"),
         pytest.param(WITHOUT_OPTIONS["saved layers"], id="saved layers"),
         pytest.param(WITHOUT_OPTIONS["plain"], id="plain"),
     ],
@@ -113,9 +109,7 @@ def test_the_first_call_runs_a_step_once_and_the_second_never(fun):
     assert first == 1
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("scan", marks=ABOVE_ONE, id="moves"), pytest.param("layers", id="stays")]
-)
+@pytest.mark.parametrize("how", [pytest.param("scan", id="moves"), pytest.param("layers", id="stays")])
 def test_static_arguments_run_a_step_once_for_each_value(how):
     policy = SOME if how == "scan" else SOME.on_device()
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxoff
 from models import LM, Config, loss_fn, optim
-from models.divided import Divided, Layout
+from models.divided import DividedModel, Layout
 from models.errors import InputError
 from models.mesh import AXES, MeshShape
 from models.sharding import as_layers, shardings_of
@@ -39,7 +39,7 @@ def on(mesh, virtual=1, policy=POLICY, capacity=DROPLESS, **overrides):
     shape = MeshShape.parse(mesh)
     layout = Layout(shape, virtual, capacity)
     layout.check(config(**overrides), B, A)
-    return Divided(config(**overrides), policy, layout, shape.build(jax.devices()[: shape.size]))
+    return DividedModel(config(**overrides), policy, layout, shape.build(jax.devices()[: shape.size]))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from models import Config, MoE
 from models.mesh import BATCH, MeshShape
-from models.moe import Division, sent
+from models.moe import Division, plan_sends
 
 PARTS, EXPERTS = 4, 8
 CONFIG = Config.preset(
@@ -114,7 +114,7 @@ def test_places_are_used_once_and_go_both_ways(room):
     rng = np.random.default_rng(0)
     chosen = jnp.asarray(rng.integers(0, EXPERTS, (10, 2)), jnp.int32)
     load = np.bincount(np.asarray(chosen).reshape(-1), minlength=EXPERTS)
-    slots, kept = sent(chosen, jnp.asarray(load, jnp.int32), PARTS, room)
+    slots, kept = plan_sends(chosen, jnp.asarray(load, jnp.int32), PARTS, room)
     order, inverse = np.asarray(slots.order).reshape(PARTS, room), np.asarray(slots.inverse)
     flat, rows = np.asarray(chosen).reshape(-1), 0
     for part in range(PARTS):

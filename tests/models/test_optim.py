@@ -43,7 +43,7 @@ def test_gradients_are_clipped_by_their_global_norm():
 
 def test_decay_applies_to_matrices_alone_stacked_or_not():
     params = Program(Options.of("tiny"), None).state_shapes["params"]
-    flags = jax.tree_util.tree_leaves_with_path(optim.decayed(params))
+    flags = jax.tree_util.tree_leaves_with_path(optim.select_decayed(params))
     not_decayed = {jax.tree_util.keystr(path, simple=True, separator=".") for path, flag in flags if not flag}
     stacks = ("dense", "experts")
     assert not_decayed == {f"{s}.{n}.scale" for s in stacks for n in ("attn_norm", "mlp_norm")} | {

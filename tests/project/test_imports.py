@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OURS = {"jaxoff", "models", "pallas_kernels"}
 ALLOWED = {
-    "jaxoff": {"jaxoff", "jax", "numpy", "rich", "scipy"},  # scipy comes with jax
+    "jaxoff": {"jaxoff", "jax", "numpy", "rich", "scipy"},
     "pallas_kernels": {"pallas_kernels", "jax", "numpy"},
     "models": {
         "models",
