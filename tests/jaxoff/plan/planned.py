@@ -13,7 +13,7 @@ from jaxoff._plan.layer import KernelUse, Label, Layer, LayerValue
 from jaxoff._plan.layer_cost import LayerModel
 from jaxoff._plan.step_cost import StepModel
 from jaxoff._plan.timeline import Point
-from jaxoff._residuals.traced_function import Program
+from jaxoff._residuals.traced_function import TracedFunction
 
 ROWS, WIDTH, HIDDEN, LAYERS = 64, 32, 128, 4
 X_NBYTES, ACT_NBYTES, W_NBYTES = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN, 4 * WIDTH * HIDDEN
@@ -61,7 +61,7 @@ def arguments(layers=LAYERS):
 
 
 def divided(fun, *args, device=DEVICE):
-    return divide_loss(Program.trace(fun, args, {}, None, False), device)
+    return divide_loss(TracedFunction.trace(fun, args, {}, None, False), device)
 
 
 def iteration(fun, *args, device=DEVICE):
