@@ -4,29 +4,37 @@ The shapes are small and the programs few: one program takes several tiles, its 
 some have nothing to do. What ordinary shapes seldom meet has a test of its own.
 """
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._mosaic.rows import walk
+from pallas_kernels._mosaic.tuning import Config
 from tests.pallas_kernels.kernels import EXPERTS, KERNELS, ROWS, Program, operands
 from tests.pallas_kernels.oracle import float64
 
 GROUPS = {
     "uneven, and a tail": [70, 0, 5, 61],
-    "to the last row": [1, 130, 0, 21],
     "one row": [0, 0, 1, 0],
     "all empty": [0, 0, 0, 0],
-    "cut at the last row": [9, 90, 80, 7],
+    "cut at the last row, which has no tail": [9, 90, 80, 7],
 }
-SLOW = {"fc1", "fc2", "grad_act", "grad_act, probs", "grad_w2, float32"}  # less than what their neighbours do
+# These do less than a kernel of the default run, which takes them as parts of the whole op: with probs in
+# test_grouped_mlp.py, without probs and biases in test_transforms.py.
+LONG = {"fc1", "fc2", "grad_act", "grad_act, probs", "grad_w2, float32"}
+MARKED = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in KERNELS]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in KERNELS]
-)
-def test_kernel_equals_its_product(name):
-    """Blocks of 128 and 64 columns; two stages for a ring that wraps."""
-    program = Program(KERNELS[name], operands([0] * EXPERTS), block_columns=128, stages=2)
+@pytest.fixture(scope="module", params=MARKED)
+def program(request):
+    """A kernel compiled once: blocks of 128 and 64 columns, and two stages for a ring that wraps."""
+    return Program(KERNELS[request.param], operands([0] * EXPERTS), block_columns=128, stages=2)
+
+
+def test_kernel_equals_its_product(program):
     for seed, sizes in enumerate(GROUPS.values()):
         got = program.check(sizes, operands(sizes, seed=seed))
         # What grad_act gives past the groups besides dz and dp is no result: grad_weight does not read it.
@@ -35,9 +43,10 @@ def test_kernel_equals_its_product(name):
         assert not any(value.any() for value in past), sizes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fc1, bias", "fc2, bias, probs", "grad_act, probs, p a", "grad_x"])
 def test_kernel_in_float16(name):
+    """The default run draws float16 in test_random_kernels.py."""
     given = operands(GROUPS["uneven, and a tail"], dtype=jnp.float16)
     program = Program(KERNELS[name], given, block_columns=64)
     assert program.check(GROUPS["uneven, and a tail"], given)[0].dtype == jnp.float16
@@ -66,31 +75,51 @@ def test_more_programs_than_tiles_and_more_stages_than_steps(name):
         program.check(sizes, operands(sizes, 16, width=64, hidden=64))
 
 
+ORDERS = [(0, 1), (0, 2), (1, 1), (1, 2), (1, 64)]  # minor, width
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 5), (4, 3), (7, 10)])
+def test_every_order_visits_each_block_once(shape):
+    linear = jnp.arange(shape[0] * shape[1])
+    for minor, width in ORDERS:
+        config = Config(64, minor=minor, width=width)
+        rows, columns = jax.vmap(lambda i, config=config: walk(i, shape, config))(linear)
+        visited = set(zip(rows.tolist(), columns.tolist(), strict=True))
+        assert visited == set(np.ndindex(shape)), (minor, width)
+
+
 @pytest.mark.parametrize(
-    ("minor", "width"),
-    [pytest.param(0, 1, marks=pytest.mark.slow), (0, 2), pytest.param(1, 2, marks=pytest.mark.slow)],
+    ("name", "minor", "width"),
+    [
+        ("fc1", 0, 2),
+        ("grad_w2", 1, 2),
+        *(
+            pytest.param(name, *order, marks=pytest.mark.long)
+            for name, order in itertools.product(["fc1", "grad_w2"], [(0, 1), (0, 2), (1, 2)])
+            if (name, *order) not in {("fc1", 0, 2), ("grad_w2", 1, 2)}
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", ["fc1", "grad_w2"])
-def test_every_order_of_tiles_does_each_once(name, minor, width):
+def test_kernels_compute_each_tile_in_every_order(name, minor, width):
     sizes = GROUPS["uneven, and a tail"]
     given = operands(sizes)
     Program(KERNELS[name], given, block_columns=64, minor=minor, width=width).check(sizes, given)
 
 
-@pytest.mark.parametrize(
-    "name", ["grad_w2", *(pytest.param(n, marks=pytest.mark.slow) for n in sorted(KERNELS) if n != "grad_w2")]
-)
-def test_rows_of_other_groups_may_hold_nan(name):
-    """Bit for bit as without: a mask by multiplication would turn a zero into NaN."""
+def test_rows_of_other_groups_may_hold_nan(program):
+    """Bit for bit as without: a mask by multiplication would turn a zero into NaN.
+
+    Every second group holds NaN, then every other: each boundary has NaN on either side.
+    """
     sizes = [9, 20, 1, 103]
-    clean, stops = operands(sizes), np.cumsum(sizes)
-    program = Program(KERNELS[name], clean, block_columns=64)
+    clean, owner = operands(sizes), np.repeat(range(EXPERTS + 1), [*sizes, ROWS - sum(sizes)])
     wanted = program(sizes, clean)
-    for expert, stop in enumerate(stops):
-        own = slice(stop - sizes[expert], stop)
-        dirty = clean | {n: clean[n].at[own].set(jnp.nan) for n in ("x", "dy", "a", "dz", "p")}
+    for parity in (0, 1):
+        dirty_rows = (owner % 2 == parity) & (owner < EXPERTS)
+        dirty = clean | {n: clean[n].at[dirty_rows].set(jnp.nan) for n in ("x", "dy", "a", "dz", "p")}
         for want, got in zip(wanted, program(sizes, dirty), strict=True):
-            others = np.ones(len(want), bool)
-            others[own if len(want) == ROWS else expert] = False
-            assert np.asarray(got)[others].tobytes() == np.asarray(want)[others].tobytes(), expert
-            assert np.isnan(float64(got)[~others]).any(), expert
+            owners = owner if len(want) == ROWS else np.arange(EXPERTS)
+            others = (owners % 2 != parity) | (owners == EXPERTS)
+            assert np.asarray(got)[others].tobytes() == np.asarray(want)[others].tobytes(), parity
+            for expert in range(parity, EXPERTS, 2):
+                assert np.isnan(float64(got)[owners == expert]).any(), expert

@@ -15,8 +15,9 @@ from pallas_kernels._mosaic import row_products, tuning
 from pallas_kernels._mosaic.row_tiling import tile_rows
 from tests.pallas_kernels.hopper import launches, lower
 
-OTHER_WIDTHS = [(64, 64), (64, 8192), (1856, 2688), (192, 320), (256, 512), (8192, 64)]
-QUICK = [((64, 64), jnp.bfloat16), ((1856, 2688), jnp.bfloat16), ((192, 320), jnp.float16)]
+OTHER_WIDTHS = [(64, 64), (192, 192), (64, 8192), (1856, 2688), (192, 320), (256, 512), (8192, 64)]
+# Tiles of 64 columns lower in test_transforms.py, with biases and accumulators too.
+QUICK = [((192, 192), jnp.float16)]
 
 
 def arguments(shape: Shape, dtype=jnp.bfloat16):
@@ -37,11 +38,10 @@ def forward_and_backward(x, w1, w2, group_sizes, probs):
 
 
 FAST = {"nano-16k", "mixtral"}  # a width that leaves half a tile, and one that leaves none
-OTHER_ROWS = {"nano-8k", "nano-32k", "super-4k", "ultra-4k"}  # widths that others have
 
 
 def marks_of(name):
-    return [pytest.mark.slow] * (name not in FAST) + [pytest.mark.long] * (name in OTHER_ROWS)
+    return [pytest.mark.long] * (name not in FAST)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in MEASURED])

@@ -33,10 +33,10 @@ def tuning(draw):
     )
 
 
-def try_kernel(name, drawn, width, hidden, programs, changes):
+def try_kernel(name, drawn, width, hidden, dtype, programs, changes):
     """The kernels take rows in eights: the launch pads to that."""
     sizes, rows = drawn
-    given = operands(sizes, -(-rows // 8) * 8, experts=len(sizes), width=width, hidden=hidden)
+    given = operands(sizes, -(-rows // 8) * 8, experts=len(sizes), width=width, hidden=hidden, dtype=dtype)
     Program(KERNELS[name], given, programs=programs, **changes).check(sizes, given)
 
 
@@ -45,12 +45,13 @@ DRAWS = dict(
     drawn=groups(),
     width=WIDTHS,
     hidden=WIDTHS,
+    dtype=DTYPES,
     programs=st.integers(1, 6),
     changes=tuning(),
 )
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=2)
 @given(**DRAWS)
 def test_any_kernel(**draws):
     try_kernel(**draws)

@@ -5,6 +5,7 @@ one, in `tests/gpu`: the interpreter does not run under `jax.checkpoint`.
 """
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ def device_of(implementation):
     return on_h200() if implementation == "mosaic" else contextlib.nullcontext()
 
 
+@functools.cache  # one function object, which JAX traces once for several policies
 def layer_of(implementation):
     def layer(x, w1, w2, probs):
         # The input of the op is made here: it is an intermediate of the checkpointed function, as in a model.
@@ -36,6 +38,7 @@ def layer_of(implementation):
     return layer
 
 
+@functools.cache
 def inputs(dtype=jnp.bfloat16):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((ROWS, WIDTH), (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
@@ -110,7 +113,7 @@ BACKWARD = {"grad_act": 1, "grad_x": 1, "grad_weight": 2}
 
 @pytest.mark.parametrize(
     ("policy", "again"),
-    [("saved", 0), ("offloaded", 0), ("the rows recomputed", 0), ("the activation recomputed", 1)],
+    [("offloaded", 0), ("the rows recomputed", 0), ("the activation recomputed", 1)],
 )
 def test_fc1_runs_again_only_where_its_output_is_recomputed(policy, again):
     block = jax.checkpoint(layer_of("mosaic"), policy=PLACED[policy])
@@ -119,8 +122,11 @@ def test_fc1_runs_again_only_where_its_output_is_recomputed(policy, again):
         y, pullback = jax.vjp(block, *arguments)
         return y, pullback(y)
 
-    assert launches(layer_of("mosaic"), *inputs()) == FORWARD
     assert launches(step, *inputs()) == FORWARD | BACKWARD | {"fc1": 1 + again}
+
+
+def test_without_gradients_the_forward_kernels_run():
+    assert launches(layer_of("mosaic"), *inputs()) == FORWARD
 
 
 @IMPLEMENTATIONS
@@ -136,8 +142,8 @@ def test_names_are_there_without_gradients(implementation):
     [
         ("reference", jnp.bfloat16, (8, 7)),
         ("reference", jnp.float32, (8, 23)),
+        ("reference", jnp.float16, (5, 10)),
         ("mosaic", jnp.bfloat16, (8, 7)),
-        ("mosaic", jnp.float16, (5, 10)),
     ],
 )
 def test_rounding_is_pinned_right_before_each_name(implementation, dtype, bits):
@@ -178,7 +184,7 @@ def gradients(implementation, policy):
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.long)])
 def test_saved_offloaded_and_recomputed_give_the_same_bits(dtype):
     """By JAX's own policies: the names are plain ones."""
 
@@ -189,7 +195,6 @@ def test_saved_offloaded_and_recomputed_give_the_same_bits(dtype):
     assert all(np.asarray(g, np.float32).any() for g in saved)
     for policy in (
         offload(*BOTH),
-        offload(BOTH[1]),
         policies.save_only_these_names(BOTH[0]),
         policies.nothing_saveable,
     ):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_mlp
+from tests.pallas_kernels.hopper import on_h200
 from tests.pallas_kernels.interpreter import interpreted
 from tests.pallas_kernels.oracle import dense, float64, make, norm_error
 
@@ -13,7 +14,6 @@ SIZES, ROWS = [9, 0, 20, 3], 35
 GROUPS = jnp.array(SIZES, jnp.int32)
 # The kernels' rows, activation and its gradient are rounded to 16 bits before the product; its sums are not.
 OF_16_BITS, OF_32_BITS = 5e-3, 1e-6
-BOTH = pytest.mark.parametrize("implementation", ["reference", "mosaic"])
 
 
 def arguments():
@@ -39,7 +39,7 @@ def gradients(implementation, **more):
     return run
 
 
-@BOTH
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("mosaic", marks=pytest.mark.long)])
 def test_float32_weights_get_float32_gradients_that_16_bits_could_not_hold(implementation):
     """And 16-bit ones where that is asked for: rounded once, on their way out."""
     x, w1, w2, probs, _, _, dy = arguments()
@@ -55,7 +55,28 @@ def test_float32_weights_get_float32_gradients_that_16_bits_could_not_hold(imple
         assert norm_error(rounded, float64(dw)) < OF_16_BITS
 
 
-@pytest.mark.parametrize("implementation", ["reference", pytest.param("mosaic", marks=pytest.mark.slow)])
+def outputs_of_grad_weight(jaxpr):
+    """The dtypes that the kernels of the weights' gradients write."""
+    for eqn in jaxpr.eqns:
+        if eqn.params.get("name") == "grouped_mlp_grad_weight":
+            yield from (v.aval.dtype for v in eqn.outvars)
+            continue
+        for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from outputs_of_grad_weight(inner)
+
+
+@pytest.mark.parametrize("grad_dtype", [None, jnp.bfloat16])
+def test_the_kernels_write_the_gradients_in_the_dtype_that_is_asked_for(grad_dtype):
+    x, w1, w2, probs, _, _, dy = arguments()
+    wide = w1.astype(jnp.float32), w2.astype(jnp.float32)
+    with on_h200():
+        traced = jax.make_jaxpr(gradients("mosaic", grad_dtype=grad_dtype))(wide, None, x, probs, dy)
+    assert list(outputs_of_grad_weight(traced.jaxpr)) == [grad_dtype or jnp.float32] * 2
+    assert [out.dtype for out in traced.out_avals] == [jnp.float32] * 2
+
+
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("mosaic", marks=pytest.mark.long)])
 def test_sums_over_two_calls_are_the_gradients_of_the_accumulators(implementation):
     x, w1, w2, probs, _, _, dy = arguments()
     keys = jax.random.split(jax.random.key(0))
