@@ -61,12 +61,13 @@ class KernelGraph:
         """The kernels that make a value, from the last one back to the kernel."""
         return (i for _, i in back_to_the_kernel(v, self.maker, self.eqns) if i in self.reads)
 
-    def before(self, i: int) -> set[int]:
-        """The kernels that a kernel is computed from."""
+    def before(self, i: int, first: int = 0) -> set[int]:
+        """The kernels from which kernel `i` is computed, as far as they stand at or after kernel `first`."""
         found: set[int] = set()
         todo = [i]
         while todo:
-            makers = {self.maker[v] for v in self.reads[todo.pop()] if v in self.maker} - found
+            reads = self.reads[todo.pop()]
+            makers = {self.maker[v] for v in reads if self.maker.get(v, -1) >= first} - found
             found |= makers
             todo += makers
         return found

@@ -176,7 +176,8 @@ class Order:
         while todo:
             j = todo[-1]
             needs = [*self._reads[j], *([self._displaced[j]] if j in self._displaced else ())]
-            missing = {self._maker[v] for v in needs if v in self._maker} - self.placed.keys()
+            makers = (self._maker[v] for v in needs if v in self._maker)
+            missing = {maker for maker in makers if maker not in self.placed}
             if missing and j not in self.placed:
                 todo += sorted(missing, reverse=True)
                 continue
@@ -315,9 +316,10 @@ class Order:
         arrived = self._waits.due(self._time)
         if is_compute(self._eqns[i]):
             # What the kernel is computed from it waits for anyway.
-            before = self._graph.before(i)
-            self._made_small = [v for v in self._made_small if self._maker[v] not in before]
-            arrived += [v for v in self._made_small if v not in self._left]
+            pending = [v for v in self._made_small if v not in self._left]
+            before = self._graph.before(i, min((self._maker[v] for v in pending), default=i))
+            self._made_small = [v for v in pending if self._maker[v] not in before]
+            arrived += self._made_small
         others = [v for v in reads if v is not self._program.iteration]
         if not tied and (len(loose) == len(reads) or displaced is not None):
             tied = sorted(others, key=lambda v: compat.nbytes(v.aval))[:1]
