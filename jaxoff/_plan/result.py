@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxoff._device.profile import Device
 from jaxoff._plan.layer import UNNAMED, UNNAMED_DOTS, Verb
-from jaxoff._plan.layer_cost import Times
+from jaxoff._plan.layer_states import Times
 from jaxoff._plan.step_cost import Moment
 from jaxoff._policy.combinators import FirstLayers
 from jaxoff._policy.policy import PLAN_PRESET, Policy, Unmarked

@@ -22,7 +22,8 @@ from collections.abc import Iterator, Sequence
 
 from jaxoff._plan.calibrations import SECOND_LOOP_PART
 from jaxoff._plan.layer import Label, Placements
-from jaxoff._plan.layer_cost import LayerModel, Times, ValueStates
+from jaxoff._plan.layer_cost import LayerModel
+from jaxoff._plan.layer_states import Times, ValueStates
 from jaxoff._plan.timeline import Point
 
 

@@ -176,8 +176,7 @@ class Order:
         while todo:
             j = todo[-1]
             needs = [*self._reads[j], *([self._displaced[j]] if j in self._displaced else ())]
-            makers = (self._maker[v] for v in needs if v in self._maker)
-            missing = {maker for maker in makers if maker not in self.placed}
+            missing = {m for v in needs if (m := self._maker.get(v)) is not None and m not in self.placed}
             if missing and j not in self.placed:
                 todo += sorted(missing, reverse=True)
                 continue

@@ -121,7 +121,7 @@ python -m jaxoff doctor --json
         ("uv run python -m models.train --steps many", "valid integer"),
         ("uv run python -m jaxoff doktor", "has doctor"),
         ("uv run python -m jaxoff doctor --yaml", "--yaml"),
-        ("pip install 'jaxoff[cuda99]'", "unknown extra cuda99; there are cuda13"),
+        ("pip install 'jaxoff[cuda99]'", "unknown extra cuda99; there are cli, cuda13, plots"),
         ("pip install jaxof", "got 'jaxof'"),
         ("uv sync --extra cuda99", "unknown extra cuda99"),
         ("uv run --extra cuda99 pytest", "unknown extra cuda99"),

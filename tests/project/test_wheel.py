@@ -165,7 +165,7 @@ def test_what_ships_with_jaxoff_is_found_as_installed(python):
         """
 import importlib.resources, jaxoff
 print(jaxoff.Device.of("h200").name)
-print((importlib.resources.files("jaxoff") / "targets" / "h200.txtpb").is_file())
+print((importlib.resources.files("jaxoff._device") / "data" / "h200.txtpb").is_file())
 """,
     )
     assert printed.splitlines() == ["NVIDIA H200", "True"]
