@@ -89,7 +89,7 @@ def meshes():
     [("fsdp=2,expert=2,pipe=2", 2), pytest.param("data=2,pipe=4", 1, marks=pytest.mark.long)],
 )
 def test_loss_and_gradients_with_offload(mesh, virtual):
-    simple = dict(mtp_layers=0)  # the long tests have a prediction head, and order the copies
+    simple = dict(mtp_layers=0, d_shared=0)  # the long tests have all parts, and order the copies
     check(on(mesh, virtual, **simple), jit=jax.jit, **simple)
 
 
@@ -114,7 +114,10 @@ def test_a_model_without_experts(mesh, virtual):
     check(on(mesh, virtual, **dense), **dense)
 
 
-@pytest.mark.parametrize(("mesh", "virtual"), [("data=2,expert=2,pipe=2", 2), ("fsdp=2,expert=4", 1)])
+@pytest.mark.parametrize(
+    ("mesh", "virtual"),
+    [("data=2,expert=2,pipe=2", 2), pytest.param("fsdp=2,expert=4", 1, marks=pytest.mark.long)],
+)
 def test_residuals_of_every_tick_are_on_the_host(mesh, virtual):
     """Each rank keeps those of all its ticks, of the layers of one stage; a part of the batch each."""
     divided = on(mesh, virtual, mtp_layers=0)

@@ -89,21 +89,10 @@ def test_names_of_the_whole_model():
     assert found == ATTENTION | DENSE | EXPERTS | SHARED | HEAD | {"mtp.norm_in", "mtp.proj_in"}
 
 
-def residuals(config, policy, batch=2, length=17):
+def residuals(config, policy, batch, length):
     graph, params = shapes(config, policy)
     report = jaxoff.residuals(lambda p, t: loss_of(graph)(p, t)[0], params, tokens(batch, length))
     return [r for r in report if r.placement != "recompute"]
-
-
-def test_backward_lives_from_the_names_alone():
-    """With every name saved, nothing with an axis of tokens is kept that has no name."""
-    config = Config.preset("tiny", **SMALL)
-    kept = residuals(config, jaxoff.policy(save=["*"]), batch=3, length=12)
-    named = {r.name for r in kept if r.name}
-    tokens_of = [r for r in kept if not r.name and any(size in (33, 66) for size in r.shape)]
-    assert tokens_of == []
-    # What no gradient reads is not kept: a sum, and the attention's output, which is also `attn.proj_in`.
-    assert named == (ATTENTION | DENSE | EXPERTS | SHARED | HEAD) - {"attn.core", "moe.combined"}
 
 
 def bits(tree):
@@ -177,8 +166,8 @@ def test_presets_change_no_bit_either():
 
 def test_policies_place_differently_what_computes_the_same():
     config = Config.preset("tiny", **SMALL)
-    placed = {
-        kind: {(r.name, r.placement) for r in residuals(config, policy) if r.name}
+    kept = {
+        kind: residuals(config, policy, batch=3, length=12)
         for kind, policy in {
             "saved": jaxoff.policy(save=["*"]),
             "moved": jaxoff.policy(offload=["*"]),
@@ -186,6 +175,12 @@ def test_policies_place_differently_what_computes_the_same():
             "none": jaxoff.policy(recompute=["*"]),
         }.items()
     }
+    # With every name saved, no value without a name has an axis of tokens.
+    assert [r for r in kept["saved"] if not r.name and any(size in (33, 66) for size in r.shape)] == []
+    placed = {kind: {(r.name, r.placement) for r in found if r.name} for kind, found in kept.items()}
+    # What no gradient reads is not kept: a sum, and the attention's output, which is also `attn.proj_in`.
+    names = (ATTENTION | DENSE | EXPERTS | SHARED | HEAD) - {"attn.core", "moe.combined"}
+    assert {name for name, _ in placed["saved"]} == names
     assert {place for _, place in placed["saved"]} == {"device"}
     assert {place for _, place in placed["moved"]} == {"host"}
     assert {name for name, _ in placed["saved"]} == {name for name, _ in placed["moved"]}
@@ -227,7 +222,9 @@ def test_a_policy_that_cannot_be_hashed_or_called_is_refused():
 
 
 def test_loss_is_the_sum_of_its_terms_and_a_later_token_changes_no_earlier_logit():
-    config = Config.preset("tiny", dtype="float32", mtp_layers=1, **SMALL, **TWO_OF_EXPERTS)
+    config = Config.preset(
+        "tiny", dtype="float32", mtp_layers=1, **(SMALL | TWO_OF_EXPERTS | dict(d_shared=0))
+    )
     model, batch = model_of(config), tokens(2, 17)
     loss, metrics = jax.jit(lambda batch: loss_fn(model, batch))(batch)
     terms = metrics["ce"] + config.aux_loss_coef * metrics["aux"] + config.z_loss_coef * metrics["z"]

@@ -38,12 +38,16 @@ LOOP = ["num_layers=2", "first_k_dense=0"]
 
 
 def test_the_step_is_compiled_for_copies_beside_compute():
-    policy = policy_text.parse(POLICY)
-    moving, twin = (program(p, overrides=LOOP) for p in (policy, policy.on_device()))
-    for p in (moving, twin):
-        p.step.lower(p.state_shapes, tokens(p))
-    assert moving.step.options[SCHEDULING_MODE] == "CONCURRENT"
-    assert twin.step.options.keys() == {DISABLED_PASSES}
+    p = program(policy_text.parse(POLICY), overrides=LOOP)
+    p.step.lower(p.state_shapes, tokens(p))
+    assert p.step.options[SCHEDULING_MODE] == "CONCURRENT"
+
+
+@pytest.mark.long
+def test_the_twins_step_is_compiled_without_copies():
+    p = program(policy_text.parse(POLICY).on_device(), accum=2, overrides=LOOP)
+    p.step.lower(p.state_shapes, tokens(p))
+    assert p.step.options.keys() == {DISABLED_PASSES}
 
 
 @pytest.mark.long
