@@ -62,13 +62,13 @@ def test_a_plan_for_the_smallest_budget(program):
 @pytest.mark.long
 def test_between_two_placements_the_first_layers_are_placed_otherwise():
     settings = [s for s in SETTINGS if not s.startswith(("num_layers", "first_k_dense"))]
-    overrides = parse_overrides([*settings, "num_layers=4", "first_k_dense=0"])
+    overrides = parse_overrides([*settings, "num_layers=8", "first_k_dense=0"])
     program = Program(Options.of("tiny", overrides=overrides, **SMALLER), None)
     with pytest.raises(jaxoff.BudgetError) as caught:
         program.plan(1)
     least = caught.value.smallest_bytes
     assert least is not None
-    mixed = program.plan(1.1 * least)
+    mixed = program.plan(1.05 * least)
     assert mixed.first_layers
     text = policy_text.render(mixed.policy)
     assert text.startswith(f"first={mixed.first_layers}|plan;")
