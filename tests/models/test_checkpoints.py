@@ -24,7 +24,7 @@ folder = Path(sys.argv[1])
 with Checkpoints(folder, keep=3) as checkpoints:
     checkpoints.save(1, {"w": jnp.full(3, 7.0)}, {"seed": 0})
     checkpoints.wait()
-    checkpoints.save(2, {"w": jnp.arange(50_000_000.0)}, {"seed": 0})
+    checkpoints.save(2, {"w": jnp.arange(10_000_000.0)}, {"seed": 0})
     while not list(folder.glob("2.*")):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import data
@@ -22,6 +22,7 @@ def pieces_of(documents):
     return [d[i : i + size] for d in documents for i in range(0, len(d), size)]
 
 
+@settings(deadline=None)
 @given(DOCUMENTS)
 def test_the_split_keeps_every_byte_once_and_no_piece_on_both_sides(documents):
     train, held_out = data.split(documents)
@@ -66,6 +67,7 @@ def test_the_split_holds_out_about_the_fraction_asked_for():
     assert 0.05 <= len(held_out) / (len(train) + len(held_out)) <= 0.1
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))
 def test_permute_is_a_bijection(n, key):
     assert sorted(data.permute(np.arange(n), n, key)) == list(range(n))
@@ -76,6 +78,7 @@ def test_permute_is_the_same_on_every_machine():
     assert data.permute(np.arange(8), 8, 2).tolist() != PERMUTED_8_1
 
 
+@settings(deadline=None)
 @given(
     size=st.integers(9, 400),
     batch=st.integers(1, 7),
@@ -95,6 +98,7 @@ def test_a_batch_is_a_pure_function_of_seed_and_index(size, batch, seq, seed, in
     np.testing.assert_array_equal(np.diff(first[index]) % 256, 1)
 
 
+@settings(deadline=None)
 @given(size=st.integers(10, 250), batch=st.integers(1, 5), seq=st.integers(1, 4), seed=st.integers(0, 99))
 def test_an_epoch_visits_every_window_once(size, batch, seq, seed):
     batches = data.Batches(np.arange(size, dtype=np.uint8), batch, seq, seed)

@@ -39,15 +39,18 @@ def layer(division, params, x):
     return nnx.merge(graph, params)(x)
 
 
+@jax.jit
 def on_one_device(params, x, dy):
     def total(params, x):
         out, stats = layer(None, params, x)
         return jnp.sum(out * dy) + stats.aux + stats.z, (out, stats)
 
-    return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(params, x)
+    return jax.value_and_grad(total, (0, 1), has_aux=True)(params, x)
 
 
-def divided(params, x, dy, capacity):
+@functools.cache
+def on_devices(capacity):
+    """The same, divided: one function for a capacity, which compiles once for each number of tokens."""
     mesh = MeshShape(expert=PARTS).build(jax.devices()[:PARTS])
     division = Division(BATCH, "expert", capacity)
 
@@ -66,43 +69,44 @@ def divided(params, x, dy, capacity):
 
     given, tokens = (SPECS, P("expert"), P("expert")), P("expert")
     made = ((P(), (tokens, P(), tokens)), (SPECS, tokens))
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=made, check_vma=False))(
-        params, x, dy
-    )
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=made, check_vma=False))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "router"),
-    [(5, "random"), (1, "random"), (5, "one")],
-    ids=["tokens that nothing divides", "experts without a token", "all tokens to the same experts"],
-)
-def test_as_on_one_device(tokens, router):
+def check_as_on_one_device(tokens, router):
     params, (x, dy) = weights(router), rows(tokens)
     (value, (out, stats)), grads = on_one_device(params, x, dy)
-    if router == "one":
-        assert stats.load.tolist() == [PARTS * tokens] * 2 + [0] * 6
-    elif tokens == 1:
-        assert 0 in stats.load.tolist()
-    (got, (got_out, load, overflow)), got_grads = divided(params, x, dy, capacity=PARTS)
+    (got, (got_out, load, overflow)), got_grads = on_devices(PARTS)(params, x, dy)
     assert overflow.tolist() == [0] * PARTS
     assert load.tolist() == stats.load.tolist()
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, (got, got_out, got_grads), (value, out, grads))
     assert all(np.asarray(g).any() for g in jax.tree.leaves(got_grads))
+    return stats.load.tolist()
+
+
+def test_as_on_one_device():
+    tokens = 5  # no divisor of anything
+    check_as_on_one_device(tokens, "random")
+    assert check_as_on_one_device(tokens, "one") == [PARTS * tokens] * 2 + [0] * 6
+
+
+@pytest.mark.long
+def test_experts_without_a_token_are_as_on_one_device():
+    assert 0 in check_as_on_one_device(1, "random")
 
 
 def test_what_has_no_room_is_counted_and_left_out():
-    tokens = 6
+    tokens = 5
     params, (x, dy) = weights("one"), rows(tokens)
     (_, (out, _)), _ = on_one_device(params, x, dy)
-    # All 12 rows of a device are for the first one; there is room for twice 12 / 4.
-    (_, (got, _, overflow)), _ = divided(params, x, dy, capacity=2.0)
-    assert overflow.tolist() == [6] * PARTS
-    # The first six rows are those of the first expert: each token lost its second.
+    # All 10 rows of a device are for the first device; there is room for twice 10 / 4.
+    (_, (got, _, overflow)), _ = on_devices(2.0)(params, x, dy)
+    assert overflow.tolist() == [5] * PARTS
+    # The first five rows are for the first expert: each token lost its second.
     assert not np.allclose(got, out)
     assert np.asarray(got).any(axis=1).all()
-    (_, (got, _, overflow)), (_, got_dx) = divided(params, x, dy, capacity=1.0)
-    assert overflow.tolist() == [9] * PARTS
+    (_, (got, _, overflow)), (_, got_dx) = on_devices(1.0)(params, x, dy)
+    assert overflow.tolist() == [7] * PARTS
     lost = np.tile(np.arange(tokens) >= 3, PARTS)  # both of their experts
     assert not np.asarray(got)[lost].any()
     assert np.asarray(got)[~lost].any(axis=1).all()

@@ -19,10 +19,19 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("overrides", [{}, {"mtp_layers": 1, "router": "softmax"}], ids=["tiny", "mtp"])
-def test_host_bytes_are_those_of_the_differentiated_program(policy, overrides):
-    config = Config.preset("tiny", **SMALL, **overrides)
+KINDS = {"tiny": {}, "mtp": {"mtp_layers": 1, "router": "softmax"}}
+# The default policy is like "experts", and test_lm.py has all names saved.
+QUICK = {("all names", "mtp"), ("megatron", "tiny"), ("te_v2", "tiny")}
+PAIRS = [
+    pytest.param(policy, kind, marks=() if (policy, kind) in QUICK else pytest.mark.long)
+    for policy in POLICIES
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("policy", "kind"), PAIRS)
+def test_host_bytes_are_those_of_the_differentiated_program(policy, kind):
+    config = Config.preset("tiny", **SMALL, **KINDS[kind])
     graph, params = nnx.split(nnx.eval_shape(lambda: LM(config, policy=POLICIES[policy])))
     batch = jax.ShapeDtypeStruct((2, 17), jnp.int32)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import history
@@ -31,6 +31,7 @@ def test_a_resumed_run_drops_what_it_makes_again(tmp_path: Path):
     assert [r["loss"] for r in history.read(second.path)] == [1.0, 2.0, 3.0, 44.0]
 
 
+@settings(deadline=None)
 @given(cut=st.integers(0, 60))
 def test_a_file_cut_anywhere_gives_its_whole_lines(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("history") / "losses.jsonl"

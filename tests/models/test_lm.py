@@ -14,6 +14,7 @@ from jaxoff._jaxpr import compat
 from models import LM, Block, Config, loss_fn
 
 SMALL = dict(d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, d_expert=24, d_shared=40, d_ff=48)
+TWO_OF_EXPERTS = dict(num_layers=2, first_k_dense=0)
 ATTENTION = {"attn.norm_in", "attn.qkv_in", "attn.qkv", "attn.core", "attn.proj_in", "mlp.norm_in"}
 DENSE = {"mlp.fc1_in", "mlp.act"}
 EXPERTS = {"moe.router_logits", "moe.probs", "moe.dispatched", "moe.act", "moe.combined"}
@@ -39,9 +40,27 @@ def names_in(function, *args):
     return collections.Counter(str(eqn.params["name"]) for eqn in eqns if eqn.primitive.name == "name")
 
 
+@functools.cache
+def parameters(config):
+    return jax.jit(lambda: nnx.state(LM(config)))()
+
+
+def shapes(config, policy=None):
+    """A model and its parameters without values, for what is traced alone."""
+    return nnx.split(nnx.eval_shape(lambda: LM(config, policy=policy)))
+
+
+def loss_of(graph):
+    return lambda params, tokens: loss_fn(nnx.merge(graph, params), tokens)
+
+
 def program(config, policy=None):
-    graph, params = nnx.split(LM(config, policy=policy))
-    return params, lambda params, tokens: loss_fn(nnx.merge(graph, params), tokens)
+    graph, _ = shapes(config, policy)
+    return parameters(config), loss_of(graph)
+
+
+def model_of(config):
+    return nnx.merge(shapes(config)[0], parameters(config))
 
 
 @pytest.mark.parametrize(
@@ -65,26 +84,15 @@ def test_names_of_each_kind_of_layer(overrides, moe, want):
 
 
 def test_names_of_the_whole_model():
-    params, loss = program(Config.preset("tiny", mtp_layers=1, **SMALL))
-    found = set(names_in(loss, params, tokens(2, 9)))
+    graph, params = shapes(Config.preset("tiny", mtp_layers=1, **SMALL))
+    found = set(names_in(loss_of(graph), params, tokens(2, 9)))
     assert found == ATTENTION | DENSE | EXPERTS | SHARED | HEAD | {"mtp.norm_in", "mtp.proj_in"}
 
 
-def residuals(config, policy, batch=2, length=17):
-    params, loss = program(config, policy)
-    report = jaxoff.residuals(lambda p, t: loss(p, t)[0], params, tokens(batch, length))
+def residuals(config, policy, batch, length):
+    graph, params = shapes(config, policy)
+    report = jaxoff.residuals(lambda p, t: loss_of(graph)(p, t)[0], params, tokens(batch, length))
     return [r for r in report if r.placement != "recompute"]
-
-
-def test_backward_lives_from_the_names_alone():
-    """With every name saved, nothing with an axis of tokens is kept that has no name."""
-    config = Config.preset("tiny", **SMALL)
-    kept = residuals(config, jaxoff.policy(save=["*"]), batch=3, length=12)
-    named = {r.name for r in kept if r.name}
-    tokens_of = [r for r in kept if not r.name and any(size in (33, 66) for size in r.shape)]
-    assert tokens_of == []
-    # What no gradient reads is not kept: a sum, and the attention's output, which is also `attn.proj_in`.
-    assert named == (ATTENTION | DENSE | EXPERTS | SHARED | HEAD) - {"attn.core", "moe.combined"}
 
 
 def bits(tree):
@@ -97,34 +105,55 @@ def loss_and_gradients(config, policy):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params, tokens(2, 33))
 
 
-EVERY = {
-    "offload": jaxoff.policy(offload=["*"]),
+FEW = {
+    "first layers recomputed, others offloaded": jaxoff.FirstLayers(
+        1, jaxoff.policy(recompute=["*"]), jaxoff.policy(offload=["*"])
+    ),
+}
+EVERY = FEW | {
     "recompute": jaxoff.policy(recompute=["*"]),
-    "attention saved, experts offloaded": jaxoff.policy(save=["attn.*"], offload=["moe.*", "mlp.*"]),
     "first layers offloaded": jaxoff.FirstLayers(
         1, jaxoff.policy(offload=["*"]), jaxoff.policy(save=["attn.*"])
     ),
+    "offload": jaxoff.policy(offload=["*"]),
+    "attention saved, experts offloaded": jaxoff.policy(save=["attn.*"], offload=["moe.*", "mlp.*"]),
     "activations and inputs offloaded": jaxoff.policy(save=["moe.probs"], offload=["*.act", "attn.norm_in"]),
 }
 
 
+def check_placements(config, policies):
+    saved = loss_and_gradients(config, jaxoff.policy(save=["*"]))
+    assert all(np.asarray(g).any() for g in jax.tree.leaves(saved[1]))
+    for name, policy in policies.items():
+        assert bits(loss_and_gradients(config, policy)) == bits(saved), name
+
+
+def test_placement_changes_no_bit_of_loss_and_gradients():
+    config = Config.preset("tiny", dtype="float32", **TWO_OF_EXPERTS)
+    check_placements(config, FEW)
+
+
+@pytest.mark.long
+def test_a_model_without_policy_agrees_closely():
+    config = Config.preset("tiny", dtype="float32")
+    plain, saved = (loss_and_gradients(config, policy) for policy in (None, jaxoff.policy(save=["*"])))
+    # Without a policy XLA fuses, and so rounds, otherwise.
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(saved), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(dict(dtype="bfloat16"), marks=pytest.mark.long),
+        dict(dtype="bfloat16"),
         dict(dtype="float32"),
-        pytest.param(
-            dict(dtype="bfloat16", mtp_layers=1, router="softmax", d_shared=0), marks=pytest.mark.long
-        ),
+        dict(dtype="bfloat16", mtp_layers=1, router="softmax", d_shared=0),
     ],
     ids=["bf16", "fp32", "bf16-mtp-softmax"],
 )
-def test_placement_changes_no_bit_of_loss_and_gradients(overrides):
-    config = Config.preset("tiny", **overrides)
-    saved = loss_and_gradients(config, jaxoff.policy(save=["*"]))
-    assert all(np.asarray(g).any() for g in jax.tree.leaves(saved[1]))
-    for name, policy in EVERY.items():
-        assert bits(loss_and_gradients(config, policy)) == bits(saved), name
+def test_no_placement_changes_a_bit_of_loss_and_gradients(overrides):
+    check_placements(Config.preset("tiny", **overrides), EVERY)
 
 
 @pytest.mark.long
@@ -137,8 +166,8 @@ def test_presets_change_no_bit_either():
 
 def test_policies_place_differently_what_computes_the_same():
     config = Config.preset("tiny", **SMALL)
-    placed = {
-        kind: {(r.name, r.placement) for r in residuals(config, policy) if r.name}
+    kept = {
+        kind: residuals(config, policy, batch=3, length=12)
         for kind, policy in {
             "saved": jaxoff.policy(save=["*"]),
             "moved": jaxoff.policy(offload=["*"]),
@@ -146,6 +175,12 @@ def test_policies_place_differently_what_computes_the_same():
             "none": jaxoff.policy(recompute=["*"]),
         }.items()
     }
+    # With every name saved, no value without a name has an axis of tokens.
+    assert [r for r in kept["saved"] if not r.name and any(size in (33, 66) for size in r.shape)] == []
+    placed = {kind: {(r.name, r.placement) for r in found if r.name} for kind, found in kept.items()}
+    # What no gradient reads is not kept: a sum, and the attention's output, which is also `attn.proj_in`.
+    names = (ATTENTION | DENSE | EXPERTS | SHARED | HEAD) - {"attn.core", "moe.combined"}
+    assert {name for name, _ in placed["saved"]} == names
     assert {place for _, place in placed["saved"]} == {"save"}
     assert {place for _, place in placed["moved"]} == {"offload"}
     assert {name for name, _ in placed["saved"]} == {name for name, _ in placed["moved"]}
@@ -153,31 +188,28 @@ def test_policies_place_differently_what_computes_the_same():
     assert placed["none"] == set()
 
 
-def test_a_model_without_policy_agrees_closely():
-    config = Config.preset("tiny", dtype="float32")
-    plain, saved = (loss_and_gradients(config, policy) for policy in (None, jaxoff.policy(save=["*"])))
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(saved), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize(
-    "policy",
-    [pytest.param(None, marks=pytest.mark.long), jaxoff.policy(offload=["*.norm_in"])],
-    ids=["none", "offload"],
+    ("policy", "mtp_layers"),
+    [
+        (jaxoff.policy(offload=["*.norm_in"]), 0),
+        pytest.param(jaxoff.policy(offload=["*.norm_in"]), 1, marks=pytest.mark.long),
+        pytest.param(None, 1, marks=pytest.mark.long),
+    ],
+    ids=["offload", "offload-mtp", "none-mtp"],
 )
-def test_logits_in_chunks_make_the_same_loss_in_less_memory(policy):
-    """Of 32 tokens, and of the prediction head's 31, which no chunk of 8 divides."""
-    narrow = dict(SMALL, num_layers=1, first_k_dense=1, mtp_layers=1, num_experts=2, dtype="float32")
+def test_logits_in_chunks_make_the_same_loss_in_less_memory(policy, mtp_layers):
+    """Of 31 tokens, which no chunk of 8 divides, and of the prediction head's 30."""
+    narrow = dict(SMALL, num_layers=1, first_k_dense=1, mtp_layers=mtp_layers, num_experts=2, dtype="float32")
 
     def compiled(chunk):
         config = Config.preset("tiny", vocab_size=4096, logits_chunk=chunk, **narrow)
         params, loss = program(config, policy)
-        batch = tokens(2, 33, vocab=4096)
+        batch = tokens(2, 32, vocab=4096)
         step = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, batch).compile()
         return step.memory_analysis().temp_size_in_bytes, step(params, batch)
 
     (most, whole), (least, parts) = compiled(0), compiled(8)
-    logits = 4 * 2 * 32 * 4096
+    logits = 4 * 2 * 31 * 4096
     assert least < most - logits
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -189,19 +221,27 @@ def test_a_policy_that_cannot_be_hashed_or_called_is_refused():
             LM(Config.preset("tiny", **SMALL), policy=wrong)  # pyright: ignore[reportArgumentType]
 
 
-def test_loss_is_the_sum_of_its_terms():
-    config = Config.preset("tiny", dtype="float32", mtp_layers=1, **SMALL)
-    model, batch = LM(config), tokens(2, 17)
+def test_loss_is_the_sum_of_its_terms_and_a_later_token_changes_no_earlier_logit():
+    config = Config.preset(
+        "tiny", dtype="float32", mtp_layers=1, **(SMALL | TWO_OF_EXPERTS | dict(d_shared=0))
+    )
+    model, batch = model_of(config), tokens(2, 17)
     loss, metrics = jax.jit(lambda batch: loss_fn(model, batch))(batch)
     terms = metrics["ce"] + config.aux_loss_coef * metrics["aux"] + config.z_loss_coef * metrics["z"]
     np.testing.assert_allclose(loss, terms + config.mtp_weight * metrics["mtp"], rtol=1e-6)
-    log_probs = jax.nn.log_softmax(jax.jit(lambda tokens: model(tokens))(batch[:, :-1]))
+    compute_logits, read = jax.jit(lambda tokens: model(tokens)), batch[:, :-1]
+    logits = compute_logits(read)
+    log_probs = jax.nn.log_softmax(logits)
     want = -jnp.take_along_axis(log_probs, batch[:, 1:, None], axis=-1).mean()
     np.testing.assert_allclose(metrics["ce"], want, rtol=1e-5)
     assert abs(float(metrics["ce"]) - np.log(256)) < 0.3
     # Two layers of experts and the prediction head's own, whose last position has no target.
     assert metrics["expert_load"].shape == (3, 8)
     assert metrics["expert_load"].sum(axis=1).tolist() == [2 * 16 * 2] * 2 + [2 * 15 * 2]
+    after = compute_logits(read.at[0, 8].set((read[0, 8] + 1) % 256))
+    assert (logits[0, :8] == after[0, :8]).all()
+    assert (logits[0, 8] != after[0, 8]).any()
+    assert (logits[1] == after[1]).all()
 
 
 @pytest.mark.long
@@ -229,28 +269,21 @@ def test_prediction_head_learns_the_token_after_the_next():
     assert grads["head"][...].any()
 
 
-def test_a_later_token_changes_no_earlier_logit():
-    model, batch = LM(Config.preset("tiny", dtype="float32", **SMALL)), tokens(1, 12)
-    logits = jax.jit(lambda tokens: model(tokens))
-    before, after = logits(batch), logits(batch.at[0, 8].set((batch[0, 8] + 1) % 256))
-    assert (before[:, :8] == after[:, :8]).all()
-    assert (before[:, 8] != after[:, 8]).any()
-
-
 def test_layers_differ_and_equal_rngs_make_equal_models():
-    a, b, c = (LM(Config.preset("tiny", **SMALL), rngs=rngs) for rngs in (None, nnx.Rngs(0), nnx.Rngs(1)))
-    assert bits(nnx.state(a)) == bits(nnx.state(b)) != bits(nnx.state(c))
-    assert a.experts is not None
-    stacked = a.experts.attention.qkv[...]
+    config = Config.preset("tiny", **SMALL, **TWO_OF_EXPERTS)
+    make = jax.jit(lambda key: nnx.state(LM(config, rngs=nnx.Rngs(key))))
+    a, b, c = parameters(config), make(jax.random.key(0)), make(jax.random.key(1))
+    assert bits(a) == bits(b) != bits(c)
+    stacked = a["experts"]["attention"]["qkv"][...]
     assert stacked.shape[0] == 2
     assert not (stacked[0] == stacked[1]).any()
 
 
-@pytest.mark.parametrize("dense", [0, 3])
+@pytest.mark.parametrize("dense", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_models_of_one_kind_of_layer(dense):
     config = Config.preset("tiny", first_k_dense=dense, **SMALL)
-    model = LM(config)
-    loss, metrics = jax.jit(lambda tokens: loss_fn(model, tokens))(tokens(2, 9))
+    params, loss_in = program(config)
+    loss, metrics = jax.jit(loss_in)(params, tokens(2, 9))
     assert np.isfinite(loss)
     assert metrics["expert_load"].shape == (3 - dense, 8)
     assert (float(metrics["aux"]) == 0.0) == (dense == 3)
@@ -284,7 +317,7 @@ def test_training_on_one_batch_lowers_the_loss():
 )
 def test_tokens_that_do_not_fit_are_refused(batch, message):
     with pytest.raises(ValueError, match=message):
-        loss_fn(LM(Config.preset("tiny", **SMALL)), batch)
+        loss_fn(nnx.eval_shape(lambda: LM(Config.preset("tiny", **SMALL))), batch)
 
 
 @pytest.mark.parametrize("moe", [False, True])

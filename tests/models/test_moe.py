@@ -128,7 +128,7 @@ def test_losses_of_a_router_that_sends_all_to_one(router):
 def test_load_balancing_loss_pushes_towards_the_idle_experts():
     config = dataclasses.replace(EXACT, top_k=1)
     logits = 0.1 * jax.random.normal(jax.random.key(0), (64, 5)).at[:, 2].add(20.0)
-    push = jax.grad(lambda z: router_stats(z, choose_experts(z, config)).aux)(logits).sum(0)
+    push = jax.jit(jax.grad(lambda z: router_stats(z, choose_experts(z, config)).aux))(logits).sum(0)
     assert push[2] > 0
     assert (jnp.delete(push, 2) < 0).all()
 
@@ -169,7 +169,7 @@ def test_gradient_has_no_scatter_add():
 
 def test_router_computes_in_float32_and_output_keeps_the_dtype():
     moe, x = layer(dataclasses.replace(EXACT, dtype="bfloat16"))
-    out, stats = moe(x.astype(jnp.bfloat16))
+    out, stats = jax.jit(lambda x: moe(x))(x.astype(jnp.bfloat16))
     assert out.dtype == jnp.bfloat16
     assert stats.aux.dtype == stats.z.dtype == jnp.float32
     np.testing.assert_allclose(
@@ -204,7 +204,8 @@ def test_on_hopper_a_step_runs_the_kernels_and_nothing_else_for_the_experts():
 
 def test_leading_axes_are_kept():
     moe, x = layer(EXACT)
-    flat, stats = moe(x)
-    nested, nested_stats = moe(x.reshape(3, 4, -1))
+    apply = jax.jit(lambda x: moe(x))
+    flat, stats = apply(x)
+    nested, nested_stats = apply(x.reshape(3, 4, -1))
     assert (nested.reshape(flat.shape) == flat).all()
     assert (nested_stats.load == stats.load).all()

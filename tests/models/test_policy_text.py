@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxoff
@@ -23,11 +23,24 @@ def policies(draw):
     return jaxoff.policy(**lists, unmarked=unmarked, min_bytes=draw(st.integers(0, 1 << 40)))
 
 
-@given(policies())
-def test_text_and_back(policy):
+def check_text_and_back(policy):
     assert policy_text.parse(policy_text.render(policy)) == policy
 
 
+@settings(max_examples=20, deadline=None)
+@given(policies())
+def test_text_and_back(policy):
+    check_text_and_back(policy)
+
+
+@pytest.mark.long
+@settings(max_examples=500, deadline=None)
+@given(policies())
+def test_any_policy_is_text_and_back(policy):
+    check_text_and_back(policy)
+
+
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 99), policies(), policies())
 def test_two_policies_by_layer_are_text_and_back(count, first, rest):
     policy = jaxoff.FirstLayers(count, first, rest)
@@ -57,6 +70,7 @@ def test_each_of_two_policies_is_checked():
         policy_text.parse("first=8 | te_v2 | ofload=x")
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("offload=sve;,. \n\0te_v2min_bytes1KiB*"), max_size=40))
 def test_any_text_gives_a_policy_or_one_line(text):
     try:

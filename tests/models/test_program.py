@@ -38,12 +38,16 @@ LOOP = ["num_layers=2", "first_k_dense=0"]
 
 
 def test_the_step_is_compiled_for_copies_beside_compute():
-    policy = policy_text.parse(POLICY)
-    moving, twin = (program(p, accum=2, overrides=LOOP) for p in (policy, policy.on_device()))
-    for p in (moving, twin):
-        p.step.lower(p.state_shapes, tokens(p))
-    assert moving.step.options[SCHEDULING_MODE] == "CONCURRENT"
-    assert twin.step.options.keys() == {DISABLED_PASSES}
+    p = program(policy_text.parse(POLICY), overrides=LOOP)
+    p.step.lower(p.state_shapes, tokens(p))
+    assert p.step.options[SCHEDULING_MODE] == "CONCURRENT"
+
+
+@pytest.mark.long
+def test_the_twins_step_is_compiled_without_copies():
+    p = program(policy_text.parse(POLICY).on_device(), accum=2, overrides=LOOP)
+    p.step.lower(p.state_shapes, tokens(p))
+    assert p.step.options.keys() == {DISABLED_PASSES}
 
 
 @pytest.mark.long
@@ -55,7 +59,11 @@ def test_the_step_does_what_jax_jit_makes_of_it():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state, want_state)
 
 
-@pytest.mark.parametrize("layers", [["num_layers=3"], ["num_layers=2"]], ids=["loop", "one layer a stack"])
+@pytest.mark.parametrize(
+    "layers",
+    [pytest.param(["num_layers=3"], marks=pytest.mark.long), ["num_layers=2"]],
+    ids=["loop", "one layer a stack"],
+)
 def test_the_step_moves_what_explain_says(layers):
     p = program(policy_text.parse(POLICY), overrides=layers)
     args = p.state_shapes, jax.ShapeDtypeStruct((1, *p.microbatch_shape.shape), jnp.int32)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -26,6 +26,7 @@ def test_the_sparkline_averages_what_does_not_fit():
     assert sparkline([0, 14, 0, 0, 7, 7], width=3) == BLOCKS[-1] + BLOCKS[0] + BLOCKS[-1]
 
 
+@settings(deadline=None)
 @given(LOSSES, st.integers(1, 80))
 def test_any_losses_make_a_sparkline(values, width):
     line = sparkline(values, width=width)

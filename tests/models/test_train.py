@@ -10,8 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from models import train
 from models.checkpoints import Checkpoints
 from models.compare import accelerator_installed
 from models.compare import compare as compare_twins
+from models.display import Display
 from models.history import read
 from models.options import Options, parse_overrides
 from models.program import Program
@@ -36,11 +35,25 @@ MODEL = [
     "head_dim=8",
     "num_experts=4",
 ]
-MODEL += ["d_expert=16", "d_shared=16"]
-STEPS = 300
-NUMBERS: dict[str, int] = dict(
-    steps=STEPS, batch=4, seq=16, accum=2, eval_every=100, checkpoint_every=20, eval_batches=8
+MODEL += ["d_expert=16", "d_shared=0"]
+STEPS = 120
+NUMBERS: dict[str, Any] = dict(
+    steps=STEPS, batch=4, seq=16, accum=2, eval_every=40, checkpoint_every=40, eval_batches=8, lr=1e-2
 )
+# The program, killed once it has shown step 50 and written a checkpoint. The last argument is its folder.
+DIES_AT_STEP_50 = """
+import os, pathlib, runpy, signal, sys, time
+from models.display import Display
+show_step = Display.show_step
+def show_and_die(self, step, metrics, time_ms):
+    show_step(self, step, metrics, time_ms)
+    while step == 50 and not pathlib.Path(sys.argv[-1], "checkpoints", "40").exists():
+        time.sleep(0.01)
+    if step == 50:
+        os.kill(os.getpid(), signal.SIGKILL)
+Display.show_step = show_and_die
+runpy.run_module("models.train", run_name="__main__", alter_sys=True)
+"""
 SETTINGS = [word for field in MODEL for word in ("--set", field)]
 SETTINGS += [word for key, value in NUMBERS.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
@@ -80,6 +93,32 @@ class Ended:
         return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compile_once():
+    """Runs of this process with the same computations share what was compiled for the first."""
+    reports, steps, losses = {}, {}, {}
+    explain, compiled_step, compile_held_out = (
+        Program.explain,
+        Program.__dict__["compiled_step"].func,
+        Program.compile_held_out,
+    )
+
+    def once(made, make, program, *args):
+        options = dataclasses.replace(program.options, checkpoint_every=0, eval_every=0, keep=0, data=())
+        key = repr((options, program.policy, [(x.shape, x.dtype) for x in args]))
+        if key not in made:
+            made[key] = make(program, *args)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "explain", lambda self: once(reports, explain, self))
+        patch.setattr(Program, "compiled_step", property(lambda self: once(steps, compiled_step, self)))
+        patch.setattr(
+            Program, "compile_held_out", lambda self, windows: once(losses, compile_held_out, self, windows)
+        )
+        yield
+
+
 @pytest.fixture(scope="module")
 def whole(arguments, tmp_path_factory) -> Ended:
     """A run from the first step to the last."""
@@ -97,23 +136,20 @@ def in_process(words: list[str], out: Path) -> Ended:
     return Ended(out, status, stdout.getvalue(), stderr.getvalue())
 
 
-def start(words: list[str], out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "models.train", *words, "--out", str(out)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def at_step(patch: pytest.MonkeyPatch, step: int, signum: int) -> None:
+    """Sends this process a signal once a run has shown a step."""
+    show_step = Display.show_step
+
+    def show_and_signal(self, shown, metrics, time_ms):
+        show_step(self, shown, metrics, time_ms)
+        if shown == step:
+            signal.raise_signal(signum)
+
+    patch.setattr(Display, "show_step", show_and_signal)
 
 
-def wait_for_step(
-    out: Path, step: int, process: subprocess.Popen[str] | None = None, *, saved: bool = True
-) -> None:
-    """Returns once a run has written so many losses and, if it is to be `saved`, a checkpoint."""
-    deadline = time.monotonic() + 120.0
-    while time.monotonic() < deadline and (process is None or process.poll() is None):
-        losses = out / "losses.jsonl"
-        enough = not saved or any(p.name.isdigit() for p in (out / "checkpoints").glob("*"))
-        if enough and losses.exists() and losses.read_bytes().count(b"\n") >= step:
-            return
-        time.sleep(0.002)
-    raise TimeoutError(f"{out} did not come to step {step}")
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def one_error_line(ended: Ended) -> str:
@@ -122,7 +158,7 @@ def one_error_line(ended: Ended) -> str:
     return ended.stderr
 
 
-def test_a_run_prints_what_it_does_and_ends_with_a_summary(whole: Ended):
+def test_a_run_prints_what_it_does_learns_and_writes_a_summary(whole: Ended):
     assert (whole.status, whole.stderr) == (0, "")
     for words in (
         "parameters",
@@ -139,16 +175,9 @@ def test_a_run_prints_what_it_does_and_ends_with_a_summary(whole: Ended):
         assert words in whole.stdout
     first_table, training = whole.stdout.index("moe.act"), whole.stdout.index("step 1/")
     assert first_table < training < whole.stdout.index("byte-frequency model")
-
-
-def test_a_run_learns_more_than_byte_frequencies(whole: Ended):
-    summary = json.loads((whole.out / "summary.json").read_text())["summary"]
-    assert summary["held_out"][-1][0] == STEPS
-    assert summary["held_out"][-1][1] < summary["byte_frequency"] - 0.3
-
-
-def test_the_summary_file_holds_what_a_reader_needs(whole: Ended):
     content = json.loads((whole.out / "summary.json").read_text())
+    losses = content["summary"]
+    assert losses["held_out"][-1][1] < losses["byte_frequency"] - 0.3
     assert content["identity"]["model"]["d_model"] == 16
     assert content["versions"]["jax"] == jax.__version__
     assert content["options"]["batch"] == 4
@@ -159,138 +188,81 @@ def test_the_summary_file_holds_what_a_reader_needs(whole: Ended):
     assert content["experts"]["name"] == "reference"  # of this width
     assert "multiple of 64, got H = 16" in content["experts"]["reason"]
     assert len(content["summary"]["train"]) == STEPS
-    assert [step for step, _ in content["summary"]["held_out"]] == [100, 200, 300]
+    assert [step for step, _ in content["summary"]["held_out"]] == [40, 80, 120]
     assert (whole.out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_killed_run_resumes_bit_for_bit(arguments, whole: Ended, tmp_path: Path):
+def test_sigint_saves_and_says_how_to_go_on(arguments, whole: Ended, tmp_path: Path, monkeypatch):
     out = tmp_path / "run"
-    process = start(arguments, out)
-    try:
-        wait_for_step(out, 30, process)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert not (out / "summary.json").exists()
-    resumed = in_process([*arguments, "--out", str(out), "--resume"], out)
-    assert (resumed.status, resumed.stderr) == (0, "")
-    assert "resumed  after step" in resumed.stdout
-    assert resumed.weights() == whole.weights()
-    assert resumed.losses == whole.losses
-    assert all(p.name.isdigit() for p in (out / "checkpoints").iterdir())
-
-
-def test_sigint_saves_and_says_how_to_go_on(arguments, whole: Ended, tmp_path: Path):
-    out = tmp_path / "run"
-    process = start(arguments, out)
-    try:
-        wait_for_step(out, 30, process)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, stderr) == (130, "")
-    step = int(stdout.split("stopped by SIGINT after step ")[1].split()[0])
-    assert 30 <= step < STEPS
-    assert read(out / "losses.jsonl")[-1]["step"] == step
-    again = shlex.split(stdout.strip().splitlines()[-1])
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        at_step(patch, 50, signal.SIGINT)
+        stopped = in_process([*arguments, "--out", str(out)], out)
+    assert (stopped.status, stopped.stderr) == (130, "")
+    assert signal.getsignal(signal.SIGINT) is before
+    step = int(stopped.stdout.split("stopped by SIGINT after step ")[1].split()[0])
+    assert 50 <= step <= 51  # a step is shown once the next has started
+    assert stopped.losses[-1]["step"] == step
+    # As a killed run leaves its folder: losses of steps after the last checkpoint.
+    killed = tmp_path / "killed"
+    shutil.copytree(out, killed)
+    shutil.rmtree(killed / "checkpoints" / str(step))
+    again = shlex.split(stopped.stdout.strip().splitlines()[-1])
     assert again[:3] == ["python", "-m", "models.train"]
-    resumed = in_process(again[3:], out)
-    assert resumed.status == 0
-    assert f"resumed  after step {step}" in resumed.stdout
-    assert resumed.weights() == whole.weights()
-    assert resumed.losses == whole.losses
+    for words, folder, saved in (
+        (again[3:], out, step),
+        ([*arguments, "--out", str(killed), "--resume"], killed, 40),
+    ):
+        resumed = in_process(words, folder)
+        assert (resumed.status, resumed.stderr) == (0, "")
+        assert f"resumed  after step {saved}" in resumed.stdout
+        assert resumed.weights() == whole.weights()
+        assert resumed.losses == whole.losses
 
 
-@pytest.fixture
-def heed_no_sigterm():
-    """Lets a SIGTERM that comes while no run heeds it fall on deaf ears, rather than end the tests."""
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
+    arguments, whole: Ended, tmp_path: Path, monkeypatch
+):
+    compiled = Program.__dict__["compiled_step"].fget
 
-    def ignore(signum, frame):
-        pass
+    def step_with_a_bad_fourth(program):
+        def step(state, tokens):
+            factor = np.nan if int(state["step"]) == 3 else 1.0
+            return compiled(program)(
+                state | {"params": jax.tree.map(lambda x: x * factor, state["params"])}, tokens
+            )
 
-    before = signal.signal(signal.SIGTERM, ignore)
-    yield ignore
-    signal.signal(signal.SIGTERM, before)
+        return step
 
-
-@pytest.mark.long
-def test_sigterm_saves_and_exits_with_143(arguments, whole: Ended, tmp_path: Path, heed_no_sigterm):
-    """And a run that was killed before its first checkpoint starts again under --resume."""
+    monkeypatch.setattr(Program, "compiled_step", property(step_with_a_bad_fourth))
     out = tmp_path / "run"
-    out.mkdir()
-    shutil.copy(whole.out / "run.json", out)
-    (out / "losses.jsonl").write_text('{"step": 1, "loss": 9.0, "ce": 9.0}\n{"step": 2, "lo')
-    sender = threading.Thread(
-        target=lambda: (wait_for_step(out, 25, saved=False), os.kill(os.getpid(), signal.SIGTERM))
-    )
-    sender.start()
-    ended = in_process([*arguments, "--checkpoint-every", "0", "--out", str(out), "--resume"], out)
-    sender.join()
-    assert ended.status == 143
-    step = int(ended.stdout.split("stopped by SIGTERM after step ")[1].split()[0])
-    assert 25 <= step < STEPS
-    assert ended.losses == [r for r in whole.losses if r["step"] <= step]
-    assert [p.name for p in (out / "checkpoints").iterdir()] == [str(step)]
-    assert signal.getsignal(signal.SIGTERM) is heed_no_sigterm
-
-
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(text, tmp_path: Path):
-    """The rate is absurd from the first step on, but a few pass before a float overflows."""
-    out = tmp_path / "run"
-    words = [
-        *SETTINGS,
-        "--data",
-        str(text),
-        "--no-compare",
-        "--lr",
-        "1e38",
-        "--warmup",
-        "250",
-        "--checkpoint-every",
-        "1",
-        "--keep",
-        "3",
-    ]
-    ended = in_process([*words, "--out", str(out)], out)
+    ended = in_process([*arguments, "--checkpoint-every", "1", "--keep", "2", "--out", str(out)], out)
     assert ended.status == 3
     line = one_error_line(ended)
-    bad = int(line.split("step ")[1].split()[0])
-    assert f"checkpoints/{bad - 1}" in line if bad > 1 else "none" in line
-    assert [r["step"] for r in ended.losses] == list(range(1, bad))
+    assert "step 4 gave" in line and "loss = nan" in line
+    assert "checkpoints/3" in line
+    assert ended.losses == [r for r in whole.losses if r["step"] <= 3]
     assert not (out / "summary.json").exists()
-    for saved in (out / "checkpoints").iterdir():
-        weights = ended.weights(int(saved.name))
-        assert all(np.isfinite(np.frombuffer(w, np.float32)).all() for w in weights)
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["2", "3"]
+    for step in (2, 3):
+        assert all(np.isfinite(np.frombuffer(w, np.float32)).all() for w in ended.weights(step))
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
+def test_a_folder_of_another_run_is_refused_and_left_as_it_is(arguments, whole: Ended, tmp_path: Path):
+    before = snapshot(whole.out)
+    for changes, difference in (
         (["--batch", "8"], "batch was 4, is 8"),
         (["--set", "top_k=1"], "model.top_k was 2, is 1"),
         (["--seed", "1"], "seed was 0, is 1"),
         (["--data", os.__file__], "data was"),
         ([], "--resume"),
-    ],
-)
-def test_a_folder_of_another_run_is_refused_and_left_as_it_is(arguments, whole: Ended, changes, difference):
-    before = snapshot(whole.out)
-    ended = in_process(
-        [*arguments, *changes, "--out", str(whole.out), *(["--resume"] if changes else [])], whole.out
-    )
-    assert ended.status == 2
-    assert difference in one_error_line(ended)
+    ):
+        resume = ["--resume"] if changes else []
+        ended = in_process([*arguments, *changes, "--out", str(whole.out), *resume], whole.out)
+        assert ended.status == 2
+        assert difference in one_error_line(ended)
     assert snapshot(whole.out) == before
-
-
-def test_a_checkpoint_of_another_run_is_refused(arguments, whole: Ended, tmp_path: Path):
-    """Put under the name of this run, as a copy by hand may do."""
+    # The checkpoints of another run under the name of this one, as a copy by hand may leave them.
     out = tmp_path / "run"
     shutil.copytree(whole.out, out)
     run = json.loads((out / "run.json").read_text())
@@ -303,6 +275,49 @@ def test_a_checkpoint_of_another_run_is_refused(arguments, whole: Ended, tmp_pat
     assert snapshot(out / "checkpoints") == before
 
 
+def test_a_finished_run_resumes_to_its_summary(arguments, whole: Ended):
+    before = whole.losses
+    ended = in_process([*arguments, "--out", str(whole.out), "--resume"], whole.out)
+    assert ended.status == 0
+    assert f"resumed  after step {STEPS}" in ended.stdout
+    assert "byte-frequency model" in ended.stdout
+    assert ended.losses == before
+
+
+@pytest.mark.long
+def test_a_killed_run_resumes_bit_for_bit(arguments, whole: Ended, tmp_path: Path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-c", DIES_AT_STEP_50, *arguments, "--out", str(out)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert read(out / "losses.jsonl")[-1]["step"] == 50
+    assert not (out / "summary.json").exists()
+    resumed = in_process([*arguments, "--out", str(out), "--resume"], out)
+    assert (resumed.status, resumed.stderr) == (0, "")
+    assert "resumed  after step 40" in resumed.stdout
+    assert resumed.weights() == whole.weights()
+    assert resumed.losses == whole.losses
+    assert all(p.name.isdigit() for p in (out / "checkpoints").iterdir())
+
+
+@pytest.mark.long
+def test_sigterm_saves_and_exits_with_143(arguments, whole: Ended, tmp_path: Path, monkeypatch):
+    """And a run that was killed before its first checkpoint starts again under --resume."""
+    out = tmp_path / "run"
+    out.mkdir()
+    shutil.copy(whole.out / "run.json", out)
+    (out / "losses.jsonl").write_text('{"step": 1, "loss": 9.0, "ce": 9.0}\n{"step": 2, "lo')
+    before = signal.getsignal(signal.SIGTERM)
+    at_step(monkeypatch, 25, signal.SIGTERM)
+    ended = in_process([*arguments, "--checkpoint-every", "0", "--out", str(out), "--resume"], out)
+    assert ended.status == 143
+    step = int(ended.stdout.split("stopped by SIGTERM after step ")[1].split()[0])
+    assert 25 <= step <= 26
+    assert ended.losses == [r for r in whole.losses if r["step"] <= step and "held_out" not in r]
+    assert [p.name for p in (out / "checkpoints").iterdir()] == [str(step)]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 @pytest.mark.long
 def test_a_run_that_keeps_no_checkpoint_writes_none(arguments, whole: Ended, tmp_path: Path):
     out = tmp_path / "run"
@@ -312,15 +327,6 @@ def test_a_run_that_keeps_no_checkpoint_writes_none(arguments, whole: Ended, tmp
     assert [p.name for p in (out / "checkpoints").iterdir()] == []
     assert ended.losses == whole.losses
     assert (out / "summary.json").exists()
-
-
-def test_a_finished_run_resumes_to_its_summary(arguments, whole: Ended):
-    before = whole.losses
-    ended = in_process([*arguments, "--out", str(whole.out), "--resume"], whole.out)
-    assert ended.status == 0
-    assert f"resumed  after step {STEPS}" in ended.stdout
-    assert "byte-frequency model" in ended.stdout
-    assert ended.losses == before
 
 
 @pytest.mark.parametrize(
@@ -367,8 +373,9 @@ def test_too_little_disk_is_told_before_anything_is_written(arguments, tmp_path:
 
 
 def test_help_lists_the_options():
-    ended = in_process(["--help"], Path())
-    assert ended.status == 0
+    command = [sys.executable, "-m", "models.train", "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")
     for option in ("--policy", "--resume", "--accum", "--no-compare"):
         assert option in ended.stdout
 
