@@ -102,7 +102,7 @@ def fetched_by_xs(w, x):
 
 def h200_with(nbytes, folder):
     """An H200 with so much memory, of which XLA takes 80% as its limit."""
-    text = (importlib.resources.files("jaxoff") / "targets" / "h200.txtpb").read_text()
+    text = (importlib.resources.files("jaxoff._device") / "data" / "h200.txtpb").read_text()
     text, count = re.subn(r"device_memory_size: \d+", f"device_memory_size: {int(nbytes / 0.8)}", text)
     assert count == 1
     path = folder / "small.txtpb"

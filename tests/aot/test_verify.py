@@ -86,7 +86,7 @@ def test_an_offload_that_vanished():
     assert report.host_bytes == 2 * STACK_NBYTES
     facts = facts_of("unrolled, folded", concurrent=False, report=report)
     assert codes(facts) == ["offload-vanished"]
-    assert "to move 12.58 MB to the host; the compiled program moves nothing" in facts.findings[0].message
+    assert "to copy 12.58 MB to the host; the compiled program copies nothing" in facts.findings[0].message
     assert "prevent_cse=True" in facts.findings[0].message
     kept = facts_of("unrolled", concurrent=False, report=report)
     assert kept.d2h_bytes == report.host_bytes
@@ -96,7 +96,7 @@ def test_an_offload_that_vanished():
 def test_a_part_that_vanished():
     facts = facts_of("scanned", expected_host_bytes=2 * STACK_NBYTES + 1)
     assert codes(facts) == ["offload-vanished"]
-    assert "moves 12.58 MB" in facts.findings[0].message
+    assert "compiled program copies 12.58 MB" in facts.findings[0].message
     assert facts_of("scanned", expected_host_bytes=2 * STACK_NBYTES).findings == ()
 
 
