@@ -18,9 +18,10 @@ from bench.step_variants import Step
 from jaxoff import FirstLayers, Policy
 from jaxoff._plan.calibrations import MARGIN
 from jaxoff._plan.compiled import CompileStep
-from jaxoff._plan.layer import UNNAMED_DOTS, Label, Placements, Verb
+from jaxoff._plan.layer import UNNAMED_DOTS, Label, Placements
 from jaxoff._plan.plan import Planner
 from jaxoff._plan.search import find_fastest, find_smallest
+from jaxoff._policy.decision import Placement
 
 type Role = Literal["plan", "layers", "stock", "maxtext", "single", "bound", "every"]
 
@@ -29,8 +30,8 @@ ROLES: tuple[Role, ...] = ("plan", "layers", "stock", "maxtext", "single", "boun
 EVERY: Role = "every"
 FEW_NAMES = ("mlp",)
 STOCK = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "offload_dots")
-_KEPT: tuple[Verb, ...] = ("save", "offload")
-_DOTS: dict[str, Verb] = {"dots": "save", "offload_dots": "offload"}
+_KEPT: tuple[Placement, ...] = ("save", "offload")
+_DOTS: dict[str, Placement] = {"dots": "save", "offload_dots": "offload"}
 _STOCK_PLACEMENTS: dict[str, Placements] = {
     "nothing_saveable": {},
     "dots_saveable": {Label(UNNAMED_DOTS): "save"},
@@ -190,7 +191,9 @@ def _find_placements(point: Point) -> Placements | None:
 
 def _place_by_label(policy: dict[str, Any]) -> Placements:
     if "count" not in policy:
-        placed: dict[Label, Verb] = {Label(name): verb for verb in _KEPT for name in policy.get(verb, ())}
+        placed: dict[Label, Placement] = {
+            Label(name): verb for verb in _KEPT for name in policy.get(verb, ())
+        }
         if (verb := _DOTS.get(policy.get("unmarked", ""))) is not None:
             placed[Label(UNNAMED_DOTS)] = verb
         return placed

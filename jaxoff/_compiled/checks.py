@@ -35,13 +35,12 @@ def _check_vanished(facts: CompiledFacts, expected: int) -> Iterator[Finding]:
     if (facts.d2h_bytes >= expected or unknown) and not is_twin_of_itself:
         return
     copied = format_nbytes(facts.d2h_bytes) if facts.d2h_bytes else "nothing"
+    wanted = format_nbytes(expected) if expected else "residuals"
     yield Finding(
         FindingCode.OFFLOAD_VANISHED,
-        f"A call is to copy {format_nbytes(expected) if expected else 'residuals'} to the host; the compiled "
-        "program "
-        f"copies {copied}. XLA folds a send to the host with its reload where no loop and no barrier stands "
-        "between the two: keep prevent_cse=True in jax.checkpoint around layers outside of a scan, or scan "
-        "the layers.",
+        f"A call is to copy {wanted} to the host; the compiled program copies {copied}. XLA folds a send to "
+        "the host with its reload where no loop and no barrier stands between the two: keep "
+        "prevent_cse=True in jax.checkpoint around layers outside of a scan, or scan the layers.",
     )
 
 
@@ -52,11 +51,9 @@ def _check_memory(facts: CompiledFacts) -> Iterator[Finding]:
     yield Finding(
         FindingCode.DEVICE_MEMORY_NOT_LOWER,
         f"Offload is to lower device memory: the program holds {format_nbytes(facts.device_peak_bytes)}, its "
-        "twin "
-        f"that saves the same residuals on the device {format_nbytes(twin)}. Where layers are not scanned "
-        "XLA starts "
-        "copies to the host late and keeps the device's buffers until then: scan the layers, or order the "
-        "copies with jax.lax.optimization_barrier.",
+        f"twin that saves the same residuals on the device {format_nbytes(twin)}. Where layers are not "
+        "scanned XLA starts copies to the host late and keeps the device's buffers until then: scan the "
+        "layers, or order the copies with jax.lax.optimization_barrier.",
     )
 
 
@@ -135,9 +132,8 @@ def _check_copied_twice(copies: list[HostCopy]) -> Iterator[Finding]:
             yield Finding(
                 FindingCode.VALUE_COPIED_TWICE,
                 f"A value is to go to the host once; {copy.name} copies {format_nbytes(copy.nbytes)} in "
-                "every "
-                f"iteration of the loop {copy.loop}, which does not change them. Name the value outside of "
-                "the loop, or do not offload it.",
+                f"every iteration of the loop {copy.loop}, which does not change them. Name the value "
+                "outside of the loop, or do not offload it.",
                 copy.source,
             )
     values = [copy for copy in copies if copy.value is not None]

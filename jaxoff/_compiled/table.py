@@ -34,8 +34,7 @@ def render(facts: CompiledFacts, terminal: bool) -> Iterator[Any]:
     yield Text(
         f"\nto the host {format_nbytes(facts.d2h_bytes)}, back {format_nbytes(facts.h2d_bytes)}; host memory "
         f"{format_nbytes(facts.host_bytes)}; device peak {format_nbytes(facts.device_peak_bytes)}{twin}, of "
-        "it temporaries "
-        f"{format_nbytes(facts.device_temp_bytes)}; CUDA graphs {facts.scheduling_mode}"
+        f"it temporaries {format_nbytes(facts.device_temp_bytes)}; CUDA graphs {facts.scheduling_mode}"
     )
     yield from render_findings(facts.findings, terminal)
 

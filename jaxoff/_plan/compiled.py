@@ -143,7 +143,6 @@ class _StepChecker:
         return BudgetError(
             f"device_bytes={format_nbytes(int(self._device_bytes))} is less than any compiled step takes: of "
             f"{len(self.refused)} plans the smallest takes {least} bytes ({format_nbytes(least)}). The plan "
-            "of least "
-            f"memory, predicted {predicted}, takes {more} more. {describe_peak(smallest.peak)}",
+            f"of least memory, predicted {predicted}, takes {more} more. {describe_peak(smallest.peak)}",
             least,
         )

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxoff._device.profile import Device, SharedLink
-from jaxoff._plan.layer import Verb
 from jaxoff._plan.plan import Planner, host_budget_error
 from jaxoff._plan.result import Plan
 from jaxoff._plan.search import BUDGET_FACTOR, find_fastest, find_smallest
+from jaxoff._policy.decision import Placement
 from jaxoff._report.tables import render_text
 
 # Bytes of a budget for every placement.
@@ -88,7 +88,7 @@ def frontier(
     resident_bytes: float = 0,
     link: int | SharedLink | None = None,
     device: Device | None = None,
-    fixed: Mapping[str, Verb] | None = None,
+    fixed: Mapping[str, Placement] | None = None,
     first_layers: bool = False,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
@@ -130,10 +130,9 @@ def frontier(
         device=device,
         argnums=argnums,
         has_aux=has_aux,
+        first_layers=first_layers,
     )
-    return plan_frontier(
-        dataclasses.replace(planner, tries_first_layers=first_layers), points, host_bytes, fixed or {}
-    )
+    return plan_frontier(planner, points, host_bytes, fixed or {})
 
 
 def plan_frontier(

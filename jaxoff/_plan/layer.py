@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
-# The placement of a residual: on the device, in host memory, or nowhere until the backward pass recomputes
-# the value.
-type Verb = Literal["save", "offload", "recompute"]
+from jaxoff._policy.decision import Placement
+
 # Label -> placement of all values with this label. A label without an entry is recomputed.
-type Placements = Mapping[Label, Verb]
+type Placements = Mapping[Label, Placement]
 
 # The name under which the outputs of dots and convolutions without a name are placed.
 UNNAMED_DOTS = "(dots)"
@@ -64,7 +62,7 @@ class LayerValue:
     first_reader: int | None = None
     last_reader: int | None = None
     label: Label | None = None
-    fixed: Verb | None = None
+    fixed: Placement | None = None
     is_carried: bool = False
     shape: str = ""
     produced_ms: float = 0.0

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 
 from jaxoff._device.profile import Device
 from jaxoff._plan.calibrations import COPY_SLOWDOWN, RELOADED_LAYERS, UNSHARED_PART
-from jaxoff._plan.layer import KernelUse, Layer, LayerValue, Placements, RecomputeFusion, Verb
+from jaxoff._plan.layer import KernelUse, Layer, LayerValue, Placements, RecomputeFusion
 from jaxoff._plan.layer_states import Times, ValueStates
+from jaxoff._policy.decision import Placement
 from jaxoff._schedule.copy_times import LEAST_SLACK, SEND_SLACK, SLACK, Long, unhindered
 
 
@@ -95,7 +96,7 @@ class LayerModel:
                 readers[read].append(n)
         return readers
 
-    def find_verb(self, value: LayerValue, placements: Placements) -> Verb:
+    def find_verb(self, value: LayerValue, placements: Placements) -> Placement:
         """Returns the placement of a value, if the backward pass needs the value."""
         if value.is_carried:
             return "save"
@@ -108,7 +109,7 @@ class LayerModel:
 
         `_LayerVariables.__init__` of the search states the same rule as constraints.
         """
-        found: dict[Verb, set[int]] = {"save": set(), "offload": set(), "recompute": set()}
+        found: dict[Placement, set[int]] = {"save": set(), "offload": set(), "recompute": set()}
         for n in reversed(range(len(self.layer.values))):
             value = self.layer.values[n]
             if value.first_reader is not None or any(r in found["recompute"] for r in self.readers[n]):

@@ -16,13 +16,14 @@ from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import DOTS, is_collective, is_compute, is_pallas
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._plan.calibrations import LARGE_PART
-from jaxoff._plan.layer import UNNAMED_DOTS, KernelUse, Label, Layer, LayerValue, RecomputeFusion, Verb
+from jaxoff._plan.layer import UNNAMED_DOTS, KernelUse, Label, Layer, LayerValue, RecomputeFusion
+from jaxoff._policy.decision import Placement
 from jaxoff._schedule.copy_times import fills_device
 
 # Primitives whose result is the operand in the same buffer, if both have the same size.
 _ALIASES = frozenset({"name", "reduce_precision", "reshape", "optimization_barrier", "squeeze"})
 # Mark of a value -> the placement by the mark.
-_MARKED: dict[Any, Verb] = {"not_offload": "save", "offload": "offload"}
+_MARKED: dict[Any, Placement] = {"not_offload": "save", "offload": "offload"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _find_inner_names(eqns: Iterable[JaxprEqn]) -> Iterator[str]:
         yield from _find_inner_names(inner)
 
 
-def _read_tag(eqn: JaxprEqn) -> tuple[str | None, Verb | None]:
+def _read_tag(eqn: JaxprEqn) -> tuple[str | None, Placement | None]:
     """Returns the name under which an equation's result is placed, and the placement by a mark."""
     text = compat.name_in(eqn)
     if text is None:

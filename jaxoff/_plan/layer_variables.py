@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxoff._plan.calibrations import RELOADED_LAYERS, UNSHARED_PART
 from jaxoff._plan.integer_program import IntegerProgram
-from jaxoff._plan.layer import Label, Verb
+from jaxoff._plan.layer import Label
 from jaxoff._plan.layer_cost import LayerModel
+from jaxoff._policy.decision import Placement
 
 
 class LayerVariables:
@@ -62,10 +63,10 @@ class LayerVariables:
         self._exact_kernels: set[int] = set()
         for n, value in enumerate(values):
             kept: list[tuple[int, float]] = []
-            always: Verb | None = "save" if value.is_carried else value.fixed
+            always: Placement | None = "save" if value.is_carried else value.fixed
             if always is None and value.label is not None:
                 kept = [(save[value.label], 1.0), (offload[value.label], 1.0)]
-            states: dict[Verb, int] = {
+            states: dict[Placement, int] = {
                 "recompute": self.recomputed[n],
                 "save": self.saved[n],
                 "offload": self.offloaded[n],
@@ -107,8 +108,8 @@ class LayerVariables:
 
     def _bound_states(
         self,
-        states: Mapping[Verb, int],
-        always: Verb | None,
+        states: Mapping[Placement, int],
+        always: Placement | None,
         kept: list[tuple[int, float]],
         readers: list[int],
         *,
@@ -128,7 +129,7 @@ class LayerVariables:
         if not is_read:
             self._program.add_upper_bound([*everything, *((r, -1.0) for r in readers)], 0.0)
         self._program.add_upper_bound(everything, 1.0)
-        keeping: tuple[Verb, Verb] = ("save", "offload")
+        keeping: tuple[Placement, Placement] = ("save", "offload")
         for verb, variable in zip(keeping, kept, strict=False):
             self._program.add_upper_bound([(states[verb], 1.0), (variable[0], -1.0)], 0.0)
         for verb in () if kept else keeping:

@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast, get_args
 
 import jax
 
@@ -17,20 +17,19 @@ from jaxoff._plan.compiled import CompileStep, find_fitting
 from jaxoff._plan.divide_loss import divide_loss
 from jaxoff._plan.divide_step import divide_step, is_train_step
 from jaxoff._plan.divided import DividedStep
-from jaxoff._plan.layer import Label, Placements, Verb
+from jaxoff._plan.layer import Label, Placements
 from jaxoff._plan.layer_cost import LayerModel
 from jaxoff._plan.result import BudgetError, Plan, Planned, describe_peak
 from jaxoff._plan.search import find_fastest, find_smallest
 from jaxoff._plan.step_cost import Cost, StepModel
+from jaxoff._policy.decision import Placement
 from jaxoff._report.near_miss import near_miss
 from jaxoff._report.tables import format_nbytes
 from jaxoff._residuals.traced_function import TracedFunction
 from jaxoff._runtime.pinned_pool import POOL_VARIABLE, pinned_pool_bytes
 
 # The placements, in the order of messages.
-_VERBS: tuple[Verb, ...] = ("save", "offload", "recompute")
-# Text of a placement -> the placement.
-_VERB_OF: dict[str, Verb] = {verb: verb for verb in _VERBS}
+_PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 # Part of a step by which first layers with a placement of their own must make the step faster.
 _FASTER = 1e-5
 # Numbers of first layers to try, at most: each takes a search.
@@ -48,7 +47,7 @@ def plan(
     resident_bytes: float = 0,
     link: int | SharedLink | None = None,
     device: Device | None = None,
-    fixed: Mapping[str, Verb] | None = None,
+    fixed: Mapping[str, Placement] | None = None,
     margin: float | None = None,
     compile_step: CompileStep | None = None,
     first_layers: bool = False,
@@ -147,8 +146,8 @@ def plan(
         device=device,
         argnums=argnums,
         has_aux=has_aux,
+        first_layers=first_layers,
     )
-    planner = dataclasses.replace(planner, tries_first_layers=first_layers)
     if compile_step is None:
         return planner.plan(device_bytes, host_bytes, fixed or {}, margin)
     return planner.plan_compiled(device_bytes, host_bytes, fixed or {}, margin or 0.0, compile_step)
@@ -158,8 +157,7 @@ def host_budget_error(host_bytes: int) -> BudgetError:
     """Builds the error for a budget of host memory below every placement."""
     return BudgetError(
         f"host_bytes={format_nbytes(host_bytes)} is too little for what is fixed or marked to be offloaded: "
-        "allow "
-        f"more, or fix less. Without host_bytes it is XLA's pool, which {POOL_VARIABLE} sets.",
+        f"allow more, or fix less. Without host_bytes it is XLA's pool, which {POOL_VARIABLE} sets.",
         None,
     )
 
@@ -201,6 +199,7 @@ class Planner:
         device: Device | None = None,
         argnums: int | Sequence[int] | None = None,
         has_aux: bool = False,
+        first_layers: bool = False,
     ) -> Planner:
         """Traces a function and divides its step into layer groups; see `plan` for the arguments."""
         _check_count("resident_bytes", resident_bytes)
@@ -216,7 +215,7 @@ class Planner:
         model = _build_model(divided, device, int(resident_bytes))
         outside_loops = any(kind.layer.iterations == 1 and kind.count > 1 for kind in model.layers)
         is_wide = divided.devices > 1 or (is_step and outside_loops)
-        return cls(model, device, divided.devices, WIDE_MARGIN if is_wide else MARGIN)
+        return cls(model, device, divided.devices, WIDE_MARGIN if is_wide else MARGIN, first_layers)
 
     def plan(
         self, device_bytes: float, host_bytes: float | None, fixed: Mapping[str, str], margin: float | None
@@ -276,7 +275,7 @@ class Planner:
         _check_count("host_bytes", host_bytes)
         return int(host_bytes)
 
-    def resolve_fixed(self, fixed: Mapping[str, str]) -> dict[Label, Verb]:
+    def resolve_fixed(self, fixed: Mapping[str, str]) -> dict[Label, Placement]:
         """Checks placements by name and returns placements by label. Names in inner loops are recomputed.
 
         Raises:
@@ -288,18 +287,19 @@ class Planner:
                 f"fixed says where names live, as in {{'x_in': 'save'}}, got {type(fixed).__name__}."
             )
         names, inner = [label.name for label in self.model.labels], self.model.inner_names
-        decided: dict[str, Verb] = {}
+        decided: dict[str, Placement] = {}
         for name, given in fixed.items():
             if name not in names and name not in inner:
                 raise ValueError(
                     f"fixed takes names that the function's layers have, got {name!r}; they have "
                     f"{', '.join(names)}.{near_miss(name, names)}"
                 )
-            if given not in _VERB_OF:
+            if given not in _PLACEMENTS:
                 raise ValueError(
-                    f"fixed takes {', '.join(_VERBS)}, got {given!r} for {name!r}.{near_miss(given, _VERBS)}"
+                    f"fixed takes {', '.join(_PLACEMENTS)}, got {given!r} for {name!r}."
+                    f"{near_miss(given, _PLACEMENTS)}"
                 )
-            verb = _VERB_OF[given]
+            verb = cast(Placement, given)
             if name in inner and verb != "recompute":
                 raise ValueError(
                     f"fixed takes 'recompute' for {name!r}, got {verb!r}: a loop or a branch within a layer "
@@ -369,7 +369,7 @@ class Planner:
         if label.name in self.model.inner_names:
             return "made in a loop or a branch of a layer, too"
         reasons = []
-        for verb in _VERBS:
+        for verb in _PLACEMENTS:
             if verb == placements[label]:
                 continue
             changed: Placements = {**placements, label: verb}
@@ -410,8 +410,7 @@ def _device_budget_error(
     kept = f", {model.margin:.0%} of what arguments and results leave stays free" if model.margin else ""
     return BudgetError(
         f"device_bytes={format_nbytes(device_bytes)} is less than any placement needs: the smallest budget "
-        "is "
-        f"{needed} bytes ({format_nbytes(needed)}{kept}). {describe_peak(peak)}",
+        f"is {needed} bytes ({format_nbytes(needed)}{kept}). {describe_peak(peak)}",
         needed,
     )
 

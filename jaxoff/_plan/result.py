@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxoff._device.profile import Device
-from jaxoff._plan.layer import UNNAMED, UNNAMED_DOTS, Verb
+from jaxoff._plan.layer import UNNAMED, UNNAMED_DOTS
 from jaxoff._plan.layer_states import Times
 from jaxoff._plan.step_cost import Moment
 from jaxoff._policy.combinators import FirstLayers
+from jaxoff._policy.decision import Placement
 from jaxoff._policy.policy import PLAN_PRESET, Policy, Unmarked
 from jaxoff._report.tables import format_nbytes, render_text
 
@@ -20,7 +21,7 @@ from jaxoff._report.tables import format_nbytes, render_text
 type Layers = Literal["all", "first", "others"]
 
 # Placement of unnamed dots -> the field `unmarked` of a policy with this placement.
-_UNMARKED: dict[Verb, Unmarked] = {"save": "dots", "offload": "offload_dots", "recompute": "recompute"}
+_UNMARKED: dict[Placement, Unmarked] = {"save": "dots", "offload": "offload_dots", "recompute": "recompute"}
 
 
 class BudgetError(ValueError):
@@ -58,7 +59,7 @@ class Planned:
     shape: str
     count: int
     nbytes: int
-    choice: Verb
+    choice: Placement
     recomputed_ms: float
     copied_ms: float
     exposed_ms: float
@@ -105,10 +106,10 @@ class Plan:
     def _policy(self, layers: Layers) -> Policy:
         rows = [row for row in self.rows if row.layers == layers]
 
-        def find_names(choice: Verb) -> tuple[str, ...]:
+        def find_names(choice: Placement) -> tuple[str, ...]:
             return tuple(glob.escape(r.name) for r in rows if r.choice == choice and r.name not in UNNAMED)
 
-        dots: list[Verb] = [row.choice for row in rows if row.name == UNNAMED_DOTS]
+        dots: list[Placement] = [row.choice for row in rows if row.name == UNNAMED_DOTS]
         return Policy(
             offload=find_names("offload"),
             save=find_names("save"),
@@ -127,7 +128,7 @@ class Plan:
         """The predicted duration of a train step, or of a loss and its gradients, in ms."""
         return self.times.total
 
-    def choice(self, name: str, *, others: bool = False) -> Verb:
+    def choice(self, name: str, *, others: bool = False) -> Placement:
         """The placement of the values of a name.
 
         Args:

@@ -19,9 +19,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxoff._plan.integer_program import IntegerProgram
-from jaxoff._plan.layer import UNNAMED_DOTS, Label, Placements, Verb
+from jaxoff._plan.layer import UNNAMED_DOTS, Label, Placements
 from jaxoff._plan.layer_variables import LayerVariables
 from jaxoff._plan.step_cost import StepModel
+from jaxoff._policy.decision import Placement
 
 # Factor by which a budget exceeds the memory of a placement so that the search, with its tolerance, finds the
 # placement.
@@ -163,7 +164,7 @@ class _PlacementSearch:
 
     def _read_placements(self, solution: np.ndarray) -> Placements:
         """Reads the placement from a solution. Labels without a needed value are recomputed, unless fixed."""
-        found: dict[Label, Verb] = {}
+        found: dict[Label, Placement] = {}
         for label in self._model.labels:
             saved, offloaded = solution[self._save[label]] > 0.5, solution[self._offload[label]] > 0.5
             found[label] = "save" if saved else "offload" if offloaded else "recompute"

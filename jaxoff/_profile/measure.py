@@ -293,8 +293,7 @@ def _peak(before: list[int] | None, after: list[int] | None) -> tuple[int | None
         return max(after), ()
     return None, (
         f"The peak is not known, only that it was at most {format_nbytes(max(after))}: as much was in use "
-        "before "
-        "these calls, and the mark cannot be reset. For the peak, measure in a process of its own.",
+        "before these calls, and the mark cannot be reset. For the peak, measure in a process of its own.",
     )
 
 

@@ -33,7 +33,7 @@ def assert_same_bits(fun):
 
 def test_layers_in_a_loop_get_graphs_with_concurrent_edges():
     step = jaxoff.jit(STEP)
-    step(*arguments())
+    assert_close(step(*arguments()), jax.jit(STEP)(*arguments()))
     assert_same_bits(STEP)
     assert options_of(step)[SCHEDULING_MODE] == "CONCURRENT"
     assert "COLLECTIVES" in options_of(step)[COMMAND_BUFFER].split(",")
@@ -79,7 +79,7 @@ def test_passes_that_the_process_leaves_out_stay_left_out(monkeypatch):
 )
 def test_programs_without_such_a_loop_keep_the_default_options(fun):
     step = jaxoff.jit(fun)
-    step(*arguments())
+    assert_close(step(*arguments()), jax.jit(fun)(*arguments()))
     assert_same_bits(fun)
     assert options_of(step).keys() <= {DISABLED_PASSES}
 
@@ -192,7 +192,10 @@ def test_it_traces_once_a_signature():
 def test_lower_compile_trace_and_eval_shape():
     step = jaxoff.jit(STEP)
     want = jax.jit(STEP)(*arguments())
-    assert_close(step.lower(*arguments()).compile()(*arguments()), want)
+    got = step.lower(*arguments()).compile()(*arguments())
+    assert_equal(got, step(*arguments()))
+    assert_close(got, want)
+    assert_same_bits(STEP)
     assert jax.tree.structure(step.eval_shape(*arguments())) == jax.tree.structure(want)
     assert "while" in str(step.trace(*arguments()).jaxpr)  # a scan, written out
     assert step.__name__ == STEP.__name__
