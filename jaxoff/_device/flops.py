@@ -8,7 +8,7 @@ import math
 from jaxoff._device.calibration import H200_CALIBRATION, Calibration
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn
-from jaxoff._jaxpr.inline import inlined
+from jaxoff._jaxpr.inline import inline_calls
 
 # Products in a pass of attention. Forward: query by key, weights by value. Backward: two gradients of each of
 # these, and query by key again, since the weights are not stored.
@@ -27,7 +27,7 @@ def product_flops(eqn: JaxprEqn, fitted: Calibration = H200_CALIBRATION) -> floa
       fitted: holds the time of an operation on a wider type, in 16-bit operations.
     """
     if (flow := compat.control_flow(eqn)) is not None:
-        return flow.total(lambda jaxpr: sum(product_flops(e, fitted) for e in inlined(jaxpr.eqns, {})))
+        return flow.total(lambda jaxpr: sum(product_flops(e, fitted) for e in inline_calls(jaxpr.eqns, {})))
     if (estimate := eqn.params.get("cost_estimate")) is not None:
         return float(estimate.flops)
     name, shapes = eqn.primitive.name, [compat.shape_of(v.aval) for v in eqn.invars if _has_shape(v.aval)]

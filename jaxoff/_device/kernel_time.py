@@ -17,7 +17,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, variables
-from jaxoff._jaxpr.inline import Renamed, inlined, now
+from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_attention, is_collective, is_compute, is_pallas
 
@@ -89,8 +89,8 @@ def programs_ms(eqn: JaxprEqn, device: Device) -> float:
 def _program_ms(program: Jaxpr, device: Device) -> float:
     """The time of all kernels of a program in a row, in ms."""
     renamed: Renamed = {}
-    eqns = list(inlined(program.eqns, renamed))
-    outs = (now(renamed, v) for v in program.outvars)
+    eqns = list(inline_calls(program.eqns, renamed))
+    outs = (resolve(renamed, v) for v in program.outvars)
     graph = KernelGraph(eqns, frozenset(v for v in outs if isinstance(v, Var)))
     return sum(step_kernel_ms(graph, i, device) for i in graph.kernels)
 

@@ -13,7 +13,9 @@ from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 type Renamed = dict[Var, Any]
 
 
-def inlined(eqns: Iterable[JaxprEqn], renamed: Renamed, *, checkpoints: bool = True) -> Iterator[JaxprEqn]:
+def inline_calls(
+    eqns: Iterable[JaxprEqn], renamed: Renamed, *, checkpoints: bool = True
+) -> Iterator[JaxprEqn]:
     """Replaces `jax.checkpoint` and plain `jax.jit` calls by the equations in them, at any depth.
 
     A differentiated `jax.checkpoint` that prevents CSE hides its operands from the rest of the program behind
@@ -29,7 +31,7 @@ def inlined(eqns: Iterable[JaxprEqn], renamed: Renamed, *, checkpoints: bool = T
       Equations that compute the same.
     """
     for eqn in eqns:
-        operands = [now(renamed, v) for v in eqn.invars]
+        operands = [resolve(renamed, v) for v in eqn.invars]
         call = compat.inlinable_call(eqn)
         if call is None or (call.checkpoint and not checkpoints):
             yield eqn.replace(invars=operands)
@@ -39,14 +41,14 @@ def inlined(eqns: Iterable[JaxprEqn], renamed: Renamed, *, checkpoints: bool = T
                 if isinstance(operand, Var) and not compat.is_host(operand.aval):
                     (operands[i],), barrier = compat.barrier([operand], like=eqn)
                     yield barrier
-        body, values = called(call.jaxpr, operands, like=eqn)
+        body, values = instantiate(call.jaxpr, operands, like=eqn)
         results: Renamed = {}
-        yield from inlined(body, results, checkpoints=checkpoints)
+        yield from inline_calls(body, results, checkpoints=checkpoints)
         for out, value in zip(eqn.outvars, values, strict=True):
-            renamed[out] = now(results, value)
+            renamed[out] = resolve(results, value)
 
 
-def scalars_apart(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+def split_scalars(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """Takes scalars that depend on nothing out of a program, and makes arrays of one constant from such.
 
     As arguments of the rest, they can be made to wait, and arrays made from them with them.
@@ -68,7 +70,7 @@ def scalars_apart(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprE
     return rest, scalars
 
 
-def filled_behind(eqns: Iterable[JaxprEqn], value: Var | None, large_nbytes: int) -> Iterator[JaxprEqn]:
+def delay_fills(eqns: Iterable[JaxprEqn], value: Var | None, large_nbytes: int) -> Iterator[JaxprEqn]:
     """Makes large arrays of one constant wait for a value: XLA would fill them at any time before."""
     for eqn in eqns:
         is_constant = eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
@@ -80,7 +82,7 @@ def filled_behind(eqns: Iterable[JaxprEqn], value: Var | None, large_nbytes: int
             yield eqn
 
 
-def called(jaxpr: Jaxpr, operands: Sequence[Any], like: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
+def instantiate(jaxpr: Jaxpr, operands: Sequence[Any], like: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations of a program for given operands, in the scope of another equation, and the results.
 
     Its variables get fresh ones, since a program may be called more than once.
@@ -89,13 +91,13 @@ def called(jaxpr: Jaxpr, operands: Sequence[Any], like: JaxprEqn) -> tuple[list[
     eqns = []
     for eqn in jaxpr.eqns:
         outs = [Var(v.aval) for v in eqn.outvars]
-        invars = [now(inner, v) for v in eqn.invars]
+        invars = [resolve(inner, v) for v in eqn.invars]
         eqns.append(compat.inside(eqn, like).replace(invars=invars, outvars=outs))
         inner.update(zip(eqn.outvars, outs, strict=True))
-    return eqns, [now(inner, v) for v in jaxpr.outvars]
+    return eqns, [resolve(inner, v) for v in jaxpr.outvars]
 
 
-def traced(
+def trace_call(
     fun: Callable[..., Any], operands: Sequence[Any], like: JaxprEqn
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations of a function for given operands, pytrees, in the scope of another equation.
@@ -103,9 +105,9 @@ def traced(
     And the leaves of its results.
     """
     closed = compat.trace_like(like, fun, jax.tree.map(lambda v: v.aval, operands))
-    return called(closed.jaxpr, jax.tree.leaves(operands), like)
+    return instantiate(closed.jaxpr, jax.tree.leaves(operands), like)
 
 
-def now(renamed: Renamed, atom: Any) -> Any:
+def resolve(renamed: Renamed, atom: Any) -> Any:
     """What stands for an atom."""
     return atom if isinstance(atom, Literal) else renamed.get(atom, atom)

@@ -7,7 +7,7 @@ from typing import Any
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import variables
-from jaxoff._jaxpr.inline import Renamed, called, inlined, now
+from jaxoff._jaxpr.inline import Renamed, inline_calls, instantiate, resolve
 
 
 def of_one_device(jaxpr: Jaxpr) -> tuple[Jaxpr, int]:
@@ -39,7 +39,7 @@ def of_one_device(jaxpr: Jaxpr) -> tuple[Jaxpr, int]:
     for eqn in eqns:
         operands = [here(v) for v in eqn.invars]
         if compat.is_shard_map(eqn):
-            body, results = called(compat.as_open(eqn.params["jaxpr"]), operands, like=eqn)
+            body, results = instantiate(compat.as_open(eqn.params["jaxpr"]), operands, like=eqn)
             found += body
             local.update(zip(eqn.outvars, results, strict=True))
         else:
@@ -50,8 +50,8 @@ def of_one_device(jaxpr: Jaxpr) -> tuple[Jaxpr, int]:
 
 def _flat(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
     renamed: Renamed = {}
-    eqns = list(inlined(jaxpr.eqns, renamed, checkpoints=False))
-    return eqns, [now(renamed, v) for v in jaxpr.outvars]
+    eqns = list(inline_calls(jaxpr.eqns, renamed, checkpoints=False))
+    return eqns, [resolve(renamed, v) for v in jaxpr.outvars]
 
 
 class _Divided:

@@ -14,7 +14,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import variables
-from jaxoff._jaxpr.inline import inlined, now
+from jaxoff._jaxpr.inline import inline_calls, resolve
 from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop
 from jaxoff._plan.divided import DividedStep, ProgramKey, collect_numbers
 from jaxoff._plan.layer_profile import LayerPasses, read_layer
@@ -162,8 +162,8 @@ class _OpaqueStep:
 
     def __init__(self, step: Jaxpr, groups: Sequence[JaxprEqn], device: Device):
         renamed = {}
-        self._eqns = list(inlined(step.eqns, renamed))
-        self._outs = frozenset(v for v in (now(renamed, v) for v in step.outvars) if isinstance(v, Var))
+        self._eqns = list(inline_calls(step.eqns, renamed))
+        self._outs = frozenset(v for v in (resolve(renamed, v) for v in step.outvars) if isinstance(v, Var))
         self._inputs = {*step.invars, *step.constvars}
         self._groups, self._device = groups, device
         targets = (_PassTarget(group, back) for group in range(len(groups)) for back in (False, True))
@@ -258,8 +258,8 @@ def _differentiate(group: LayerGroup) -> LayerPasses:
     jaxpr = jax.make_jaxpr(run_both)(operands, cotangents).jaxpr
     jaxpr, _ = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     renamed = {}
-    eqns = tuple(inlined(jaxpr.eqns, renamed))
-    outs = [now(renamed, v) for v in jaxpr.outvars]
+    eqns = tuple(inline_calls(jaxpr.eqns, renamed))
+    outs = [resolve(renamed, v) for v in jaxpr.outvars]
     inputs = zip(jaxpr.invars[: len(operands)], group.carried, strict=True)
     return LayerPasses(
         iterations=group.iterations,

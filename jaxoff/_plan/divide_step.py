@@ -21,7 +21,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
-from jaxoff._jaxpr.inline import Renamed, inlined, now
+from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
 from jaxoff._jaxpr.per_device import of_one_device
 from jaxoff._jaxpr.primitives import VIEWS
 from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop, is_transposed
@@ -154,11 +154,11 @@ class _GroupFinder:
     def _add_layer(self, program: _FlatProgram, eqn: JaxprEqn, inputs: set[Var], runs: int) -> PassCall:
         """Adds a layer outside of loops, given the equation of its backward pass."""
         renamed: Renamed = {}
-        eqns = tuple(inlined([eqn], renamed))
+        eqns = tuple(inline_calls([eqn], renamed))
         operands = [v for v in eqn.invars if isinstance(v, Var)]
         cotangents = tuple(v for v in operands if _is_backward(program.find_maker(v)))
         residuals = tuple(v for v in operands if v not in cotangents and not program.is_view(v, inputs))
-        results = (now(renamed, v) for v in eqn.outvars)
+        results = (resolve(renamed, v) for v in eqn.outvars)
         passes = LayerPasses(
             iterations=1,
             eqns=eqns,
@@ -248,8 +248,8 @@ class _FlatProgram:
           checkpoints: whether to inline backward passes of checkpointed layers, too.
         """
         renamed: Renamed = {}
-        eqns = list(inlined(jaxpr.eqns, renamed, checkpoints=checkpoints))
-        return _FlatProgram(list(jaxpr.invars), eqns, [now(renamed, v) for v in jaxpr.outvars])
+        eqns = list(inline_calls(jaxpr.eqns, renamed, checkpoints=checkpoints))
+        return _FlatProgram(list(jaxpr.invars), eqns, [resolve(renamed, v) for v in jaxpr.outvars])
 
     @property
     def results(self) -> list[Var]:

@@ -11,7 +11,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import find_ancestors, index_makers, mark_dependents, variables
-from jaxoff._jaxpr.inline import inlined
+from jaxoff._jaxpr.inline import inline_calls
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import DOTS, is_collective, is_compute, is_pallas
 from jaxoff._jaxpr.tag import Tag
@@ -70,7 +70,7 @@ def _find_inner_names(eqns: Iterable[JaxprEqn]) -> Iterator[str]:
     """Yields the names of values in the loops and branches among equations."""
     flows = filter(None, map(compat.control_flow, eqns))
     for program in (program for flow in flows for program in flow.programs):
-        inner = list(inlined(program.eqns, {}))
+        inner = list(inline_calls(program.eqns, {}))
         yield from filter(None, (_read_tag(eqn)[0] for eqn in inner))
         yield from _find_inner_names(inner)
 

@@ -10,7 +10,7 @@ from jaxoff._device.kernel_time import kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.inline import inlined
+from jaxoff._jaxpr.inline import inline_calls
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._report.finding import Finding, FindingCode
@@ -76,9 +76,9 @@ def find_slow_links(traffic: Iterable[Traffic]) -> Iterator[Finding]:
 
 def find_late_offloads(jaxpr: Jaxpr, device: Device) -> Iterator[Finding]:
     """Finds copies of layers outside of loops, more than a layer late at the end of the forward pass."""
-    layers = sum(map(compat.is_backward, inlined(jaxpr.eqns, {}, checkpoints=False)))
+    layers = sum(map(compat.is_backward, inline_calls(jaxpr.eqns, {}, checkpoints=False)))
     now_ms, free_ms, copies = 0.0, 0.0, []
-    for eqn, ms in _time_kernels(list(inlined(jaxpr.eqns, {})), jaxpr.outvars, device):
+    for eqn, ms in _time_kernels(list(inline_calls(jaxpr.eqns, {})), jaxpr.outvars, device):
         way = compat.transfer_in(eqn)
         if way == "H2D":
             break
@@ -108,7 +108,7 @@ def _time_kernels(
         layout = compat.scan_in(eqns[i])
         if layout is not None:
             body = compat.as_open(eqns[i].params["jaxpr"])
-            iteration = _time_kernels(list(inlined(body.eqns, {})), body.outvars, device)
+            iteration = _time_kernels(list(inline_calls(body.eqns, {})), body.outvars, device)
             yield eqns[i], layout.length * sum(ms for _, ms in iteration)
         elif compat.transfer_in(eqns[i]):
             yield eqns[i], 0.0
@@ -122,7 +122,7 @@ def _holds_copies(eqn: JaxprEqn) -> bool:
 
 
 def _estimate_traffic(jaxpr: Jaxpr, device: Device, source: str, iterations: int) -> Iterator[Traffic]:
-    eqns = list(inlined(jaxpr.eqns, {}))
+    eqns = list(inline_calls(jaxpr.eqns, {}))
     first_back = next((i for i, eqn in enumerate(eqns) if compat.transfer_in(eqn) == "H2D"), len(eqns))
     # Outside of loops the passes follow each other; the body of a loop belongs to a single pass.
     forward, backward = (eqns, eqns) if source else (eqns[:first_back], eqns[first_back:])

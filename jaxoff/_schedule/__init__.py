@@ -2,7 +2,7 @@
 
 `jit` traces the user's function once and hands the jaxpr to `rewrite`, which finds the loops over layers
 (`loops`) and the equations outside of loops. Each body becomes an `OrderProblem` in all but name
-(`problem.Straight`); `order.ordered` chains its large values by optimization barriers, with the times of
+(`problem.OrderProblem`); `order.ordered` chains its large values by optimization barriers, with the times of
 copies (`copy_times`, `copy_waits`), collectives and the memory held (`liveness`). `host_memory` counts host
 stacks before compilation.
 

@@ -9,11 +9,11 @@ from jaxoff._device.kernel_time import collective_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.inline import Renamed, now, traced
+from jaxoff._jaxpr.inline import Renamed, resolve, trace_call
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import GATHERS, collective_axes, is_collective, is_compute
-from jaxoff._schedule.dependency_kernels import bit_of, once_known
-from jaxoff._schedule.problem import Straight
+from jaxoff._schedule.dependency_kernels import delay_values, read_bit
+from jaxoff._schedule.problem import OrderProblem
 
 
 def waiting(
@@ -31,10 +31,10 @@ def waiting(
     values = [v for v in values if varying <= {*compat.varying_axes(v.aval)}]  # else it would vary, too
     if not bits or not values:
         return [], operands, {}
-    eqns, results = traced(once_known, [values, list(bits)], like=eqn)
+    eqns, results = trace_call(delay_values, [values, list(bits)], like=eqn)
     written: Renamed = dict(zip(values, results, strict=False))
     elements: Renamed = dict(zip(values, results[len(values) :], strict=True))
-    return eqns, [now(written, v) for v in operands], elements
+    return eqns, [resolve(written, v) for v in operands], elements
 
 
 def cast_first(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Renamed) -> list[JaxprEqn]:
@@ -59,13 +59,13 @@ def cast_first(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Rename
     for eqn in eqns:
         if id(eqn) in gone:
             continue
-        eqn = eqn.replace(invars=[now(renamed, v) for v in eqn.invars])
+        eqn = eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars])
         reads = casts.get(eqn.outvars[0], []) if eqn.primitive.name in GATHERS else []
         dtypes = {cast.params["new_dtype"] for cast in reads}
         if len(dtypes) == 1 and eqn.outvars[0] not in read_whole:
             dtype, aval = dtypes.pop(), eqn.outvars[0].aval
             if dtype.itemsize < compat.struct_of(aval).dtype.itemsize:
-                before, operands = traced(lambda x, d=dtype: x.astype(d), eqn.invars, like=eqn)
+                before, operands = trace_call(lambda x, d=dtype: x.astype(d), eqn.invars, like=eqn)
                 found += before
                 eqn = eqn.replace(invars=operands, outvars=[Var(aval.update(dtype=dtype))])
                 renamed.update((cast.outvars[0], eqn.outvars[0]) for cast in reads)
@@ -74,7 +74,7 @@ def cast_first(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Rename
     return found
 
 
-def one_after_another(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
+def chain_collectives(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
     """The same equations, of which each collective waits for the last one over the same axis."""
     found: list[JaxprEqn] = []
     last: dict[str, Any] = {}  # by axis, a bit of what it brought
@@ -86,7 +86,7 @@ def one_after_another(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
         more, operands, _ = waiting(
             eqn, list(eqn.invars), [*dict.fromkeys(last[a] for a in axes if a in last)]
         )
-        known, (bit,) = traced(bit_of, [eqn.outvars[0]], like=eqn)
+        known, (bit,) = trace_call(read_bit, [eqn.outvars[0]], like=eqn)
         found += [*more, eqn.replace(invars=operands), *known]
         last |= dict.fromkeys(axes, bit)
     return found
@@ -100,7 +100,7 @@ class Collectives:
         they go before all other kernels.
     """
 
-    def __init__(self, program: Straight, graph: KernelGraph, large_nbytes: int, device: Device):
+    def __init__(self, program: OrderProblem, graph: KernelGraph, large_nbytes: int, device: Device):
         self._eqns, self._graph, self._device = program.eqns, graph, device
         self._before: dict[int, set[int]] = {}  # by kernel, those that it depends on
         self._ends: dict[int, float] = {}  # by collective under way, when it is over

@@ -13,21 +13,21 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def copied(value, iteration):
+def copy_aside(value, iteration):
     """A value in other memory: a kernel, since XLA leaves out a copy and waits for the memory instead."""
     value = lax.optimization_barrier(value)
     return lax.select(iteration >= 0, value, lax.full_like(value, 0))
 
 
-def known_late(iteration, value):
+def delay_iteration(iteration, value):
     """The iteration of a loop, which is never negative, so that it depends on a value as well.
 
     No barrier: XLA evaluates the places of slices itself, and cannot evaluate a barrier.
     """
-    return jnp.maximum(iteration, -bit_of(value).astype(iteration.dtype))
+    return jnp.maximum(iteration, -read_bit(value).astype(iteration.dtype))
 
 
-def once_known(values, bits):
+def delay_values(values, bits):
     """Values, of each the first element written back once some bits are known; and those elements.
 
     Where the edges of a graph are by use of data, a barrier makes nothing wait.
@@ -44,7 +44,7 @@ def once_known(values, bits):
     return [*map(written, values, elements)], elements
 
 
-def bit_of(value):
+def read_bit(value):
     """Something about a value that nothing knows before it is there."""
     element = _first_element(value)
     return element != element if jnp.issubdtype(value.dtype, jnp.floating) else element.astype(bool)
@@ -54,7 +54,7 @@ def _first_element(value):
     return lax.slice(value, [0] * value.ndim, [1] * value.ndim).reshape(())
 
 
-def write_an_element(first: int, step: int, stack, value, iteration):
+def write_element(first: int, step: int, stack, value, iteration):
     """Writes the first element of a value into a row of a stack on the host."""
     element = _first_element(value).reshape([1] * stack.ndim).astype(stack.dtype)
     on_host = jax.device_put(element, jax.memory.Space.Host)

@@ -8,7 +8,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.kernels import KernelGraph, new_nbytes
 from jaxoff._jaxpr.primitives import is_collective, is_compute
-from jaxoff._schedule.problem import Straight
+from jaxoff._schedule.problem import OrderProblem
 
 
 def held_nbytes(
@@ -57,7 +57,9 @@ class Held:
         self.nbytes -= self._alive.pop(v, 0)
 
 
-def beside(order: Sequence[int], program: Straight, graph: KernelGraph, large_nbytes: int) -> dict[int, int]:
+def find_fusion_pairs(
+    order: Sequence[int], program: OrderProblem, graph: KernelGraph, large_nbytes: int
+) -> dict[int, int]:
     """By light kernel, a later one that XLA can make one kernel with it, for which there is memory by then.
 
     Both read the same array and make results of one shape, such as rows and gradients that are gathered by
@@ -67,7 +69,7 @@ def beside(order: Sequence[int], program: Straight, graph: KernelGraph, large_nb
     eqns = program.eqns
     held, place = held_nbytes(order, eqns, graph, program.outs), {i: n for n, i in enumerate(order)}
     fullest = max(held, default=0)
-    displacing = {i for made in program.displaces for i in graph.making(made)}
+    displacing = {i for made in program.overwrites_after_send for i in graph.making(made)}
 
     def is_candidate(i: int) -> bool:
         eqn = eqns[i]

@@ -27,14 +27,14 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._jaxpr.dataflow import count_reads, index_makers, mark_dependents
-from jaxoff._jaxpr.inline import Renamed, inlined, now, traced
+from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
 from jaxoff._jaxpr.kernels import back_to_the_kernel
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._jaxpr.stack_slices import Pieces
 from jaxoff._schedule.collectives import cast_first
-from jaxoff._schedule.dependency_kernels import copied
-from jaxoff._schedule.order import estimated, ordered
-from jaxoff._schedule.problem import Spare, Straight
+from jaxoff._schedule.dependency_kernels import copy_aside
+from jaxoff._schedule.order import estimate_copies, ordered
+from jaxoff._schedule.problem import OrderProblem, SpareRow
 
 # No row that an iteration reads or writes has the next iteration's count for its index. XLA would compute
 # both as one value, in the memory of the count, behind all that still reads that.
@@ -63,11 +63,11 @@ class Loop:
             return None
         body = eqn.params["jaxpr"].jaxpr
         renamed: Renamed = {}
-        eqns = list(inlined(body.eqns, renamed))
+        eqns = list(inline_calls(body.eqns, renamed))
         if compat.has_side_effects(body):
             return None
-        eqns = cast_first(eqns, [now(renamed, v) for v in body.outvars], renamed)
-        return Loop(eqn, layout, body.replace(eqns=eqns, outvars=[now(renamed, v) for v in body.outvars]))
+        eqns = cast_first(eqns, [resolve(renamed, v) for v in body.outvars], renamed)
+        return Loop(eqn, layout, body.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in body.outvars]))
 
     @property
     def step(self) -> int:
@@ -78,25 +78,25 @@ class Loop:
         """The index of the first iteration."""
         return self.layout.length - 1 if self.step < 0 else 0
 
-    def divided(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    def split(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Constants, carry and xs."""
         first, last = self.layout.num_consts, self.layout.num_consts + self.layout.num_carry
         return operands[:first], operands[first:last], operands[last:]
 
-    def copies(self, kind: str) -> dict[Any, JaxprEqn]:
+    def index_copies(self, kind: str) -> dict[Any, JaxprEqn]:
         """The copies in the body, by operand if they come from the host, by result if they go there."""
         found: list[Any] = [eqn for eqn in self.body.eqns if compat.transfer_in(eqn) == kind]
         return {(eqn.invars[0] if kind == "H2D" else eqn.outvars[0]): eqn for eqn in found}
 
-    def reloads(self) -> dict[int, JaxprEqn]:
+    def find_reloads(self) -> dict[int, JaxprEqn]:
         """By number of the xs, the copy from the host that alone reads it."""
-        copies, (_, _, xs) = self.copies("H2D"), self.divided(self.body.invars)
+        copies, (_, _, xs) = self.index_copies("H2D"), self.split(self.body.invars)
         reads = count_reads(self.body.eqns, self.body.outvars)
         return {k: copies[x] for k, x in enumerate(xs) if x in copies and reads[x] == 1}
 
-    def sends(self) -> dict[int, JaxprEqn]:
+    def find_sends(self) -> dict[int, JaxprEqn]:
         """By number of the ys, the copy to the host whose result it is and nothing else."""
-        copies, reads = self.copies("D2H"), count_reads(self.body.eqns, self.body.outvars)
+        copies, reads = self.index_copies("D2H"), count_reads(self.body.eqns, self.body.outvars)
         return {k: copies[y] for k, y in self._ys() if y in copies and reads[y] == 1}
 
     def _ys(self) -> Iterator[tuple[int, Var]]:
@@ -105,7 +105,7 @@ class Loop:
             if isinstance(y, Var):
                 yield k, y
 
-    def kept(self) -> set[int]:
+    def find_kept(self) -> set[int]:
         """The ys that a kernel makes, and that the body reads as well."""
         eqns, found = self.body.eqns, set()
         maker = index_makers(eqns)
@@ -116,84 +116,87 @@ class Loop:
                 found.add(k)
         return found
 
-    def straight(self) -> Straight:
+    def to_problem(self) -> OrderProblem:
         """The body, to be put in order."""
-        _, carry, _ = self.divided(self.body.invars)
+        _, carry, _ = self.split(self.body.invars)
         results = frozenset(v for v in self.body.outvars if isinstance(v, Var))
         in_order = mark_dependents(self.body.eqns, set(carry))
-        return Straight(tuple(self.body.eqns), results, tuple(in_order), holds_copies=False)
+        return OrderProblem(tuple(self.body.eqns), results, tuple(in_order), waits_for_sends=False)
 
 
 @dataclasses.dataclass(frozen=True)
-class Handed:
+class HostStack:
     """A stack on the host that one loop writes and another reads backwards.
 
     Attributes:
-      writer, reader: numbers of the two equations.
-      ys, xs: which of the stacks of each it is.
-      ahead: whether the reader copies back the value of the iteration after.
-      later: whether the writer sends the value of the iteration before. Then it is `ahead`, too: the last
-        iteration's value is never sent.
-      in_place: with `later`, whether an iteration's value takes the memory of the one before. Otherwise the
-        device copies it there once that was sent.
-      offset: the rows in front of the first layer's; there is a spare one in front or at the end.
+      writer, reader: indices of the equations of the two loops.
+      ys, xs: the index of the stack among the ys of the writer and among the xs of the reader.
+      prefetched: iteration i of the reader reloads the row of iteration i+1.
+      send_deferred: iteration i of the writer sends the value of iteration i-1, because the send would not
+        finish in its own iteration. Implies `prefetched`: the last value stays on the device and starts the
+        reader.
+      overwrites: with `send_deferred`, a new value is written into the buffer of the value before it, which
+        was sent by then. Otherwise the device copies the new value there after the send.
+      row_offset: rows before the first layer's row: 1 where the spare row stands first, 0 where it stands
+        last.
     """
 
     writer: int
     ys: int
     reader: int
     xs: int
-    ahead: bool
-    later: bool
-    in_place: bool
-    offset: int
+    prefetched: bool
+    send_deferred: bool
+    overwrites: bool
+    row_offset: int
 
 
-def handed(
+def find_host_stacks(
     loops: Mapping[int, Loop], eqns: list[JaxprEqn], outvars: Iterable[Any], device: Device, large_nbytes: int
-) -> Iterator[Handed]:
+) -> Iterator[HostStack]:
     """The stacks that pass from loop to loop and that nothing else reads."""
     uses = count_reads(eqns, outvars)
     written = {
-        loop.eqn.outvars[loop.layout.num_carry + k]: (i, k) for i, loop in loops.items() for k in loop.sends()
+        loop.eqn.outvars[loop.layout.num_carry + k]: (i, k)
+        for i, loop in loops.items()
+        for k in loop.find_sends()
     }
     late_sends = {
-        i: estimated(loop.straight(), device, large_nbytes).unfinished()
+        i: estimate_copies(loop.to_problem(), device, large_nbytes).unfinished()
         for i, loop in loops.items()
         if any(writer == i for writer, _ in written.values())
     }
     for i, loop in loops.items():
-        reloads = loop.reloads()
-        late = estimated(loop.straight(), device, large_nbytes).too_late() if reloads else []
-        for k, v in enumerate(loop.divided(loop.eqn.invars)[2]):
+        reloads = loop.find_reloads()
+        late = estimate_copies(loop.to_problem(), device, large_nbytes).too_late() if reloads else []
+        for k, v in enumerate(loop.split(loop.eqn.invars)[2]):
             if k not in reloads or v not in written or uses[v] != 1:
                 continue
             writer, ys = written[v]
             if loops[writer].step == loop.step or loops[writer].layout.length != loop.layout.length:
                 continue
-            sent = loops[writer].sends()[ys].outvars[0]
-            later, in_place = sent in late_sends[writer], late_sends[writer].get(sent, False)
-            ahead = later or reloads[k].outvars[0] in late
-            # Ahead, the row after the last iteration's is read; else the one before the first iteration's is
-            # written.
-            in_front = (loop.step < 0) == ahead
-            yield Handed(writer, ys, i, k, ahead, later, in_place, int(in_front))
+            sent = loops[writer].find_sends()[ys].outvars[0]
+            send_deferred, overwrites = sent in late_sends[writer], late_sends[writer].get(sent, False)
+            prefetched = send_deferred or reloads[k].outvars[0] in late
+            # A prefetching reader reads one row past the last; otherwise the row before the first is written.
+            in_front = (loop.step < 0) == prefetched
+            yield HostStack(writer, ys, i, k, prefetched, send_deferred, overwrites, int(in_front))
 
 
 def row_nbytes(loop: Loop, xs: int) -> int:
     """Bytes of one row of a stack that a loop reads, on all devices."""
     mesh = loop.eqn.ctx.cur_abstract_mesh
-    row = loop.divided(loop.body.invars)[2][xs].aval
+    row = loop.split(loop.body.invars)[2][xs].aval
     return compat.nbytes(row) * (1 if mesh.empty else mesh.size)
 
 
-def written_out(
+def write_out(
     loop: Loop,
     operands: list[Any],
     pieces: Pieces,
     given: Mapping[int, Any],
-    sends: Mapping[int, Handed],
-    takes: Mapping[int, Handed],
+    sends: Mapping[int, HostStack],
+    takes: Mapping[int, HostStack],
     firsts: Mapping[int, Any],
     device: Device,
     large_nbytes: int,
@@ -238,9 +241,9 @@ def written_out(
         end = iteration.first_count + loop.layout.length
         return lax.while_loop(lambda state: state.count < end, step, state)
 
-    consts, carry, xs = loop.divided(operands)
-    args = consts, carry, xs, dict(given), [firsts[k] for k in iteration.ahead]
-    eqns, results = traced(run, args, like=loop.eqn)
+    consts, carry, xs = loop.split(operands)
+    args = consts, carry, xs, dict(given), [firsts[k] for k in iteration.prefetched]
+    eqns, results = trace_call(run, args, like=loop.eqn)
     end = len(carry) + len(iteration.ys())
     return eqns, results[1 : 1 + end], dict(zip(iteration.leaves, results[1 + end :], strict=False))
 
@@ -269,19 +272,21 @@ class _Iteration:
     """One iteration of a loop that is written out.
 
     Attributes:
-      ahead: the xs that are copied back an iteration ahead, in the order of `_State.arrived`.
+      prefetched: the xs that are reloaded one iteration ahead, in the order of `_State.arrived`.
       leaves: the ys whose last value stays on the device, in the order of `_State.lasts`.
       lasts: their values in the body of the scan.
       first_count: the count of the first iteration.
     """
 
-    def __init__(self, loop: Loop, pieces: Pieces, sends: Mapping[int, Handed], takes: Mapping[int, Handed]):
+    def __init__(
+        self, loop: Loop, pieces: Pieces, sends: Mapping[int, HostStack], takes: Mapping[int, HostStack]
+    ):
         self._loop, self._pieces, self._sends, self._takes = loop, pieces, sends, takes
         self.first_count = _FIRST_COUNT + pieces.most
-        self.ahead = [k for k, stack in takes.items() if stack.ahead]
-        self.leaves = [k for k, stack in sends.items() if stack.ahead]
-        self._kept = loop.kept()
-        self.lasts: list[Any] = [loop.sends()[k].invars[0] for k in self.leaves]
+        self.prefetched = [k for k, stack in takes.items() if stack.prefetched]
+        self.leaves = [k for k, stack in sends.items() if stack.prefetched]
+        self._kept = loop.find_kept()
+        self.lasts: list[Any] = [loop.find_sends()[k].invars[0] for k in self.leaves]
 
     def ys(self) -> list[tuple[Any, int]]:
         """What each stack holds, and its rows."""
@@ -305,42 +310,44 @@ class _Iteration:
         state: _State,
         device: Device,
         large_nbytes: int,
-        aside: list[int],
+        moved_aside: list[int],
     ) -> tuple[ClosedJaxpr, list[int]]:
-        """The program of an iteration that copies the xs `aside`, and which of the others come back late.
+        """The program of an iteration that copies the xs `moved_aside`, and which others come back late.
 
         A copy is late if the iteration reads too long the value whose memory it takes.
         """
         loop, (given, structure) = self._loop, jax.tree.flatten(state)
         avals = jax.tree.map(jax.typeof, (consts, xs, state))
-        closed = compat.trace_like(loop.eqn, functools.partial(self._run, aside), avals)
+        closed = compat.trace_like(loop.eqn, functools.partial(self._run, moved_aside), avals)
         jaxpr, renamed = closed.jaxpr, {}
-        eqns = list(inlined(jaxpr.eqns, renamed))
-        outs = [now(renamed, v) for v in jaxpr.outvars]
+        eqns = list(inline_calls(jaxpr.eqns, renamed))
+        outs = [resolve(renamed, v) for v in jaxpr.outvars]
         before = jax.tree.unflatten(structure, jaxpr.invars[-len(given) :])
         outs, copies = outs[: len(given)], outs[len(given) :]
         after = jax.tree.unflatten(structure, outs)
-        straight = Straight(
+        straight = OrderProblem(
             tuple(eqns),
             frozenset(v for v in outs if isinstance(v, Var)),
             tuple(mark_dependents(eqns, set(before.carry))),
-            holds_copies=False,
+            waits_for_sends=False,
             iteration=before.count,
-            spare={
-                v: Spare(self._row_at(stack.offset - (0 if stack.ahead else loop.step)), loop.step)
+            spare_rows={
+                v: SpareRow(
+                    self._row_at(stack.row_offset - (0 if stack.prefetched else loop.step)), loop.step
+                )
                 for v, stack in zip(before.taken, self._takes.values(), strict=True)
             },
-            follows=dict(zip(after.arrived, before.arrived, strict=True)),
-            copies=frozenset(copies),
-            displaces={
+            reuses_buffer_of=dict(zip(after.arrived, before.arrived, strict=True)),
+            moved_aside=frozenset(copies),
+            overwrites_after_send={
                 v: after.stacks[k]
                 for k, v in zip(self.leaves, after.lasts, strict=True)
-                if self._sends[k].in_place
+                if self._sends[k].overwrites
             },
         )
         order = ordered(straight, device, large_nbytes)
-        outs = [now(order.renamed, v) for v in outs]
-        late = [k for k, v in zip(self.ahead, after.arrived, strict=True) if v in order.late]
+        outs = [resolve(order.renamed, v) for v in outs]
+        late = [k for k, v in zip(self.prefetched, after.arrived, strict=True) if v in order.late]
         return closed.replace(jaxpr=jaxpr.replace(eqns=order.eqns, outvars=outs)), late
 
     def _row_at(self, offset: int) -> int:
@@ -348,7 +355,7 @@ class _Iteration:
         return self._loop.first - self._loop.step * self.first_count + offset
 
     def _run(
-        self, aside: list[int], consts: list[Any], xs: list[Any], state: _State
+        self, moved_aside: list[int], consts: list[Any], xs: list[Any], state: _State
     ) -> tuple[_State, list[Any]]:
         """The next state, and copies of what came back ahead."""
         loop, index = self._loop, self._row_at(0) + self._loop.step * state.count
@@ -358,42 +365,42 @@ class _Iteration:
             k: _row(x, index + offsets.get(k, 0)) for k, x in enumerate(xs) if k not in taken
         }
         for k, stack in taken.items():
-            if k not in self.ahead:
-                inputs[k] = _row(stack, index + self._takes[k].offset)
-        inputs |= dict(zip(self.ahead, state.arrived, strict=True))
-        copies = {k: copied(inputs[k], state.count) for k in aside}
+            if k not in self.prefetched:
+                inputs[k] = _row(stack, index + self._takes[k].row_offset)
+        inputs |= dict(zip(self.prefetched, state.arrived, strict=True))
+        copies = {k: copy_aside(inputs[k], state.count) for k in moved_aside}
         inputs |= {k: lax.optimization_barrier(copy) for k, copy in copies.items()}
-        later = [k for k in self.leaves if self._sends[k].later]
-        body = _between_copies(loop, self.ahead, later, self.lasts)
+        deferred = [k for k in self.leaves if self._sends[k].send_deferred]
+        body = _between_copies(loop, self.prefetched, deferred, self.lasts)
         out = compat.jaxpr_as_fun(body)(*consts, *state.carry, *(inputs[k] for k in range(len(xs))))
         carry, out = out[: loop.layout.num_carry], out[loop.layout.num_carry :]
         stacks, lasts = list(state.stacks), out[len(state.stacks) :]
         for j, k in enumerate(self.leaves):
-            if k in later and not self._sends[k].in_place:
-                lasts[j] = copied(lasts[j], state.count)
+            if k in deferred and not self._sends[k].overwrites:
+                lasts[j] = copy_aside(lasts[j], state.count)
         for k, y in enumerate(out[: len(stacks)]):
-            at = index + (self._sends[k].offset if k in self._sends else 0)
+            at = index + (self._sends[k].row_offset if k in self._sends else 0)
             at += written[k].offset if k in written else 0
             if k in self._kept:  # or XLA computes it twice, the second time in its place in the stack
-                y = copied(y, state.count)
-            if k in later:  # the first iteration writes something, anything, into the spare row
+                y = copy_aside(y, state.count)
+            if k in deferred:  # the first iteration writes something, anything, into the spare row
                 value = state.lasts[self.leaves.index(k)]
                 y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
             stacks[k] = _with_row(stacks[k], y, at)
-        following = (_row(taken[k], index + loop.step + self._takes[k].offset) for k in self.ahead)
+        following = (_row(taken[k], index + loop.step + self._takes[k].row_offset) for k in self.prefetched)
         arrived = [jax.device_put(row, jax.memory.Space.Device) for row in following]
         return _State(state.count + 1, carry, stacks, lasts, state.taken, arrived), list(copies.values())
 
 
-def _between_copies(loop: Loop, ahead: list[int], later: list[int], lasts: list[Any]) -> ClosedJaxpr:
+def _between_copies(loop: Loop, prefetched: list[int], deferred: list[int], lasts: list[Any]) -> ClosedJaxpr:
     """The body, given some xs on the device, which leaves some ys there, and also returns some values."""
-    body, reloads, sends = loop.body, loop.reloads(), loop.sends()
-    consts, carry, xs = loop.divided(body.invars)
+    body, reloads, sends = loop.body, loop.find_reloads(), loop.find_sends()
+    consts, carry, xs = loop.split(body.invars)
     outs = list(body.outvars)
-    gone = [reloads[k] for k in ahead]
-    for k in ahead:
+    gone = [reloads[k] for k in prefetched]
+    for k in prefetched:
         xs[k] = reloads[k].outvars[0]
-    for k in later:
+    for k in deferred:
         gone.append(sends[k])
         outs[loop.layout.num_carry + k] = sends[k].invars[0]
     eqns = [eqn for eqn in body.eqns if not any(eqn is other for other in gone)]

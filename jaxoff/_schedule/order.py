@@ -12,6 +12,7 @@ into a row of the stack that nothing reads any more, and the copy reads the stac
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 
@@ -19,15 +20,15 @@ from jaxoff._device.kernel_time import kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.inline import Renamed, now, traced
+from jaxoff._jaxpr.inline import Renamed, resolve, trace_call
 from jaxoff._jaxpr.kernels import KernelGraph, all_slices_converted, new_nbytes
 from jaxoff._jaxpr.primitives import is_collective, is_compute, is_narrowing
 from jaxoff._schedule.collectives import Collectives, waiting
 from jaxoff._schedule.copy_times import CopyTimes, Reloads
 from jaxoff._schedule.copy_waits import CopyWaits
-from jaxoff._schedule.dependency_kernels import bit_of, known_late, write_an_element
-from jaxoff._schedule.liveness import Held, beside
-from jaxoff._schedule.problem import Ordered, Straight
+from jaxoff._schedule.dependency_kernels import delay_iteration, read_bit, write_element
+from jaxoff._schedule.liveness import Held, find_fusion_pairs
+from jaxoff._schedule.problem import OrderProblem
 
 # Values of fewer bytes are not worth a place in the chain.
 LARGE_NBYTES = 1 << 20
@@ -38,7 +39,7 @@ MOST_DRAFTS = 4
 _LOOKAHEAD = 8
 
 
-def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> Ordered:
+def ordered(program: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYTES) -> Ordered:
     """Puts the large values of a straight-line program into one chain.
 
     An equation that has to wait for a copy from the host lets a later one go first. What frees as much memory
@@ -56,7 +57,7 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
       Equations that compute the same results, with barriers between them.
     """
     # First as if every copy were there, to see when each is needed; then with the copies in that order.
-    graph, reloads = KernelGraph(program.eqns, program.outs | program.copies), Reloads()
+    graph, reloads = KernelGraph(program.eqns, program.outs | program.moved_aside), Reloads()
     pairs: dict[int, int] = {}
     room = 0
     if any(is_collective(program.eqns[i]) for i in graph.kernels):
@@ -66,18 +67,33 @@ def ordered(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES)
     for _ in range(MOST_DRAFTS):
         draft = Order(program, graph, device, large_nbytes, reloads, pairs, room)
         order, before = draft.run(), (reloads, pairs)
-        reloads = draft.times.reloads(program.follows)
-        pairs = pairs or beside(list(draft.placed), program, graph, large_nbytes)
+        reloads = draft.times.reloads(program.reuses_buffer_of)
+        pairs = pairs or find_fusion_pairs(list(draft.placed), program, graph, large_nbytes)
         if (reloads, pairs) == before:
             break
     return order
 
 
-def estimated(program: Straight, device: Device, large_nbytes: int = LARGE_NBYTES) -> CopyTimes:
+def estimate_copies(program: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYTES) -> CopyTimes:
     """The times of the copies of a loop's body in order, as if they took none."""
     order = Order(program, KernelGraph(program.eqns, program.outs), device, large_nbytes, Reloads(), {})
     order.run()
     return order.times
+
+
+@dataclasses.dataclass(frozen=True)
+class Ordered:
+    """A straight-line program in order.
+
+    Attributes:
+      eqns: its equations, with barriers between them.
+      renamed: by result that is another value now, which one.
+      late: the copies from the host that would not end with the program, as their memory is taken too long.
+    """
+
+    eqns: list[JaxprEqn]
+    renamed: Renamed
+    late: frozenset[Var] = frozenset()
 
 
 class Order:
@@ -91,7 +107,7 @@ class Order:
 
     def __init__(
         self,
-        program: Straight,
+        program: OrderProblem,
         graph: KernelGraph,
         device: Device,
         large_nbytes: int,
@@ -106,7 +122,9 @@ class Order:
         self._collectives, self._room = Collectives(program, graph, large_nbytes, device), room
         self.held = Held(program.eqns, program.outs)
         self._reads, self._between, self._readers = graph.reads, graph.between, graph.readers
-        self._displaced = {i: v for made, v in program.displaces.items() for i in graph.making(made)}
+        self._displaced = {
+            i: v for made, v in program.overwrites_after_send.items() for i in graph.making(made)
+        }
         self._unread = {v: len(readers) for v, readers in self._readers.items()}
         self.placed: dict[int, None] = {}
         self._out: list[JaxprEqn] = []
@@ -138,7 +156,7 @@ class Order:
             waiting = [i for i in waiting if i not in self.placed]
         for i in self._graph.kernels:
             self._place(i)
-        return Ordered(self._out, self._renamed, frozenset(self.times.late(self._program.follows)))
+        return Ordered(self._out, self._renamed, frozenset(self.times.late(self._program.reuses_buffer_of)))
 
     def _leading(self, waiting: list[int]) -> list[int]:
         """What goes first: it leads to collectives for which, and for others beside them, there is room."""
@@ -201,7 +219,7 @@ class Order:
         self._emit(i, self._behind_the_last(i))
         began = self._time
         self._time += kernel_ms(self._graph, i, self._device)
-        if self._program.holds_copies and is_compute(eqn):
+        if self._program.waits_for_sends and is_compute(eqn):
             self._waits.hide(eqn, began, self._time)
         self.times.add(i, self._time)
 
@@ -209,7 +227,7 @@ class Order:
         """Starts a collective with other devices behind the one before; only what reads it waits for it."""
         eqn = self._eqns[i]
         self._emit(i, {})
-        eqns, (bit,) = traced(bit_of, [eqn.outvars[0]], like=eqn)
+        eqns, (bit,) = trace_call(read_bit, [eqn.outvars[0]], like=eqn)
         self._out += eqns
         self._left[eqn.outvars[0]], self._bits[i] = self._barrier(eqn.outvars[0], bit, i)
         end = self._collectives.start(i, self._time)
@@ -253,7 +271,7 @@ class Order:
 
     def _can_return(self, i: int) -> bool:
         """Whether what a copy from the host reads is on the host, and the memory for it free."""
-        follows = self._program.follows.get(self._eqns[i].outvars[0])
+        follows = self._program.reuses_buffer_of.get(self._eqns[i].outvars[0])
         waits = () if follows is None else self._readers.get(follows, ())
         is_there = all(v not in self._maker or v in self._left for v in self._reads[i])
         return is_there and self.placed.keys() >= set(waits)
@@ -326,10 +344,10 @@ class Order:
         behind = self._tied(tied, i, (displaced, last))
         if arrived and others:
             # What the kernel reads of the last link; XLA forgets to wait for that through any other value.
-            latest = max(others, key=lambda v: (self._level.get(now(behind, v), 0), v not in behind))
+            latest = max(others, key=lambda v: (self._level.get(resolve(behind, v), 0), v not in behind))
             for v in arrived:
-                held = now(behind, now(self._left, latest))
-                behind[latest], self._left[v] = self._barrier(held, now(self._left, v), i)
+                held = resolve(behind, resolve(self._left, latest))
+                behind[latest], self._left[v] = self._barrier(held, resolve(self._left, v), i)
                 self._waits.end(v)
         return self._iteration_behind_the_last(i) | behind
 
@@ -355,7 +373,7 @@ class Order:
 
     def _is_beside_the_last(self, i: int) -> bool:
         """Whether a kernel was put behind the last link to be one kernel with it; see
-        `jaxoff._schedule.liveness.beside`.
+        `jaxoff._schedule.liveness.find_fusion_pairs`.
         """
         return self._last is not None and self._pairs.get(self._maker[self._last]) == i
 
@@ -369,8 +387,8 @@ class Order:
             return {}
         if not all_slices_converted((self._eqns[j] for j in self._between[i]), self._large_nbytes):
             return {}
-        given = [self._program.iteration, now(self._shown, self._last_large)]
-        eqns, (late,) = traced(known_late, given, like=self._eqns[i])
+        given = [self._program.iteration, resolve(self._shown, self._last_large)]
+        eqns, (late,) = trace_call(delay_iteration, given, like=self._eqns[i])
         self._out += eqns
         return {self._program.iteration: late}
 
@@ -378,10 +396,10 @@ class Order:
         """What stands for values, for a kernel, once others are done."""
         tied: Renamed = {}
         for v in values:
-            tied[v] = now(self._left, v)
+            tied[v] = resolve(self._left, v)
             for wait in waits:
                 if wait is not None:
-                    tied[v], _ = self._barrier(tied[v], now(self._shown, wait), i)
+                    tied[v], _ = self._barrier(tied[v], resolve(self._shown, wait), i)
         return tied
 
     def _barrier(self, v: Var, other: Var, i: int) -> list[Var]:
@@ -393,17 +411,21 @@ class Order:
 
     def _stack_of(self, i: int) -> Var | None:
         """The stack with a spare row that a copy from the host reads."""
-        return next((v for v in self._reads[i] if v in self._program.spare), None)
+        return next((v for v in self._reads[i] if v in self._program.spare_rows), None)
 
     def _hold_back(self, i: int) -> None:
         """Lets a copy out of a stack with a spare row start behind the last place in the chain."""
         stack = self._stack_of(i)
         if stack is None or self._last_large is None:
             return
-        spare = self._program.spare[stack]
-        operands = now(self._renamed, stack), now(self._shown, self._last_large), self._program.iteration
-        write = functools.partial(write_an_element, spare.first, spare.step)
-        eqns, (self._renamed[stack],) = traced(write, operands, like=self._eqns[i])
+        spare = self._program.spare_rows[stack]
+        operands = (
+            resolve(self._renamed, stack),
+            resolve(self._shown, self._last_large),
+            self._program.iteration,
+        )
+        write = functools.partial(write_element, spare.first, spare.step)
+        eqns, (self._renamed[stack],) = trace_call(write, operands, like=self._eqns[i])
         self._out += eqns
 
     def _emit(self, i: int, behind: Renamed, *, is_link: bool | None = None) -> None:
@@ -416,10 +438,10 @@ class Order:
         for j in self._between[i]:
             eqn = self._eqns[j]
             outs = [Var(v.aval) for v in eqn.outvars]
-            self._out.append(eqn.replace(invars=[now(renamed, v) for v in eqn.invars], outvars=outs))
+            self._out.append(eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars], outvars=outs))
             renamed.update(zip(eqn.outvars, outs, strict=True))
         eqn = self._eqns[i]
-        operands = [now(renamed, v) for v in eqn.invars]
+        operands = [resolve(renamed, v) for v in eqn.invars]
         if is_collective(eqn):
             bits = [self._bits[j] for j in self._collectives.to_wait_for(i)]
             waits, operands, elements = waiting(eqn, operands, bits)
@@ -427,7 +449,7 @@ class Order:
             self._shown |= elements
         self._out.append(eqn.replace(invars=operands))
         self.held.make(i)
-        level = max((self._level.get(now(behind, v), 0) for v in self._reads[i]), default=0)
+        level = max((self._level.get(resolve(behind, v), 0) for v in self._reads[i]), default=0)
         if self._is_link(eqn) if is_link is None else is_link:
             self._length += 1
             level = self._length
@@ -438,7 +460,7 @@ class Order:
             if compat.nbytes(self._last.aval) >= self._large_nbytes:
                 self._last_large = self._last
         self._level |= dict.fromkeys(eqn.outvars, level)
-        if self._program.holds_copies:
+        if self._program.waits_for_sends:
             self._waits.start(eqn, self._time)
         for v in self._reads[i]:
             self._unread[v] -= 1

@@ -1,4 +1,4 @@
-"""Straight-line programs, before and after they are put in order."""
+"""The input of the scheduler: a straight-line program with constraints on its buffers and host stacks."""
 
 from __future__ import annotations
 
@@ -6,58 +6,43 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.inline import Renamed
 
 
 @dataclasses.dataclass(frozen=True)
-class Straight:
-    """A straight-line program, its calls inlined; see `jaxoff._jaxpr.inline`.
-
-    Attributes:
-      eqns: equations in program order.
-      outs: the results.
-      in_order: by equation, whether it keeps its place in the order. The others, which compute values again,
-        come just before their first reader.
-      holds_copies: whether the program waits for its copies to the host: without that XLA puts them off to
-        where they are read back. In the body of a loop they end with the body.
-      iteration: in the body of a loop, its number. XLA has to see how an index depends on it, so no barrier
-        may stand in between.
-      spare: by stack on the host, an argument, where it may be written to.
-      follows: by copy from the host, an argument whose readers all come before it. The copy then takes that
-        argument's memory.
-      copies: of arguments, that are there to free their memory.
-      displaces: by value, the stack on the host that has taken in the argument whose memory the value takes.
-    """
-
-    eqns: tuple[JaxprEqn, ...]
-    outs: frozenset[Var]
-    in_order: tuple[bool, ...]
-    holds_copies: bool
-    iteration: Var | None = None
-    spare: Mapping[Var, Spare] = dataclasses.field(default_factory=dict)
-    follows: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
-    copies: frozenset[Var] = frozenset()
-    displaces: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Spare:
-    """The row of a stack that nothing reads any more, in the body of a loop: `first + step * iteration`."""
+class SpareRow:
+    """The row of a host stack that no kernel reads any more, in a loop's body: `first + step * iteration`."""
 
     first: int
     step: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Ordered:
-    """A straight-line program in order.
+class OrderProblem:
+    """A straight-line program to be put in order, its calls inlined (see `jaxoff._jaxpr.inline`).
 
     Attributes:
-      eqns: its equations, with barriers between them.
-      renamed: by result that is another value now, which one.
-      late: the copies from the host that would not end with the program, as their memory is taken too long.
+      eqns: equations in program order.
+      outs: the results.
+      in_order: for each equation, whether it keeps its position among its like. The others recompute values
+        and come just before their first reader.
+      waits_for_sends: whether the program itself waits for its copies to the host. Outside of loops XLA
+        otherwise delays a send until the value is read back; in the body of a loop sends end with the body.
+      iteration: in the body of a loop, the loop counter. XLA derives from it where a slice lies, so no
+        barrier may stand between the counter and an index.
+      spare_rows: host stack, an argument -> its spare row, which may be written.
+      reuses_buffer_of: reloaded value -> argument. The reload takes that argument's buffer and starts after
+        the argument's last reader.
+      moved_aside: device-to-device copies of arguments, made so that the original buffer can be reused early.
+      overwrites_after_send: new value -> host stack. The value is written into the buffer of an argument that
+        must first have been sent to this stack.
     """
 
-    eqns: list[JaxprEqn]
-    renamed: Renamed
-    late: frozenset[Var] = frozenset()
+    eqns: tuple[JaxprEqn, ...]
+    outs: frozenset[Var]
+    in_order: tuple[bool, ...]
+    waits_for_sends: bool
+    iteration: Var | None = None
+    spare_rows: Mapping[Var, SpareRow] = dataclasses.field(default_factory=dict)
+    reuses_buffer_of: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
+    moved_aside: frozenset[Var] = frozenset()
+    overwrites_after_send: Mapping[Var, Var] = dataclasses.field(default_factory=dict)

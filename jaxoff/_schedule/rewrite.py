@@ -11,13 +11,13 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_makers, mark_dependents, variables
-from jaxoff._jaxpr.inline import Renamed, called, filled_behind, inlined, now, scalars_apart
+from jaxoff._jaxpr.inline import Renamed, delay_fills, inline_calls, instantiate, resolve, split_scalars
 from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
 from jaxoff._jaxpr.stack_slices import pieces_in, shared_by
-from jaxoff._schedule.collectives import one_after_another
-from jaxoff._schedule.loops import Loop, handed, row_nbytes, written_out
+from jaxoff._schedule.collectives import chain_collectives
+from jaxoff._schedule.loops import Loop, find_host_stacks, row_nbytes, write_out
 from jaxoff._schedule.order import LARGE_NBYTES, ordered
-from jaxoff._schedule.problem import Straight
+from jaxoff._schedule.problem import OrderProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Rewriter:
             for i, loop in loops.items()
             if (self._one_device if (manual := compat.is_manual(loop.eqn)) is None else manual)
         }
-        stacks = list(handed(whole, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes))
+        stacks = list(find_host_stacks(whole, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes))
         self.spare_nbytes += sum(row_nbytes(loops[stack.reader], stack.xs) for stack in stacks)
         shared = shared_by(jaxpr, {i: loop.layout for i, loop in loops.items()})
         renamed: Renamed = {}
@@ -97,20 +97,20 @@ class _Rewriter:
         eqns, end = [], 0
         for i, eqn in enumerate(jaxpr.eqns):
             if i in shared.gone:
-                renamed |= {v: now(renamed, result) for v, result in shared.gone[i].items()}
+                renamed |= {v: resolve(renamed, result) for v, result in shared.gone[i].items()}
                 continue
-            operands = [now(renamed, v) for v in eqn.invars]
+            operands = [resolve(renamed, v) for v in eqn.invars]
             if i not in loops:
                 eqns.append(eqn.replace(invars=operands))
                 continue
             sends = {stack.ys: stack for stack in stacks if stack.writer == i}
             takes = {stack.xs: stack for stack in stacks if stack.reader == i}
-            firsts = {k: lasts[stack.writer, stack.ys] for k, stack in takes.items() if stack.ahead}
+            firsts = {k: lasts[stack.writer, stack.ys] for k, stack in takes.items() if stack.prefetched}
             pieces, layout = shared.pieces[i], loops[i].layout
             for k, whole_one in pieces.whole.items():
-                operands[layout.num_consts + layout.num_carry + k] = now(renamed, whole_one)
-            begun = {k: now(renamed, w.before) for k, w in pieces.written.items() if w.before is not None}
-            new, results, last = written_out(
+                operands[layout.num_consts + layout.num_carry + k] = resolve(renamed, whole_one)
+            begun = {k: resolve(renamed, w.before) for k, w in pieces.written.items() if w.before is not None}
+            new, results, last = write_out(
                 loops[i],
                 operands,
                 pieces,
@@ -126,7 +126,7 @@ class _Rewriter:
             end = len(eqns)
             renamed.update(zip(eqn.outvars, results, strict=True))
             lasts |= {(i, k): value for k, value in last.items()}
-        outs = [now(renamed, v) for v in jaxpr.outvars]
+        outs = [resolve(renamed, v) for v in jaxpr.outvars]
         return self._up_to_loops(jaxpr.replace(eqns=eqns, outvars=outs), end)
 
     def _up_to_loops(self, jaxpr: Jaxpr, end: int) -> Jaxpr:
@@ -143,12 +143,14 @@ class _Rewriter:
           end: the number of its equations up to the last loop.
         """
         renamed: Renamed = {}
-        eqns, scalars = scalars_apart(inlined(jaxpr.eqns[:end], renamed))
-        rest = one_after_another(inlined(jaxpr.eqns[end:], renamed))
-        outs: Any = [now(renamed, v) for v in jaxpr.outvars]
+        eqns, scalars = split_scalars(inline_calls(jaxpr.eqns[:end], renamed))
+        rest = chain_collectives(inline_calls(jaxpr.eqns[end:], renamed))
+        outs: Any = [resolve(renamed, v) for v in jaxpr.outvars]
         read: Any = [*outs, *(v for eqn in rest for v in eqn.invars)]
-        ordered = self._ordered(jaxpr.replace(outvars=read), eqns, {}, [True] * len(eqns), holds_copies=False)
-        rest = filled_behind(rest, _result_of_last_loop(ordered), self._large_nbytes)
+        ordered = self._ordered(
+            jaxpr.replace(outvars=read), eqns, {}, [True] * len(eqns), waits_for_sends=False
+        )
+        rest = delay_fills(rest, _result_of_last_loop(ordered), self._large_nbytes)
         return jaxpr.replace(eqns=[*scalars, *ordered.eqns, *rest], outvars=outs)
 
     def flat(self, jaxpr: Jaxpr) -> Jaxpr:
@@ -158,22 +160,22 @@ class _Rewriter:
         does not depend on that checkpoint's newest operand, the cotangent, is computed again.
         """
         renamed: Renamed = {}
-        outer = list(inlined(jaxpr.eqns, renamed, checkpoints=False))
+        outer = list(inline_calls(jaxpr.eqns, renamed, checkpoints=False))
         backward = next((i for i, eqn in enumerate(outer) if compat.is_backward(eqn)), len(outer))
         made = index_makers(outer)
-        head = list(inlined(outer[:backward], renamed))
+        head = list(inline_calls(outer[:backward], renamed))
         newest: set[Var] = set()
         if backward < len(outer):
             operands = [v for v in outer[backward].invars if isinstance(v, Var)]
-            newest = {now(renamed, max(operands, key=lambda v: made.get(v, -1)))}
-        tail = list(inlined(outer[backward:], renamed))
+            newest = {resolve(renamed, max(operands, key=lambda v: made.get(v, -1)))}
+        tail = list(inline_calls(outer[backward:], renamed))
         in_order = [True] * len(head) + mark_dependents(tail, newest)
-        return self._ordered(jaxpr, head + tail, renamed, in_order, holds_copies=True)
+        return self._ordered(jaxpr, head + tail, renamed, in_order, waits_for_sends=True)
 
-    def _ordered(self, jaxpr, eqns, renamed, in_order, *, holds_copies) -> Jaxpr:
-        outs = [now(renamed, v) for v in jaxpr.outvars]
+    def _ordered(self, jaxpr, eqns, renamed, in_order, *, waits_for_sends) -> Jaxpr:
+        outs = [resolve(renamed, v) for v in jaxpr.outvars]
         results = frozenset(v for v in outs if isinstance(v, Var))
-        program = Straight(tuple(eqns), results, tuple(in_order), holds_copies)
+        program = OrderProblem(tuple(eqns), results, tuple(in_order), waits_for_sends)
         eqns = ordered(program, self._device, self._large_nbytes).eqns
         return jaxpr.replace(eqns=eqns, outvars=outs)
 
@@ -200,12 +202,12 @@ def _with_loops_together(jaxpr: Jaxpr) -> Jaxpr:
     for eqn in jaxpr.eqns:
         call = compat.inlinable_call(eqn)
         if call is not None and not call.checkpoint and any(map(_is_of_layers, call.jaxpr.eqns)):
-            body, results = called(call.jaxpr, [now(renamed, v) for v in eqn.invars], like=eqn)
+            body, results = instantiate(call.jaxpr, [resolve(renamed, v) for v in eqn.invars], like=eqn)
             eqns += body
             renamed.update(zip(eqn.outvars, results, strict=True))
         else:
-            eqns.append(eqn.replace(invars=[now(renamed, v) for v in eqn.invars]))
-    return jaxpr.replace(eqns=eqns, outvars=[now(renamed, v) for v in jaxpr.outvars])
+            eqns.append(eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars]))
+    return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
 
 
 def _is_of_layers(eqn: JaxprEqn) -> bool:

@@ -17,7 +17,7 @@ from jaxoff._device.flops import product_flops
 from jaxoff._device.kernel_time import lower_clock, step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.inline import inlined, now
+from jaxoff._jaxpr.inline import inline_calls, resolve
 from jaxoff._jaxpr.kernels import KernelGraph
 
 ROWS, WIDTH, HIDDEN = 256, 64, 128
@@ -32,8 +32,8 @@ def milliseconds(fun, *args, device=DEVICE, rows=()):
     """Of the last kernel of a function, whose arguments of these numbers are rows of a loop's stacks."""
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
     renamed = {}
-    eqns = list(inlined(jaxpr.eqns, renamed))
-    graph = KernelGraph(eqns, frozenset(now(renamed, v) for v in jaxpr.outvars))
+    eqns = list(inline_calls(jaxpr.eqns, renamed))
+    graph = KernelGraph(eqns, frozenset(resolve(renamed, v) for v in jaxpr.outvars))
     return step_kernel_ms(graph, graph.kernels[-1], device, {jaxpr.invars[n] for n in rows})
 
 
@@ -77,7 +77,7 @@ def test_convolutions_take_their_operations(stride, groups):
 
     def found(x, w, precision=None):
         jaxpr = jax.make_jaxpr(jax.grad(functools.partial(loss, precision=precision), (0, 1)))(x, w).jaxpr
-        graph = KernelGraph(list(inlined(jaxpr.eqns, {})), frozenset())
+        graph = KernelGraph(list(inline_calls(jaxpr.eqns, {})), frozenset())
         convolutions = [i for i, e in enumerate(graph.eqns) if e.primitive.name == "conv_general_dilated"]
         return [step_kernel_ms(graph, i, QUICK) for i in convolutions]
 
@@ -211,7 +211,7 @@ def test_only_a_causal_mask_halves_the_operations_of_cudnn_attention(monkeypatch
         return out.astype(jnp.float32).sum()
 
     jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1, 2)))(query, key, key).jaxpr
-    kernels = [e for e in inlined(jaxpr.eqns, {}) if "dot_product_attention" in e.primitive.name]
+    kernels = [e for e in inline_calls(jaxpr.eqns, {}) if "dot_product_attention" in e.primitive.name]
     assert [product_flops(e) for e in kernels] == [part * 2 * product, part * 5 * product]
 
 

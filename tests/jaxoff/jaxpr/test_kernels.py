@@ -10,7 +10,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._schedule.order import ordered
-from jaxoff._schedule.problem import Straight
+from jaxoff._schedule.problem import OrderProblem
 from tests.jaxoff.policy.matrix import assert_equal, inputs
 
 ROWS, WIDTH = 16, 8
@@ -18,10 +18,12 @@ ROWS, WIDTH = 16, 8
 EVEN = Device(flops=1e9, memory_gbps=1e9, d2h_gbps=6.4e-2, h2d_gbps=6.4e-2)
 
 
-def straight_of(fun, *args, holds_copies=False):
+def straight_of(fun, *args, waits_for_sends=False):
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
     outs = frozenset(jaxpr.outvars)
-    return jaxpr, Straight(tuple(jaxpr.eqns), outs, (True,) * len(jaxpr.eqns), holds_copies=holds_copies)
+    return jaxpr, OrderProblem(
+        tuple(jaxpr.eqns), outs, (True,) * len(jaxpr.eqns), waits_for_sends=waits_for_sends
+    )
 
 
 def in_order(fun, *args, **kwargs):
@@ -194,7 +196,7 @@ def test_outside_of_loops_a_copy_to_the_host_is_waited_for_behind_what_hides_it(
         return (long @ wide.T) @ w + back
 
     given = inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH), inputs(WIDTH, 64)
-    eqns = in_order(fun, *given, holds_copies=True)
+    eqns = in_order(fun, *given, waits_for_sends=True)
     sent = next(eqn.outvars[0] for eqn in eqns if compat.transfer_in(eqn) == "D2H")
     (wait,) = [i for i, eqn in enumerate(eqns) if sent in eqn.invars]
     heavy = [i for i, eqn in enumerate(eqns) if is_compute(eqn)]
@@ -217,7 +219,7 @@ def test_what_nothing_hides_is_waited_for_all_the_same():
                 x = x @ w
         return [x, *(jax.device_put(host, jax.memory.Space.Device) for host in sent)]
 
-    eqns = in_order(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH), holds_copies=True)
+    eqns = in_order(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH), waits_for_sends=True)
     heavy = [i for i, eqn in enumerate(eqns) if is_compute(eqn)]
     behind = []
     for place, eqn in enumerate(eqns):

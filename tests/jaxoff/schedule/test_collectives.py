@@ -10,10 +10,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.inline import inlined, now
+from jaxoff._jaxpr.inline import inline_calls, resolve
 from jaxoff._jaxpr.primitives import is_collective
 from jaxoff._schedule.order import ordered
-from jaxoff._schedule.problem import Straight
+from jaxoff._schedule.problem import OrderProblem
 from tests.jaxoff.jaxpr.test_kernels import EVEN, depends, place
 from tests.jaxoff.policy.matrix import assert_equal, inputs
 
@@ -40,9 +40,9 @@ def in_order(local, *, check_vma=False):
     args = arguments()
     (mapped,) = jax.make_jaxpr(fun(local))(*args).jaxpr.eqns
     jaxpr, renamed = mapped.params["jaxpr"], {}
-    eqns = list(inlined(jaxpr.eqns, renamed))
-    outs = [now(renamed, v) for v in jaxpr.outvars]
-    straight = Straight(tuple(eqns), frozenset(outs), (True,) * len(eqns), holds_copies=False)
+    eqns = list(inline_calls(jaxpr.eqns, renamed))
+    outs = [resolve(renamed, v) for v in jaxpr.outvars]
+    straight = OrderProblem(tuple(eqns), frozenset(outs), (True,) * len(eqns), waits_for_sends=False)
     found = ordered(straight, EVEN, LARGE_NBYTES).eqns
     program = compat.jaxpr_as_fun(compat.ClosedJaxpr(jaxpr.replace(eqns=found, outvars=outs), ()))
     got = jax.jit(fun(lambda *args: tuple(program(*args))))(*args)
@@ -54,7 +54,7 @@ def by_data(eqns):
     """The same without barriers, of which no edge of a graph is left."""
     renamed, kept = {}, []
     for eqn in eqns:
-        operands = [now(renamed, v) for v in eqn.invars]
+        operands = [resolve(renamed, v) for v in eqn.invars]
         if eqn.primitive.name == "optimization_barrier":
             renamed.update(zip(eqn.outvars, operands, strict=True))
         else:
@@ -87,7 +87,7 @@ def test_what_stands_beside_an_exchange_does_not_wait_for_what_is_in_its_memory(
     eqns = in_order(lambda x, w: (exchanged(jnp.cos(x)), *with_shared_products(x, w)))
     same, written = {}, set()  # by result of a barrier, what it is; what was written to
     for eqn in eqns:
-        operands = [now(same, v) for v in eqn.invars]
+        operands = [resolve(same, v) for v in eqn.invars]
         assert written.isdisjoint(v for v in operands if isinstance(v, compat.Var))
         if eqn.primitive.name == "optimization_barrier":
             same.update(zip(eqn.outvars, operands, strict=True))

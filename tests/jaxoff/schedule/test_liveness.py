@@ -7,7 +7,7 @@ from jax import lax
 from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
-from jaxoff._schedule.liveness import beside, held_nbytes
+from jaxoff._schedule.liveness import find_fusion_pairs, held_nbytes
 from tests.jaxoff.jaxpr.test_kernels import ROWS, WIDTH, depends, in_order, place, straight_of
 from tests.jaxoff.policy.matrix import inputs
 
@@ -68,7 +68,7 @@ def test_rows_by_the_same_indices_are_gathered_side_by_side():
 def test_only_where_the_order_holds_as_much_elsewhere(between, after, pairs):
     straight, graph, order = units_of(gathered_twice, *arguments(between, after))
     names = {i: straight.eqns[i].primitive.name for i in order}
-    found = beside(order, straight, graph, large_nbytes=4 * ROWS * WIDTH)
+    found = find_fusion_pairs(order, straight, graph, large_nbytes=4 * ROWS * WIDTH)
     assert [(names[a], names[b]) for a, b in found.items()] == [("gather", "gather")] * pairs
 
 
@@ -80,7 +80,7 @@ def test_neither_reads_what_the_other_makes():
 
     x, _, w, order, _, spread = arguments(1, 8 * WIDTH)
     straight, graph, all_units = units_of(fun, x, w, order % ROWS, spread)
-    assert beside(all_units, straight, graph, large_nbytes=4) == {}
+    assert find_fusion_pairs(all_units, straight, graph, large_nbytes=4) == {}
 
 
 def test_a_light_kernel_and_one_of_its_readers_can_be_one():

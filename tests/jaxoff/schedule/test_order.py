@@ -12,13 +12,13 @@ from jax import lax
 import jaxoff
 from jaxoff._device.profile import H200, Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.inline import inlined
+from jaxoff._jaxpr.inline import inline_calls
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._layers.scan import scan_by_strategy
 from jaxoff._schedule.copy_times import Reloads
 from jaxoff._schedule.order import Order
-from jaxoff._schedule.problem import Spare, Straight
+from jaxoff._schedule.problem import OrderProblem, SpareRow
 from jaxoff._schedule.rewrite import rewrite
 from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_close, assert_equal, inputs
 from tests.jaxoff.schedule.test_random_programs import (
@@ -79,7 +79,7 @@ def bodies(closed):
     """The straight-line programs in which residuals come back, their calls inlined."""
     loops = [eqn.params[key].jaxpr for eqn in closed.jaxpr.eqns for key in eqn.params if key in LOOP_BODIES]
     for jaxpr in (*loops, closed.jaxpr):
-        eqns = list(inlined(jaxpr.eqns, {}))
+        eqns = list(inline_calls(jaxpr.eqns, {}))
         if any(compat.transfer_in(eqn) == "H2D" for eqn in eqns):
             yield jaxpr.replace(eqns=eqns, outvars=[])
 
@@ -139,7 +139,7 @@ def test_the_layers_of_a_scan_that_moves_nothing_are_in_order_too():
     assert [eqn.primitive.name for eqn in loops] == ["while", "while"]
     for eqn in loops:
         body = eqn.params["body_jaxpr"].jaxpr
-        assert is_chained(body.replace(eqns=list(inlined(body.eqns, {})), outvars=[]))
+        assert is_chained(body.replace(eqns=list(inline_calls(body.eqns, {})), outvars=[]))
     got = jax.jit(compat.jaxpr_as_fun(program.jaxpr))(*jax.tree.leaves(args))
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
 
@@ -262,13 +262,13 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
     jaxpr = jax.make_jaxpr(iteration)(stack, jnp.ones((4, *size)), jnp.ones(size), 1).jaxpr
     (reload,) = (i for i, eqn in enumerate(jaxpr.eqns) if compat.transfer_in(eqn) == "H2D")
     outs = frozenset(v for v in jaxpr.outvars if isinstance(v, compat.Var))
-    program = Straight(
+    program = OrderProblem(
         tuple(jaxpr.eqns),
         outs,
         (True,) * len(jaxpr.eqns),
-        holds_copies=False,
+        waits_for_sends=False,
         iteration=jaxpr.invars[3],
-        spare={jaxpr.invars[0]: Spare(0, 1)},
+        spare_rows={jaxpr.invars[0]: SpareRow(0, 1)},
     )
     reloads = Reloads((reload,), {reload: 2})
     order = Order(program, KernelGraph(program.eqns, outs), H200, 1 << 10, reloads, {}).run()
