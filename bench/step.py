@@ -54,7 +54,7 @@ from bench.step_limits import (
 from bench.step_models import Form, Workload
 from bench.step_peaks import measure_peaks, peak_of
 from bench.step_variants import VARIANTS, Program, compile_all, step_of
-from jaxoff._compiled.verify import program_nbytes
+from jaxoff._runtime.program_memory import program_nbytes
 
 WORKLOADS = (
     "dense-b4-l12", "dense-b16-l12", "dense-b4-l48", "dense-b16-l48", "nano-b4-l4", "nano_act-b4-l4",

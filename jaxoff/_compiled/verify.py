@@ -18,6 +18,7 @@ from jaxoff._compiled.transfers import Transfer, find_fused_body, find_transfers
 from jaxoff._compiled.value_identity import identify_value
 from jaxoff._residuals.report import Report
 from jaxoff._runtime.flags import parse_xla_flags
+from jaxoff._runtime.program_memory import program_nbytes
 
 # Names of instructions by XLA's rematerialization pass, as in `fusion.3.remat2`.
 _RECOMPUTED = re.compile(r"\.remat\d*(\.\d+)*$")
@@ -129,13 +130,6 @@ def _twin_peak_nbytes(twin: Any) -> int | None:
     if twin is None or isinstance(twin, CompiledFacts):
         return twin and twin.device_peak_bytes
     return program_nbytes(twin)
-
-
-def program_nbytes(compiled: jax.stages.Compiled) -> int:
-    """Device memory of a program: arguments, results and temporaries, aliased bytes once."""
-    memory: Any = compiled.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return held - memory.alias_size_in_bytes
 
 
 def list_host_copies(module: hlo.Module, graphs: GraphOptions) -> tuple[HostCopy, ...]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from jaxoff._compiled.verify import program_nbytes
 from jaxoff._plan.result import BudgetError, Plan, describe_peak
 from jaxoff._plan.search import BUDGET_FACTOR
 from jaxoff._report.tables import format_nbytes
+from jaxoff._runtime.program_memory import program_nbytes
 
 type CompileStep = Callable[[Any], jax.stages.Compiled]
 

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxoff._compiled.verify import program_nbytes
 from jaxoff._profile import gpu_trace
 from jaxoff._profile.gpu_trace import GpuTimes
 from jaxoff._profile.table import make_times_table
 from jaxoff._report.tables import format_nbytes, render_text
+from jaxoff._runtime.program_memory import program_nbytes
 from jaxoff._schedule.jit import jit
 
 type NextArgs = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]

@@ -32,6 +32,8 @@ class FindingCode(enum.StrEnum):
     # `explain`: the link
     LINK_TOO_SLOW = "link-too-slow"
     OFFLOAD_LATE = "offload-late"
+    # `jit`: the recipe of the compiled program
+    RECIPE_REPLACED = "recipe-replaced"
     # `verify`: the compiled program
     OFFLOAD_VANISHED = "offload-vanished"
     DEVICE_MEMORY_NOT_LOWER = "device-memory-not-lower"

@@ -34,6 +34,10 @@ _CONCURRENT = (
     (SCHEDULING_MODE, "CONCURRENT"),
     (COMMAND_BUFFER, ",".join(sorted(CAPTURED_BY_DEFAULT | {"COLLECTIVES"}))),
 )
+# In XLA's default mode a copy inside of a CUDA graph waits for the kernels before it: the copies, which are
+# slices of stacks, stay outside.
+_COPIES = "DYNAMIC_SLICE_FUSION"
+COPIES_OUTSIDE_GRAPHS = ((COMMAND_BUFFER, ",".join(sorted(CAPTURED_BY_DEFAULT - {_COPIES}))),)
 # XLA cuts the graph of an iteration at collectives with kernels of their own and at CUB's sorts. Copies,
 # device-to-device copies too, and collectives then share a few streams and wait for each other: 8% of a step
 # on two H200s, a copy of each iteration on a single H200 (bench/LOG.md).
@@ -82,13 +86,21 @@ def parse_captured_commands(value: str | None) -> frozenset[str]:
 
 
 def choose_options(
-    *, loops: int = 0, scanned: int = 0, flat: bool = False, jaxlib: str, disabled: str = ""
+    *,
+    concurrent: bool = True,
+    loops: int = 0,
+    scanned: int = 0,
+    flat: bool = False,
+    jaxlib: str,
+    disabled: str = "",
 ) -> tuple[tuple[str, Any], ...]:
     """The compiler options for an ordered program, pairs of a name and a value; none for other programs.
 
     Outside of loops barriers fix the scheduler's order, which no option changes.
 
     Args:
+      concurrent: whether the copies of loops are in CUDA graphs, concurrent by the use of data. Otherwise
+        they are outside of the graphs, and XLA's scheduler overlaps them.
       loops: the number of loops written out.
       scanned: the number of loops with offloaded residuals.
       flat: whether residuals are offloaded outside of loops.
@@ -100,7 +112,8 @@ def choose_options(
     passes = [*filter(None, disabled.split(",")), _REMATERIALIZATION]
     if (loops or scanned) and parse_release(jaxlib) >= (0, 12):
         passes.append(_TUPLES)
-    return (*(_CONCURRENT + _ONE_GRAPH if scanned else ()), (DISABLED_PASSES, ",".join(passes)))
+    graphs = _CONCURRENT + _ONE_GRAPH if concurrent else COPIES_OUTSIDE_GRAPHS
+    return (*(graphs if scanned else ()), (DISABLED_PASSES, ",".join(passes)))
 
 
 def find_harmful_options(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterator[str]:

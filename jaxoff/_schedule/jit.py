@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -9,7 +10,7 @@ import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,11 +18,13 @@ from jax.core import Tracer
 
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._jaxpr import compat
+from jaxoff._report.finding import Finding
 from jaxoff._runtime import flags
-from jaxoff._runtime.flags import DISABLED_PASSES, parse_xla_flags
+from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, parse_xla_flags
 from jaxoff._runtime.pinned_pool import refuse_small_pool
 from jaxoff._runtime.versions import refuse_wrong_jaxlib
 from jaxoff._schedule.host_memory import peak_host_nbytes
+from jaxoff._schedule.recipes import Recipe, checked_recipe, choose_recipe, find_fallback, list_recipes
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 
 type Options = tuple[tuple[str, Any], ...]
@@ -37,17 +40,28 @@ def jit(
     *,
     compiler_options: Mapping[str, Any] | None = None,
     device: Device | None = None,
+    recipe: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """`jax.jit`, with copies between device and pinned host memory beside the compute.
 
     Where the program moves residuals, and in loops of `jaxoff.scan` that keep all of theirs on the device,
-    barriers put its large values into one order, in which memory is used again and a copy starts as late as
-    it can and still be in time; what is computed is the same, and un-named values may round elsewhere. Where
-    it moves residuals, XLA also gets the options that this kind of program needs: for layers in a loop, CUDA
-    graphs whose edges are those of the data (CONCURRENT), collectives among them. What XLA would compute
-    again on its own, near the device's limit, it does not in a program in order. Differentiate inside, as in
-    `jaxoff.jit(jax.value_and_grad(loss))`: outside of it there is no backward pass to see.
+    barriers put its large values into one order. In that order memory is reused, and a copy starts as late as
+    it can and still be in time. The program computes the same values; un-named values may round elsewhere.
+    XLA's own rematerialization is off in a program in order. Differentiate inside, as in
+    `jaxoff.jit(jax.value_and_grad(loss))`: outside of the differentiation there is no backward pass to see.
+
+    A program that offloads residuals is compiled by one of three recipes:
+
+    - "concurrent" (loops only): jaxoff's order in CUDA graphs with edges by the use of data, the copies and
+      the collectives among them;
+    - "ordered": jaxoff's order under XLA's own scheduler, the copies of loops outside of CUDA graphs;
+    - "stock": the program as given, the copies of loops outside of CUDA graphs.
+
+    On a GPU, the first call with new types of arguments compiles "stock" as well, and runs the first recipe
+    that takes no more device memory than "stock" (1% tolerance). If that is not the first recipe, a warning
+    and `findings` of the result say so, with the bytes. Compilation takes twice as long, or three times;
+    JAX's persistent compilation cache keeps the programs.
 
     Args:
       fun: as for `jax.jit`; without it, a decorator.
@@ -55,14 +69,17 @@ def jit(
         of.
       device: rates of the accelerator and its link, to plan the copies with; None is an H200. A program on
         several devices is planned with the link that they share (`Device.sharing`).
+      recipe: the recipe to use instead of a choice; compiles one program.
       **kwargs: as for `jax.jit`: static and donated arguments, shardings.
 
     Returns:
-      A function like that of `jax.jit`, with `lower`, `trace` and `eval_shape`. Called inside another
+      A function like that of `jax.jit`, with `lower`, `trace` and `eval_shape`; `recipe`, `options` and
+      `findings` describe the latest program. Called inside another
       transformation it is an inner `jax.jit` and leaves the choice to what is around it.
 
     Raises:
       TypeError: for a device that is no `jaxoff.Device`.
+      ValueError: for an unknown recipe.
       RuntimeError: when the program is traced, at the first call or by `lower`, if it moves residuals on a
         GPU and jaxlib is older than 0.11.1, which computes wrong gradients then; or if it needs more pinned
         host memory at once than XLA's pool has, which XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB sets.
@@ -79,15 +96,16 @@ def jit(
       (3, 8, 8)
     """
     if fun is None:
-        return functools.partial(jit, compiler_options=compiler_options, device=device, **kwargs)
-    return Jitted(
-        fun, dict(compiler_options or {}), checked_device(H200 if device is None else device), kwargs
-    )
+        return functools.partial(
+            jit, compiler_options=compiler_options, device=device, recipe=recipe, **kwargs
+        )
+    options, rates = dict(compiler_options or {}), checked_device(H200 if device is None else device)
+    return Jitted(fun, options, rates, checked_recipe(recipe), kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Traced:
-    """A traced and rewritten program, for the second attempt of one call.
+    """A traced and rewritten program, for the later attempts of one call.
 
     Attributes:
       signature: the tree of the arguments, and by position the types of the traced arguments.
@@ -107,36 +125,83 @@ class _Traced:
         return not any(isinstance(const, Tracer) for const in self.given.consts)
 
 
-class _NeedsOptionsError(Exception):
-    """The program being traced needs other compiler options."""
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+    """A recipe with the compiler options that it needs for a program."""
 
-    def __init__(self, options: Options, traced: _Traced):
-        self.options, self.traced = options, traced
+    recipe: Recipe
+    options: Options
+
+
+class _ProbedError(Exception):
+    """Ends a trace whose only purpose was the program."""
+
+    def __init__(self, traced: _Traced):
+        self.traced = traced
 
 
 class Jitted:
-    """What `jaxoff.jit` returns; see there."""
+    """What `jaxoff.jit` returns; see there.
 
-    def __init__(self, fun, compiler_options: dict[str, Any], device: Device, kwargs: dict[str, Any]):
+    JAX takes compiler options before a trace, and the program decides them. So the first call with new types
+    of arguments traces the user's function in a probe that ends with `_ProbedError`; the settings that are
+    tried, and the setting that is chosen, take over the traced program. The user's function runs once.
+
+    Attributes:
+      findings: the findings of programs that do not run by their first recipe.
+    """
+
+    def __init__(
+        self,
+        fun,
+        compiler_options: dict[str, Any],
+        device: Device,
+        recipe: Recipe | None,
+        kwargs: dict[str, Any],
+    ):
         self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
+        self._recipe = recipe
         self._inner: Any = _jax_jit(fun, **kwargs)
-        self._by_options: dict[tuple[Options, int], Any] = {}
-        self._latest: Options = ()
-        self._carried = threading.local()  # `traced`: the program of the first attempt, for the second
+        self._chosen: dict[Hashable, _Setting] = {}  # types of a call's arguments -> setting
+        self._instances: dict[Hashable, Any] = {}  # types and setting -> the `jax.jit` function
+        self._latest = _Setting(Recipe.ORDERED, ())
+        self._probed = threading.local()  # `traced`: the program of the call under way
+        self.findings: tuple[Finding, ...] = ()
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
     def __call__(self, *args, **kwargs):
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+        call = _Call.of(args, kwargs, self._kwargs)
+        if call.is_traced:
             return self._inner(*args, **kwargs)
-        return self._try(lambda jitted: jitted(*args, **kwargs), (args, kwargs))
+        with self._settle(call) as jitted:
+            return jitted(*args, **kwargs)
 
-    def lower(self, *args, **kwargs) -> jax.stages.Lowered:
-        """As `jax.jit(fun).lower`; `compile` uses the options chosen."""
-        return self._try(lambda jitted: jitted.lower(*args, **kwargs), (args, kwargs))
+    def lower(self, *args, **kwargs) -> Any:
+        """As `jax.jit(fun).lower`; `compile` uses the recipe and the options chosen."""
+        call = _Call.of(args, kwargs, self._kwargs)
+        if call.key in self._chosen:
+            return self._find_instance(call, self._chosen[call.key]).lower(*args, **kwargs)
+        with self._probe(call) as traced:
+            settings = self._list_settings(traced.program)
+            self._latest = settings[0]
+            lowered = self._find_instance(call, settings[0]).lower(*args, **kwargs)
+        if len(settings) == 1 or not call.is_on_gpu:
+            return lowered
+        mesh = compat.current_mesh()
+
+        def lower_chosen() -> jax.stages.Lowered:
+            with compat.under_mesh(mesh), self._settle(call, traced) as jitted:
+                return jitted.lower(*args, **kwargs)
+
+        return LoweredByRecipe(lowered, lower_chosen)
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).trace`, of the program in its new order."""
-        return self._try(lambda jitted: jitted.trace(*args, **kwargs), (args, kwargs))
+        call = _Call.of(args, kwargs, self._kwargs)
+        with self._probe(call) as traced:
+            setting = self._chosen.get(call.key) or self._list_settings(traced.program)[0]
+            self._latest = setting
+            return self._find_instance(call, setting).trace(*args, **kwargs)
 
     def eval_shape(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).eval_shape`."""
@@ -144,49 +209,110 @@ class Jitted:
 
     def clear_cache(self) -> None:
         """As `jax.jit(fun).clear_cache`."""
-        for jitted in (self._inner, *self._by_options.values()):
+        for jitted in (self._inner, *self._instances.values()):
             jitted.clear_cache()
-
-    def _try(self, use: Callable[[Any], Any], given: Any) -> Any:
-        """Applies `use` to the function under the options of last time, or under the options it needs.
-
-        JAX takes options before a trace, and the traced program decides them. So the first attempt may end
-        with `_NeedsOptionsError`; the second takes over the traced program: the user's function runs once.
-        """
-        devices = max(map(_devices_of, jax.tree.leaves((given, self._kwargs))), default=1)
-        try:
-            return use(self._under(self._latest, devices))
-        except _NeedsOptionsError as needed:
-            options, traced = needed.options, needed.traced
-        self._carried.traced = traced if traced.is_reusable else None
-        try:
-            result = use(self._under(options, devices))
-        finally:
-            self._carried.traced = None
-        self._latest = options
-        return result
+        self._chosen.clear()
+        self._instances.clear()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds the function to an instance, as a method of a class."""
         return self if instance is None else types.MethodType(self, instance)
 
     def _cache_size(self) -> int:
-        return sum(jitted._cache_size() for jitted in (self._inner, *self._by_options.values()))
+        return sum(jitted._cache_size() for jitted in (self._inner, *self._instances.values()))
 
     @property
     def options(self) -> dict[str, Any]:
         """The compiler options of the latest call."""
-        return dict(self._latest) | self._given
+        return dict(self._latest.options) | self._given
 
-    def _under(self, options: Options, devices: int) -> Any:
-        if (options, devices) not in self._by_options:
-            merged = dict(options) | self._given
-            self._by_options[options, devices] = _jax_jit(
-                self._overlapped(options, devices), compiler_options=merged or None, **self._kwargs
+    @property
+    def recipe(self) -> str:
+        """The recipe of the latest call: "concurrent", "ordered" or "stock"."""
+        return self._latest.recipe.value
+
+    @contextlib.contextmanager
+    def _settle(self, call: _Call, traced: _Traced | None = None) -> Iterator[Any]:
+        """Yields the `jax.jit` function for a call, and chooses its setting the first time."""
+        if call.key in self._chosen:
+            self._latest = self._chosen[call.key]
+            yield self._find_instance(call, self._latest)
+            return
+        with self._probe(call, traced) as traced:
+            self._latest = self._chosen[call.key] = self._choose(call, traced)
+            yield self._find_instance(call, self._latest)
+
+    @contextlib.contextmanager
+    def _probe(self, call: _Call, traced: _Traced | None = None) -> Iterator[_Traced]:
+        """Traces the user's function for a call; the traces in the context take the program over."""
+        if traced is None:
+            try:
+                self._find_instance(call, None).trace(*call.args, **call.kwargs)
+                raise AssertionError("a probe ends with _ProbedError")
+            except _ProbedError as error:
+                traced = error.traced
+        self._probed.traced = traced if traced.is_reusable else None
+        try:
+            yield traced
+        finally:
+            self._probed.traced = None
+
+    def _choose(self, call: _Call, traced: _Traced) -> _Setting:
+        """The setting of the recipe that a program runs by; compiles the candidates if there are several."""
+        settings = self._list_settings(traced.program)
+        if len(settings) == 1 or not call.is_on_gpu:
+            return settings[0]
+
+        def compile_setting(recipe: Recipe) -> jax.stages.Compiled:
+            setting = next(s for s in settings if s.recipe is recipe)
+            return self._find_instance(call, setting).lower(*call.args, **call.kwargs).compile()
+
+        recipe, candidates = choose_recipe([s.recipe for s in settings], compile_setting)
+        finding = find_fallback(recipe, candidates)
+        if finding is not None:
+            self.findings += (finding,)
+            warnings.warn(str(finding), stacklevel=5)
+        return next(s for s in settings if s.recipe is recipe)
+
+    def _list_settings(self, program: Rewritten) -> list[_Setting]:
+        """The settings for a program, the preferred one first."""
+        xla_flags = parse_xla_flags(os.environ.get("XLA_FLAGS", ""))
+        capture = self._given.get(COMMAND_BUFFER, xla_flags.get(COMMAND_BUFFER))
+        recipes = list_recipes(
+            loops=program.loops,
+            scanned=program.scanned,
+            flat=program.flat,
+            graphs="FUSION" in flags.parse_captured_commands(capture),
+        )
+        if self._recipe is not None:
+            recipes = (self._recipe,) if self._recipe in recipes else recipes[:1]
+        disabled = xla_flags.get(DISABLED_PASSES, "")
+        return [_Setting(recipe, self._choose_options(recipe, program, disabled)) for recipe in recipes]
+
+    @staticmethod
+    def _choose_options(recipe: Recipe, program: Rewritten, disabled: str) -> Options:
+        if recipe is Recipe.STOCK:
+            return flags.COPIES_OUTSIDE_GRAPHS if program.scanned else ()
+        return flags.choose_options(
+            concurrent=recipe is Recipe.CONCURRENT,
+            loops=program.loops,
+            scanned=program.scanned,
+            flat=program.flat,
+            jaxlib=_JAXLIB,
+            disabled=disabled,
+        )
+
+    def _find_instance(self, call: _Call, setting: _Setting | None) -> Any:
+        """The `jax.jit` function for a call's types and a setting; without a setting, a probe."""
+        key = call.key, setting
+        if key not in self._instances:
+            options = (dict(setting.options) if setting else {}) | self._given
+            self._instances[key] = _jax_jit(
+                self._overlapped(call.devices, setting), compiler_options=options or None, **self._kwargs
             )
-        return self._by_options[options, devices]
+        return self._instances[key]
 
-    def _overlapped(self, options: Options, devices: int) -> Callable[..., Any]:
+    def _overlapped(self, devices: int, setting: _Setting | None) -> Callable[..., Any]:
         device = self._device.sharing(max(1, devices // jax.process_count()))
 
         @functools.wraps(self._fun)
@@ -202,24 +328,16 @@ class Jitted:
                 return self._fun(*positional, **named)
 
             signature = tree, tuple(traced), tuple(jax.typeof(leaves[i]) for i in traced)
-            made: _Traced | None = getattr(self._carried, "traced", None)
+            made: _Traced | None = getattr(self._probed, "traced", None)
             if made is None or made.signature != signature:
                 closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
                 program = rewrite(closed, device, one_device=devices == 1)
                 made = _Traced(signature, closed, shapes, program)
-            program = made.program
-            disabled = parse_xla_flags(os.environ.get("XLA_FLAGS", "")).get(DISABLED_PASSES, "")
-            wanted = flags.choose_options(
-                loops=program.loops,
-                scanned=program.scanned,
-                flat=program.flat,
-                jaxlib=_JAXLIB,
-                disabled=disabled,
-            )
-            if wanted != options:
-                raise _NeedsOptionsError(wanted, made)
-            self._check(made.given, program)
-            results = compat.jaxpr_as_fun(program.jaxpr)(*(leaves[i] for i in traced))
+            if setting is None:
+                raise _ProbedError(made)
+            self._check(made.given, made.program)
+            chosen = made.given if setting.recipe is Recipe.STOCK else made.program.jaxpr
+            results = compat.jaxpr_as_fun(chosen)(*(leaves[i] for i in traced))
             return jax.tree.unflatten(jax.tree.structure(made.shapes), results)
 
         return overlapped
@@ -239,7 +357,74 @@ class Jitted:
             warnings.warn(text, stacklevel=2)
 
 
-def _devices_of(leaf: Any) -> int:
-    """How many devices a sharding, or an array with one, is over."""
+class LoweredByRecipe:
+    """A `jax.stages.Lowered` whose `compile` chooses the recipe; everything else is the first recipe's."""
+
+    def __init__(self, lowered: jax.stages.Lowered, lower_chosen: Callable[[], jax.stages.Lowered]):
+        self._lowered, self._lower_chosen = lowered, lower_chosen
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None, **kwargs) -> jax.stages.Compiled:
+        """As `jax.stages.Lowered.compile`, of the recipe that takes no more memory than `jax.jit`."""
+        options = dict(compiler_options) if compiler_options else None
+        return self._lower_chosen().compile(options, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowered, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of a call.
+
+    Attributes:
+      key: the types of the arguments: equal keys mean programs of equal types and devices.
+      devices: the number of devices that the arguments, and the shardings given to `jit`, are over.
+      is_traced: whether an argument belongs to a trace around the call.
+      is_on_gpu: whether the call compiles for GPUs.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: Hashable
+    devices: int
+    is_traced: bool
+    is_on_gpu: bool
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> _Call:
+        """The call with given arguments of a function that was given to `jit` with keywords."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            return _Call(args, kwargs, None, 1, is_traced=True, is_on_gpu=False)
+        shardings = [
+            s for leaf in (*leaves, *jax.tree.leaves(given)) if (s := _sharding_of(leaf)) is not None
+        ]
+        platforms = {device.platform for s in shardings for device in _devices_of(s)}
+        return _Call(
+            args,
+            kwargs,
+            (tree, tuple(map(_type_of, leaves)), compat.current_mesh()),
+            max((s.num_devices for s in shardings), default=1),
+            is_traced=False,
+            is_on_gpu=not (platforms or {jax.default_backend()}).isdisjoint({"gpu", "cuda", "rocm"}),
+        )
+
+
+def _type_of(leaf: Any) -> Hashable:
+    """The type of an argument; of an object that can only be static, the object itself."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return tuple(leaf.shape), leaf.dtype, getattr(leaf, "weak_type", False), _sharding_of(leaf)
+    is_object = isinstance(leaf, Hashable) and not isinstance(leaf, (bool, int, float, complex))
+    return leaf if is_object else type(leaf)
+
+
+def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
+    """A sharding, or the sharding of an array or a struct."""
     sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
-    return sharding.num_devices if isinstance(sharding, jax.sharding.Sharding) else 1
+    return sharding if isinstance(sharding, jax.sharding.Sharding) else None
+
+
+def _devices_of(sharding: jax.sharding.Sharding) -> Collection[Any]:
+    """The devices of a sharding; none for a sharding over an abstract mesh."""
+    is_abstract = isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
+    return () if is_abstract else sharding.device_set

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxoff
-from jaxoff._compiled.verify import program_nbytes
+from jaxoff._runtime.program_memory import program_nbytes
 from models import planning, policy_text, train
 from models.options import Options, parse_overrides
 from models.program import Program

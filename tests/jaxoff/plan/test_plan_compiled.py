@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoff
-from jaxoff._compiled.verify import program_nbytes
 from jaxoff._plan import compiled as compiled_plans
 from jaxoff._plan.plan import Planner
+from jaxoff._runtime.program_memory import program_nbytes
 from tests.jaxoff.plan.planned import DEVICE, arguments, scanned
 from tests.jaxoff.plan.test_plan import HOST, PLENTY, planned, smallest
 
