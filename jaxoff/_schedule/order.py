@@ -21,7 +21,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.inline import Renamed, resolve, trace_call
-from jaxoff._jaxpr.kernels import KernelGraph, all_slices_converted, new_nbytes
+from jaxoff._jaxpr.kernels import KernelGraph, converts_all_slices, new_nbytes
 from jaxoff._jaxpr.primitives import is_collective, is_compute, is_narrowing
 from jaxoff._schedule.collectives import Collectives, waiting
 from jaxoff._schedule.copy_times import CopyTimes, Reloads
@@ -121,9 +121,9 @@ class Order:
         self._graph, self._maker = graph, graph.maker
         self._collectives, self._room = Collectives(program, graph, large_nbytes, device), room
         self.held = Held(program.eqns, program.outs)
-        self._reads, self._between, self._readers = graph.reads, graph.between, graph.readers
+        self._reads, self._between, self._readers = graph.reads, graph.fused, graph.readers
         self._displaced = {
-            i: v for made, v in program.overwrites_after_send.items() for i in graph.making(made)
+            i: v for made, v in program.overwrites_after_send.items() for i in graph.find_makers_of(made)
         }
         self._unread = {v: len(readers) for v, readers in self._readers.items()}
         self.placed: dict[int, None] = {}
@@ -149,7 +149,7 @@ class Order:
         waiting = [i for i in self._graph.kernels if self._program.in_order[i] and is_compute(self._eqns[i])]
         while waiting:
             ahead = self._leading(waiting) + waiting[:_LOOKAHEAD]
-            ready = {i: self._graph.ready_at(i, self.placed, self._arrives) for i in ahead}
+            ready = {i: self._graph.find_ready_ms(i, self.placed, self._arrives) for i in ahead}
             first = next((i for i in ahead if ready[i] <= self._time), min(ahead, key=lambda i: ready[i]))
             self._time = max(self._time, ready[first])
             self._place(first)
@@ -334,7 +334,7 @@ class Order:
         if is_compute(self._eqns[i]):
             # What the kernel is computed from it waits for anyway.
             pending = [v for v in self._made_small if v not in self._left]
-            before = self._graph.before(i, min((self._maker[v] for v in pending), default=i))
+            before = self._graph.find_ancestors_of(i, min((self._maker[v] for v in pending), default=i))
             self._made_small = [v for v in pending if self._maker[v] not in before]
             arrived += self._made_small
         others = [v for v in reads if v is not self._program.iteration]
@@ -385,7 +385,7 @@ class Order:
         """
         if self._program.iteration not in self._reads[i] or self._last_large is None:
             return {}
-        if not all_slices_converted((self._eqns[j] for j in self._between[i]), self._large_nbytes):
+        if not converts_all_slices((self._eqns[j] for j in self._between[i]), self._large_nbytes):
             return {}
         given = [self._program.iteration, resolve(self._shown, self._last_large)]
         eqns, (late,) = trace_call(delay_iteration, given, like=self._eqns[i])
@@ -404,7 +404,7 @@ class Order:
 
     def _barrier(self, v: Var, other: Var, i: int) -> list[Var]:
         """Two values behind both. XLA would take out of a larger barrier what nothing reads behind it."""
-        outs, barrier = compat.barrier([v, other], like=self._eqns[i])
+        outs, barrier = compat.make_barrier([v, other], like=self._eqns[i])
         self._out.append(barrier)
         self._level |= dict.fromkeys(outs, self._length)
         return outs
