@@ -6,9 +6,9 @@
 - `scopes`: the name-stack scopes of layers.
 - `tag`: the name of a marked value.
 - `kernels`: `KernelGraph`, the equations XLA runs as kernels, and the equations fused into each kernel.
-- `provenance`: the equation behind a value, through calls, loops and views.
+- `provenance`: the equation, argument or constant behind a value, through calls, loops and views.
 - `inline`: calls replaced by their equations.
-- `stack_slices`: loops over slices of a shared stack, rewritten to read and write the stack in place.
+- `stack_slices`: loops over slices of a shared stack.
 - `per_device`: the program of a single device of a mesh.
 
 In: jaxprs. Out: indices and rewritten jaxprs. Invariant: a rewritten jaxpr computes the results of the given

@@ -92,7 +92,7 @@ def nbytes_of(values: Iterable[Any]) -> int:
 
 
 def has_side_effects(jaxpr: Jaxpr) -> bool:
-    """Whether a program has effects other than named mesh axes.
+    """Whether a program has effects other than naming mesh axes.
 
     A collective has the effect of naming its axis, and no side effect.
     """
@@ -159,7 +159,7 @@ def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
 
 
 def prune(eqn: JaxprEqn, is_used: Callable[[Var], bool]) -> JaxprEqn:
-    """Removes the unused results of a loop or a condition, and the equations only they need.
+    """Removes the unused results of a loop or a condition, and the equations needed for them alone.
 
     Returns any other equation unchanged.
     """

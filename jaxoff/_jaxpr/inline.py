@@ -18,8 +18,8 @@ def inline_calls(
 ) -> Iterator[JaxprEqn]:
     """Replaces `jax.checkpoint` and plain `jax.jit` calls by the equations in them, at any depth.
 
-    Against CSE, a differentiated `jax.checkpoint` puts a single barrier over all of its operands. Its first
-    equation would wait for the last reload from the host. Here each operand gets a barrier of its own.
+    A differentiated `jax.checkpoint` with `prevent_cse` puts a single barrier over all of its operands. Its
+    first equation then waits for the last reload from the host. Here each operand gets a barrier of its own.
 
     Args:
       eqns: equations in program order.
@@ -113,5 +113,5 @@ def trace_call(
 
 
 def resolve(renamed: Renamed, atom: Any) -> Any:
-    """The atom to read in the place of an atom."""
+    """Looks up the atom to read in place of `atom`. An atom without an entry stays."""
     return atom if isinstance(atom, Literal) else renamed.get(atom, atom)

@@ -64,7 +64,7 @@ class KernelGraph:
         return (i for _, i in trace_to_kernel(v, self.maker, self.eqns) if i in self.reads)
 
     def find_ancestors_of(self, i: int, first: int = 0) -> set[int]:
-        """Finds the kernels from which kernel `i` is computed, without kernels ahead of kernel `first`."""
+        """Finds the kernels, at or after kernel `first`, from which kernel `i` is computed."""
         found: set[int] = set()
         todo = [i]
         while todo:
@@ -131,6 +131,7 @@ def _find_kernels(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
         made.update(v for v in eqn.outvars if compat.shape_of(v.aval))
         if classify_kernel(eqn) is not KernelClass.FUSED or not stored.isdisjoint(eqn.outvars):
             found.add(i)
+    # A narrowing takes the place of a MOVE kernel. A COMPUTE kernel stays in the graph.
     for wide, narrow in _find_narrowings(eqns, found, outs):
         found = (found if is_compute(eqns[wide]) else found - {wide}) | {narrow}
     return found | _find_fused_to_store(eqns, found, made)
@@ -151,7 +152,9 @@ def _find_narrow_source(v: Var, maker: Mapping[Var, JaxprEqn]) -> Var:
 def _find_narrowings(
     eqns: Sequence[JaxprEqn], kernels: set[int], outs: frozenset[Var]
 ) -> Iterator[tuple[int, int]]:
-    """Finds kernels whose result is only read after a narrowing. XLA stores the narrow form instead.
+    """Finds kernels with a single reader, which rounds the result to a narrower dtype.
+
+    XLA fuses the narrowing into the kernel, and stores the narrow form only.
 
     Yields:
       Index of the kernel, and index of the narrowing equation.
@@ -172,15 +175,17 @@ def _find_narrowings(
 
 
 def _find_fused_to_store(eqns: Sequence[JaxprEqn], kernels: set[int], made: set[Var]) -> set[int]:
-    """Finds FUSED equations with several reading kernels whose operands take more memory than the result.
+    """Finds fused equations for XLA to store, because several kernels read them.
 
-    An example is a sum of gradients. Without a stored sum, all gradients live until the last kernel has read
-    them. If the sum is rounded and widened again, the narrow variable is stored.
+    A result is stored if the computed variables behind it take more memory. An example is a sum of gradients:
+    without a stored sum, all gradients live until the last kernel has read them. At equal memory, a result is
+    stored if all variables behind it, arguments included, take at least twice its bytes. A widened result is
+    never stored, only its narrow operand.
 
     Args:
       eqns: the program.
       kernels: indices of the kernels found so far.
-      made: variables that are no scalars and no views of arguments.
+      made: the computed variables: no scalars and no views of arguments.
     """
     sources: dict[Var, frozenset[Var]] = {}  # fused variable -> the stored variables and arguments behind it
     for i, eqn in enumerate(eqns):
@@ -217,6 +222,6 @@ def converts_all_slices(eqns: Iterable[JaxprEqn], large_nbytes: int) -> bool:
 
 
 def new_nbytes(eqn: JaxprEqn) -> int:
-    """Bytes of new memory for the results of a FUSED or MOVE equation. An update in place takes none."""
+    """Bytes of new memory for the results of an equation. An update in place takes none."""
     in_place = eqn.primitive.name == "dynamic_update_slice"
     return 0 if in_place else compat.nbytes_of(eqn.outvars)

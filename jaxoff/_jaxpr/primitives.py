@@ -31,7 +31,7 @@ log1p logistic lt max min mul name ne neg not optimization_barrier or pad pow pv
 reshape round rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh
 transpose xor
 """
-# XLA computes these equations inside each kernel with their result as an operand.
+# XLA computes these equations inside the kernels that read their result.
 _FUSED = frozenset(_FUSED_NAMES.split())
 _ARGUMENT_VIEW_NAMES = """
 convert_element_type dynamic_slice expand_dims name optimization_barrier pvary reduce_precision reshape

@@ -1,8 +1,8 @@
-"""Loops over slices of a shared stack, rewritten to read and write the rows of the stack in place.
+"""Loops over slices of a shared stack, which can read and write the rows of the stack in place.
 
-A `jaxoff.scan` with two policies is two loops. The program splits a stack into the xs of both loops. The
-backward pass concatenates their gradients. XLA copies all rows for the split and for the concatenation. With
-offsets into the stack, the loops need neither.
+A `jaxoff.scan` with two policies is two loops. The program splits a stack into the xs of both loops, and
+the backward pass concatenates their gradients. XLA copies all rows for the split and for the concatenation.
+With an offset into the stack, a loop needs neither.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WrittenRows:
     Attributes:
       offset: first row of the ys in the stack.
       rows: number of rows of the stack.
-      prior: variable, the stack after the preceding loop; None for the first loop.
+      prior: variable for the stack as written by the preceding loop; None for the first loop.
     """
 
     offset: int
@@ -58,8 +58,8 @@ class SharedStacks:
 
     Attributes:
       slices: index of a loop's equation -> its slices.
-      removed: index of a split or concatenation without remaining readers -> its result -> the variable to
-        read in its place.
+      removed: index of an unneeded equation -> result -> variable to read instead. The inner map is empty for
+        a split: the loops read the stack itself.
     """
 
     slices: dict[int, StackSlices]
