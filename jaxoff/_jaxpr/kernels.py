@@ -59,11 +59,11 @@ class KernelGraph:
                 todo += variables(self.eqns[j])
         self.reads[i], self.fused[i] = list(reads), sorted(fused)
 
-    def find_makers_of(self, v: Var) -> Iterator[int]:
+    def find_makers(self, v: Var) -> Iterator[int]:
         """Finds the kernels on the path of `trace_to_kernel`, from the last kernel to the first."""
         return (i for _, i in trace_to_kernel(v, self.maker, self.eqns) if i in self.reads)
 
-    def find_ancestors_of(self, i: int, first: int = 0) -> set[int]:
+    def find_ancestors(self, i: int, first: int = 0) -> set[int]:
         """Finds the kernels, at or after kernel `first`, from which kernel `i` is computed."""
         found: set[int] = set()
         todo = [i]

@@ -16,19 +16,28 @@ from jaxoff._schedule.dependency_kernels import delay_values, read_bit
 from jaxoff._schedule.problem import OrderProblem
 
 
-def waiting(
+def can_wait(operand: Any, bits: Sequence[Var]) -> bool:
+    """Whether an operand of a collective can be made to wait for bits.
+
+    The operand has to vary over the mesh axes over which the bits vary: it would vary over them afterwards.
+    """
+    if not isinstance(operand, Var) or not compat.nbytes(operand.aval):
+        return False
+    varying = {axis for bit in bits for axis in compat.varying_axes(bit.aval)}
+    return varying <= {*compat.varying_axes(operand.aval)}
+
+
+def wait_for_bits(
     eqn: JaxprEqn, operands: list[Any], bits: Sequence[Var]
 ) -> tuple[list[JaxprEqn], list[Any], Renamed]:
-    """Operands of a collective that are there once some bits, of the collectives before it, are known.
+    """Operands of a collective that are available once bits of the results of earlier collectives are known.
 
-    All devices have to collective in one order, and the edges of a CUDA graph know nothing of barriers.
+    All devices have to run collectives in the same order, and the edges of a CUDA graph ignore barriers.
 
     Returns:
-      Equations, the operands, and by operand the element of it that was written back.
+      Equations, the operands, and operand -> the element of it that was written back.
     """
-    varying = {axis for bit in bits for axis in compat.varying_axes(bit.aval)}
-    values = [v for v in operands if isinstance(v, Var) and compat.nbytes(v.aval)]
-    values = [v for v in values if varying <= {*compat.varying_axes(v.aval)}]  # else it would vary, too
+    values = [v for v in operands if can_wait(v, bits)]
     if not bits or not values:
         return [], operands, {}
     eqns, results = trace_call(delay_values, [values, list(bits)], like=eqn)
@@ -83,7 +92,7 @@ def chain_collectives(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
             found.append(eqn)
             continue
         axes = find_collective_axes(eqn)
-        more, operands, _ = waiting(
+        more, operands, _ = wait_for_bits(
             eqn, list(eqn.invars), [*dict.fromkeys(last[a] for a in axes if a in last)]
         )
         known, (bit,) = trace_call(read_bit, [eqn.outvars[0]], like=eqn)

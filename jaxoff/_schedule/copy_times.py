@@ -85,9 +85,9 @@ class CopyTimes:
     def _end(self) -> float:
         return self._ends[-1] if self._ends else 0.0
 
-    def add(self, i: int, end: float, *, is_link: bool = True) -> None:
+    def add(self, i: int, end: float, *, is_chained: bool = True) -> None:
         """Adds a kernel that is done at a time; a link has the next place in the chain."""
-        if is_link:
+        if is_chained:
             if fills_device(self._eqns[i], end - self._end):
                 self._long.append(Long(len(self._ends), self._end, end))
             self._ends.append(end)

@@ -36,13 +36,13 @@ class Held:
 
     Attributes:
       nbytes: on the device.
-      fullest: the most that it ever was.
+      peak: the most so far.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], outs: frozenset[Var]):
         self._eqns, self._outs = eqns, outs
         self._alive: dict[Var, int] = {}
-        self.nbytes = self.fullest = 0
+        self.nbytes = self.peak = 0
 
     def make(self, i: int) -> None:
         """Adds the results of a kernel."""
@@ -50,7 +50,7 @@ class Held:
             if not compat.is_host(v.aval) and new_nbytes(self._eqns[i]) and v not in self._outs:
                 self._alive[v] = compat.nbytes(v.aval)
                 self.nbytes += self._alive[v]
-        self.fullest = max(self.fullest, self.nbytes)
+        self.peak = max(self.peak, self.nbytes)
 
     def free(self, v: Var) -> None:
         """Takes away a value that nothing reads any more."""
@@ -69,7 +69,7 @@ def find_fusion_pairs(
     eqns = program.eqns
     held, place = held_nbytes(order, eqns, graph, program.outs), {i: n for n, i in enumerate(order)}
     fullest = max(held, default=0)
-    displacing = {i for made in program.overwrites_after_send for i in graph.find_makers_of(made)}
+    displacing = {i for made in program.overwrites_after_send for i in graph.find_makers(made)}
 
     def is_candidate(i: int) -> bool:
         eqn = eqns[i]

@@ -32,8 +32,9 @@ from jaxoff._jaxpr.kernels import trace_to_kernel
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._jaxpr.stack_slices import StackSlices
 from jaxoff._schedule.collectives import cast_first
+from jaxoff._schedule.decide import decide, estimate_copies
 from jaxoff._schedule.dependency_kernels import copy_aside
-from jaxoff._schedule.order import estimate_copies, ordered
+from jaxoff._schedule.emit import emit
 from jaxoff._schedule.problem import OrderProblem, SpareRow
 
 # No row that an iteration reads or writes has the next iteration's count for its index. XLA would compute
@@ -325,7 +326,7 @@ class _Iteration:
         before = jax.tree.unflatten(structure, jaxpr.invars[-len(given) :])
         outs, copies = outs[: len(given)], outs[len(given) :]
         after = jax.tree.unflatten(structure, outs)
-        straight = OrderProblem(
+        problem = OrderProblem(
             tuple(eqns),
             frozenset(v for v in outs if isinstance(v, Var)),
             tuple(mark_dependents(eqns, set(before.carry))),
@@ -345,10 +346,11 @@ class _Iteration:
                 if self._sends[k].overwrites
             },
         )
-        order = ordered(straight, device, large_nbytes)
-        outs = [resolve(order.renamed, v) for v in outs]
-        late = [k for k, v in zip(self.prefetched, after.arrived, strict=True) if v in order.late]
-        return closed.replace(jaxpr=jaxpr.replace(eqns=order.eqns, outvars=outs)), late
+        schedule = decide(problem, device, large_nbytes)
+        eqns, renamed = emit(schedule, problem)
+        late = [k for k, v in zip(self.prefetched, after.arrived, strict=True) if v in schedule.late]
+        jaxpr = jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in outs])
+        return closed.replace(jaxpr=jaxpr), late
 
     def _row_at(self, offset: int) -> int:
         """A row, so many behind that of the iteration, but for what depends on the count of iterations."""

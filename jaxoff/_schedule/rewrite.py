@@ -15,8 +15,9 @@ from jaxoff._jaxpr.inline import Renamed, delay_fills, inline_calls, instantiate
 from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
 from jaxoff._jaxpr.stack_slices import find_shared_stacks, find_split_slices
 from jaxoff._schedule.collectives import chain_collectives
+from jaxoff._schedule.decide import LARGE_NBYTES, decide
+from jaxoff._schedule.emit import emit
 from jaxoff._schedule.loops import Loop, find_host_stacks, row_nbytes, write_out
-from jaxoff._schedule.order import LARGE_NBYTES, ordered
 from jaxoff._schedule.problem import OrderProblem
 
 
@@ -176,7 +177,7 @@ class _Rewriter:
         outs = [resolve(renamed, v) for v in jaxpr.outvars]
         results = frozenset(v for v in outs if isinstance(v, Var))
         program = OrderProblem(tuple(eqns), results, tuple(in_order), waits_for_sends)
-        eqns = ordered(program, self._device, self._large_nbytes).eqns
+        eqns, _ = emit(decide(program, self._device, self._large_nbytes), program)
         return jaxpr.replace(eqns=eqns, outvars=outs)
 
 

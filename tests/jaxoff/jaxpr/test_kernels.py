@@ -9,7 +9,8 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
-from jaxoff._schedule.order import ordered
+from jaxoff._schedule.decide import decide
+from jaxoff._schedule.emit import emit
 from jaxoff._schedule.problem import OrderProblem
 from tests.jaxoff.policy.matrix import assert_equal, inputs
 
@@ -29,11 +30,11 @@ def straight_of(fun, *args, waits_for_sends=False):
 def in_order(fun, *args, **kwargs):
     """The ordered program, after a look at its results."""
     jaxpr, straight = straight_of(fun, *args, **kwargs)
-    found = ordered(straight, EVEN, large_nbytes=4 * ROWS * WIDTH)
-    closed = jax.make_jaxpr(fun)(*args).replace(jaxpr=jaxpr.replace(eqns=found.eqns))
+    eqns, _ = emit(decide(straight, EVEN, large_nbytes=4 * ROWS * WIDTH), straight)
+    closed = jax.make_jaxpr(fun)(*args).replace(jaxpr=jaxpr.replace(eqns=eqns))
     got = jax.jit(compat.jaxpr_as_fun(closed))(*args)
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fun)(*args)))
-    return found.eqns
+    return eqns
 
 
 def place(eqns, name, number=0):

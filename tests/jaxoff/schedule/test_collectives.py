@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inline_calls, resolve
 from jaxoff._jaxpr.primitives import is_collective
-from jaxoff._schedule.order import ordered
+from jaxoff._schedule.decide import decide
+from jaxoff._schedule.emit import emit
 from jaxoff._schedule.problem import OrderProblem
 from tests.jaxoff.jaxpr.test_kernels import EVEN, depends, place
 from tests.jaxoff.policy.matrix import assert_equal, inputs
@@ -43,7 +44,7 @@ def in_order(local, *, check_vma=False):
     eqns = list(inline_calls(jaxpr.eqns, renamed))
     outs = [resolve(renamed, v) for v in jaxpr.outvars]
     straight = OrderProblem(tuple(eqns), frozenset(outs), (True,) * len(eqns), waits_for_sends=False)
-    found = ordered(straight, EVEN, LARGE_NBYTES).eqns
+    found, _ = emit(decide(straight, EVEN, LARGE_NBYTES), straight)
     program = compat.jaxpr_as_fun(compat.ClosedJaxpr(jaxpr.replace(eqns=found, outvars=outs), ()))
     got = jax.jit(fun(lambda *args: tuple(program(*args))))(*args)
     assert_equal(list(got), jax.tree.leaves(jax.jit(fun(local))(*args)))

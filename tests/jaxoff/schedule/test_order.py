@@ -17,9 +17,10 @@ from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._layers.scan import scan_by_strategy
 from jaxoff._schedule.copy_times import Reloads
-from jaxoff._schedule.order import Order
+from jaxoff._schedule.decide import Draft
 from jaxoff._schedule.problem import OrderProblem, SpareRow
 from jaxoff._schedule.rewrite import rewrite
+from jaxoff._schedule.schedule import DelayReload
 from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_close, assert_equal, inputs
 from tests.jaxoff.schedule.test_random_programs import (
     ARGS,
@@ -271,8 +272,11 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
         spare_rows={jaxpr.invars[0]: SpareRow(0, 1)},
     )
     reloads = Reloads((reload,), {reload: 2})
-    order = Order(program, KernelGraph(program.eqns, outs), H200, 1 << 10, reloads, {}).run()
-    names = [eqn.primitive.name for eqn in order.eqns]
-    began = next(i for i, eqn in enumerate(order.eqns) if compat.transfer_in(eqn) == "D2H")
+    schedule = Draft(program, KernelGraph(program.eqns, outs), H200, 1 << 10, reloads, {}).run()
+    names = [jaxpr.eqns[i].primitive.name for i in schedule.kernels]
+    began = schedule.kernels.index(reload)
     assert names.index("dot_general") < names.index("dynamic_update_slice")
     assert (began < names.index("tanh")) == is_result
+    (delay,) = (action for action in schedule.actions if isinstance(action, DelayReload))
+    (last_large,) = (v for v in jaxpr.eqns[schedule.kernels[began - 1]].outvars)
+    assert (delay.kernel, delay.row, delay.after) == (reload, SpareRow(0, 1), last_large)

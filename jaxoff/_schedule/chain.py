@@ -1,0 +1,213 @@
+"""The chain: the large kernels of a program in one order, each behind the one before.
+
+Under CUDA graphs scheduled CONCURRENT, XLA lets two values share memory only where a dependency proves that
+one value is dead before the other is made. Gradients of weights and recomputed values depend on little in a
+backward pass, so that XLA would let nearly all of them live at once. Optimization barriers from one large
+kernel to the next add the missing dependencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import JaxprEqn, Var
+from jaxoff._jaxpr.kernels import KernelGraph, converts_all_slices
+from jaxoff._jaxpr.primitives import is_collective, is_compute, is_narrowing
+from jaxoff._schedule.copy_waits import CopyWaits
+from jaxoff._schedule.problem import OrderProblem
+from jaxoff._schedule.schedule import Action, Added, Barrier, DelayIteration, DelayReload, Substitutes, Value
+
+
+def is_chained(eqn: JaxprEqn, large_nbytes: int) -> bool:
+    """Whether a kernel has a position in the chain: a compute kernel, or one that makes a large value.
+
+    Copies between device and host, and collectives, run beside the chain.
+    """
+    if compat.transfer_in(eqn) or is_collective(eqn):
+        return False
+    made = [compat.nbytes(v.aval) for v in eqn.outvars if not compat.is_host(v.aval)]
+    largest = max(made, default=0)
+    return largest > 0 and (is_compute(eqn) or largest >= large_nbytes)
+
+
+class Chain:
+    """The chain as far as it is decided, and the actions that tie kernels to it.
+
+    Attributes:
+      actions: the actions so far, of the chain and of the decision that extends it.
+      length: the number of kernels in the chain.
+      last_large: the result of the latest kernel in the chain that made a large value.
+      unread: value -> how many kernels that are not placed yet read it.
+      small_results: small values computed from a large one; the next compute kernel waits for them.
+      substitutes: copy or collective's result -> value to read in its place once a kernel waited for it.
+      renamed: host stack -> the stack after an element was written into its spare row.
+      elements: operand of a collective -> element of it, known before the whole operand.
+    """
+
+    def __init__(
+        self,
+        problem: OrderProblem,
+        graph: KernelGraph,
+        large_nbytes: int,
+        pairs: Mapping[int, int],
+        waits: CopyWaits,
+    ):
+        self._problem, self._graph, self._eqns = problem, graph, problem.eqns
+        self._large_nbytes, self._pairs, self._waits = large_nbytes, pairs, waits
+        self._first_sent = {
+            i: stack for made, stack in problem.overwrites_after_send.items() for i in graph.find_makers(made)
+        }
+        self.actions: list[Action] = []
+        self.length = 0
+        self.last_large: Var | None = None
+        self.unread = {v: len(readers) for v, readers in graph.readers.items()}
+        self.small_results: list[Var] = []
+        self.substitutes: Substitutes = {}
+        self.renamed: dict[Var, Added] = {}
+        self.elements: Substitutes = {}
+        self._last: Var | None = None
+        self._behind_last: Substitutes = {}  # the substitutes for operands of the last kernel
+        # The result of the kernel before the last one and before the kernels that can be fused with the last.
+        self._before_last: Var | None = None
+        self._level: dict[Value, int] = {}  # value -> the last position in the chain that it surely follows
+
+    def required_by(self, i: int) -> list[Var]:
+        """The values that kernel `i` reads, and the host stack to which its buffer must be sent before."""
+        return [*self._graph.reads[i], *([self._first_sent[i]] if i in self._first_sent else ())]
+
+    def append(self, i: int, behind: Substitutes, *, chained: bool) -> None:
+        """Records kernel `i`, which reads `behind` in place of operands; `chained`: as the chain's end."""
+        eqn = self._eqns[i]
+        level = max((self._level.get(behind.get(v, v), 0) for v in self._graph.reads[i]), default=0)
+        if chained:
+            self.length += 1
+            level = self.length
+            if not self._can_fuse_with_last(i):
+                self._before_last = self._last
+            self._behind_last = behind
+            self._last = max(eqn.outvars, key=lambda v: compat.nbytes(v.aval))
+            if compat.nbytes(self._last.aval) >= self._large_nbytes:
+                self.last_large = self._last
+        self._level |= dict.fromkeys(eqn.outvars, level)
+
+    def tie_to_last(self, i: int, time: float) -> Substitutes:
+        """Adds barriers so that kernel `i` starts after the kernel at the end of the chain.
+
+        The kernel also waits for copies that are due by `time`, in ms, and for small results.
+
+        Returns:
+          Operand of the kernel -> the barrier's output to read in its place.
+        """
+        # A barrier over a host stack would be a copy of the stack.
+        reads = [v for v in self._graph.reads[i] if not compat.is_host(v.aval)]
+        first_sent = self._first_sent.get(i)
+        if not reads or (self._last is None and first_sent is None):
+            return {}
+        if self._is_paired_with_last(i):
+            if not self._behind_last.keys().isdisjoint(reads):
+                return self._behind_last
+            shared = self._graph.reads[self._graph.maker[self._last]] if self._last else ()
+            reads = [v for v in reads if v not in shared] or reads
+        loose = [v for v in reads if self._level.get(v, 0) < self.length]
+        tied = [v for v in loose if v in self._graph.maker and compat.nbytes(v.aval) >= self._large_nbytes]
+        awaited = self._find_awaited(i, time)
+        others = [v for v in reads if v is not self._problem.iteration]
+        if not tied and (len(loose) == len(reads) or first_sent is not None):
+            tied = sorted(others, key=lambda v: compat.nbytes(v.aval))[:1]
+        last = self._before_last if self._can_fuse_with_last(i) else self._last
+        behind = self.tie(tied, i, (first_sent, last))
+        if awaited and others:
+            # The operand that follows the end of the chain; XLA drops a wait through any other operand.
+            latest = max(others, key=lambda v: (self._level.get(behind.get(v, v), 0), v not in behind))
+            for v in awaited:
+                operand = self.substitutes.get(latest) or behind.get(latest, latest)
+                behind[latest], self.substitutes[v] = self.add_barrier(operand, self.substitutes.get(v, v), i)
+                self._waits.end(v)
+        return self._delay_iteration(i) | behind
+
+    def _find_awaited(self, i: int, time: float) -> list[Var]:
+        """The copies and small results for which kernel `i` has to wait at a time."""
+        awaited = self._waits.due(time)
+        if is_compute(self._eqns[i]):
+            pending = [v for v in self.small_results if v not in self.substitutes]
+            # The kernel waits in any case for the values from which it is computed.
+            before = self._graph.find_ancestors(i, min((self._graph.maker[v] for v in pending), default=i))
+            self.small_results = [v for v in pending if self._graph.maker[v] not in before]
+            awaited += self.small_results
+        return awaited
+
+    def _can_fuse_with_last(self, i: int) -> bool:
+        """Whether XLA can fuse kernel `i` with the last kernel of the chain: then no barrier separates them.
+
+        Its other operands follow the kernel before the last one: behind the last one they would have to be
+        stored. Of a value that others read too, the fused kernel writes two results of one shape.
+        """
+        last, eqn = self._last, self._eqns[i]
+        if self._is_paired_with_last(i):
+            return True
+        if last is None or is_compute(eqn) or last not in self._graph.reads[i] or last in self._problem.outs:
+            return False
+        if is_compute(self._eqns[self._graph.maker[last]]):  # a compute kernel that rounds its result
+            return is_narrowing(eqn) and self.unread[last] == 1
+        return self.unread[last] == 1 or last.aval == eqn.outvars[0].aval
+
+    def _is_paired_with_last(self, i: int) -> bool:
+        """Whether kernel `i` and the last kernel of the chain are a pair of `liveness.find_fusion_pairs`."""
+        return self._last is not None and self._pairs.get(self._graph.maker[self._last]) == i
+
+    def _delay_iteration(self, i: int) -> Substitutes:
+        """Makes the loop counter wait, for a kernel whose large slices of arguments all change dtype.
+
+        XLA copies slices that change dtype, and would do so at any time. Other slices are read in place, if
+        XLA sees how their start depends on the counter.
+        """
+        iteration = self._problem.iteration
+        if iteration is None or iteration not in self._graph.reads[i] or self.last_large is None:
+            return {}
+        if not converts_all_slices((self._eqns[j] for j in self._graph.fused[i]), self._large_nbytes):
+            return {}
+        result = Added(iteration)
+        after = self.elements.get(self.last_large, self.last_large)
+        self.actions.append(DelayIteration(i, after, result))
+        return {iteration: result}
+
+    def delay_reload(self, i: int) -> None:
+        """Makes reload `i` start after the latest large value, if it reads a stack with a spare row."""
+        stack = self.find_stack(i)
+        if stack is None or self.last_large is None:
+            return
+        result = Added(stack)
+        after = self.elements.get(self.last_large, self.last_large)
+        row = self._problem.spare_rows[stack]
+        self.actions.append(DelayReload(i, self.renamed.get(stack, stack), row, after, result))
+        self.renamed[stack] = result
+
+    def find_stack(self, i: int) -> Var | None:
+        """The host stack with a spare row from which reload `i` reads."""
+        return next((v for v in self._graph.reads[i] if v in self._problem.spare_rows), None)
+
+    def tie_reload(self, i: int) -> Substitutes:
+        """Barriers so that reload `i` starts after the end of the chain; a spare row does it elsewhere."""
+        return {} if self.find_stack(i) else self.tie(self._graph.reads[i], i, (self._last,))
+
+    def tie(self, values: Iterable[Var], i: int, waits: Sequence[Var | None]) -> Substitutes:
+        """For kernel `i`, value -> the value to read in its place, available once all of `waits` are made."""
+        tied: Substitutes = {}
+        for v in values:
+            tied[v] = self.substitutes.get(v, v)
+            for wait in waits:
+                if wait is not None:
+                    tied[v], _ = self.add_barrier(tied[v], self.elements.get(wait, wait), i)
+        return tied
+
+    def add_barrier(self, value: Value, other: Value, i: int) -> tuple[Added, Added]:
+        """Adds a barrier over two values: XLA drops an operand of a larger one whose output nothing reads."""
+        results = _stand_in(value), _stand_in(other)
+        self.actions.append(Barrier(i, (value, other), results))
+        self._level |= dict.fromkeys(results, self.length)
+        return results
+
+
+def _stand_in(value: Value) -> Added:
+    return Added(value.of if isinstance(value, Added) else value)

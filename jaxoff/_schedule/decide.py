@@ -1,0 +1,316 @@
+"""Decides the order of a straight-line program: its large kernels in a chain, its copies beside the chain.
+
+A kernel that has to wait for a reload lets a later kernel go first. Kernels that free as much memory as they
+take run at once. A reload starts as late as it can and still be in time.
+
+The kernels that lead to a collective go first, as far as they take no more memory than the program in its own
+order does at its peak. Collectives stand outside of the chain: only their readers wait for them.
+
+A barrier cannot delay a reload out of a host stack: XLA fuses the reload with the slice before it and drops
+the barrier between. A dependency through the stack itself works: an element of the value to wait for is
+written into the stack's spare row, and the reload reads the stack after that write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxoff._device.kernel_time import kernel_ms
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import Var
+from jaxoff._jaxpr.kernels import KernelGraph, new_nbytes
+from jaxoff._jaxpr.primitives import is_collective, is_compute
+from jaxoff._schedule.chain import Chain, is_chained
+from jaxoff._schedule.collectives import Collectives, can_wait
+from jaxoff._schedule.copy_times import CopyTimes, Reloads
+from jaxoff._schedule.copy_waits import CopyWaits
+from jaxoff._schedule.liveness import Held, find_fusion_pairs
+from jaxoff._schedule.problem import OrderProblem
+from jaxoff._schedule.schedule import Added, ReadBit, Run, Schedule, Substitutes
+
+# Bytes: smaller values are not worth a position in the chain.
+LARGE_NBYTES = 1 << 20
+# Each draft plans its reloads from the times of the draft before, until the plan repeats. Two or three drafts
+# reach that in all programs of the benchmarks (bench/LOG.md, "2026-11-25: one trace").
+MOST_DRAFTS = 4
+# Kernels: how far down the program order `decide` looks for a kernel to run while another waits for a reload.
+_LOOKAHEAD = 8
+
+
+def decide(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYTES) -> Schedule:
+    """Decides the order of the kernels and copies of a program.
+
+    Args:
+      problem: the program and its constraints.
+      device: rates, to estimate when kernels and copies end.
+      large_nbytes: the least bytes of a value whose kernel has a position in the chain.
+
+    Returns:
+      The schedule of the last draft.
+    """
+    graph = KernelGraph(problem.eqns, problem.outs | problem.moved_aside)
+    reloads, room = Reloads(), 0
+    pairs: dict[int, int] = {}
+    if any(is_collective(problem.eqns[i]) for i in graph.kernels):
+        plain = Draft(problem, graph, device, large_nbytes, reloads, pairs)
+        plain.run()
+        room = plain.held.peak
+    # The first draft takes all copies for done, to see when each is needed.
+    for _ in range(MOST_DRAFTS):
+        draft = Draft(problem, graph, device, large_nbytes, reloads, pairs, room)
+        schedule, before = draft.run(), (reloads, pairs)
+        reloads = draft.times.reloads(problem.reuses_buffer_of)
+        pairs = pairs or find_fusion_pairs(schedule.kernels, problem, graph, large_nbytes)
+        if (reloads, pairs) == before:
+            break
+    return schedule
+
+
+def estimate_copies(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYTES) -> CopyTimes:
+    """The times of the copies of a loop's body, in an order that takes all copies for done."""
+    graph = KernelGraph(problem.eqns, problem.outs)
+    draft = Draft(problem, graph, device, large_nbytes, Reloads(), {})
+    draft.run()
+    return draft.times
+
+
+class Draft:
+    """One pass over the kernels of a program, each placed once.
+
+    Attributes:
+      times: the times of the copies in this draft.
+      held: the device memory that the values placed so far hold.
+    """
+
+    def __init__(
+        self,
+        problem: OrderProblem,
+        graph: KernelGraph,
+        device: Device,
+        large_nbytes: int,
+        reloads: Reloads,
+        pairs: Mapping[int, int],
+        room: int = 0,
+    ):
+        self._problem, self._eqns, self._graph, self._device = problem, problem.eqns, graph, device
+        self._large_nbytes, self._pairs = large_nbytes, pairs
+        self._reloads, self._room = reloads, room
+        self._collectives = Collectives(problem, graph, large_nbytes, device)
+        self.times = CopyTimes(problem.eqns, graph, device)
+        self.held = Held(problem.eqns, problem.outs)
+        self._waits = CopyWaits(problem.eqns, self.times, device)
+        self._chain = Chain(problem, graph, large_nbytes, pairs, self._waits)
+        self._placed: set[int] = set()
+        self._time = 0.0  # ms
+        self._available: dict[Var, float] = {}  # result of a reload or collective -> the time it is there, ms
+        self._bits: dict[int, Added] = {}  # collective -> a bit of its result
+
+    def run(self) -> Schedule:
+        """Places all kernels."""
+        self._place_first_reloads()
+        self._store_arguments()
+        waiting = [i for i in self._graph.kernels if self._problem.in_order[i] and is_compute(self._eqns[i])]
+        while waiting:
+            candidates = self._find_leading(waiting) + waiting[:_LOOKAHEAD]
+            ready = {i: self._graph.find_ready_ms(i, self._placed, self._available) for i in candidates}
+            first = next(
+                (i for i in candidates if ready[i] <= self._time), min(candidates, key=lambda i: ready[i])
+            )
+            self._time = max(self._time, ready[first])
+            self._place(first)
+            waiting = [i for i in waiting if i not in self._placed]
+        for i in self._graph.kernels:
+            self._place(i)
+        late = frozenset(self.times.late(self._problem.reuses_buffer_of))
+        return Schedule(tuple(self._chain.actions), self._chain.renamed, late)
+
+    def _find_leading(self, waiting: list[int]) -> list[int]:
+        """The kernels that lead to collectives for which there is memory beside the other candidates."""
+        leading = [i for i in self._collectives.leading if i not in self._placed] if self._room else []
+        others = (new_nbytes(self._eqns[i]) for i in waiting[:_LOOKAHEAD] if i not in leading)
+        room = self._room - self.held.nbytes - max(others, default=0)
+        return self._collectives.for_which_is_room(leading[:_LOOKAHEAD], room)
+
+    def _place_first_reloads(self) -> None:
+        """Estimates when reloads end, and places those that nothing delays."""
+        time, ends = 0.0, {}
+        for i in self._reloads.order:
+            time += self.times.reload_ms(i)
+            ends[i] = time
+        for i in dict.fromkeys((*self._reloads.order, *self._graph.kernels)):
+            if compat.transfer_in(self._eqns[i]) == "H2D":
+                self._available[self._eqns[i].outvars[0]] = ends.get(i, 0.0)
+                if self._can_reload(i) and not self._reloads.starts.get(i):
+                    self._run_kernel(i)
+
+    def _store_arguments(self) -> None:
+        """Writes arguments into the stacks that keep them, before their buffers are reused."""
+        for i in self._graph.kernels:
+            eqn = self._eqns[i]
+            is_write = eqn.primitive.name == "dynamic_update_slice" and not compat.is_host(
+                eqn.outvars[0].aval
+            )
+            if is_write and self._graph.maker.keys().isdisjoint(self._graph.reads[i]):
+                self._run_kernel(i, chained=False)
+
+    def _place(self, i: int) -> None:
+        """Places a kernel after all it needs, then the kernels that free as much memory as they take."""
+        maker, todo = self._graph.maker, [i]
+        while todo:
+            j = todo[-1]
+            needs = self._chain.required_by(j)
+            missing = {m for v in needs if (m := maker.get(v)) is not None and m not in self._placed}
+            if missing and j not in self._placed:
+                todo += sorted(missing, reverse=True)
+                continue
+            todo.pop()
+            if j not in self._placed:
+                self._add(j)
+                todo += reversed(self._find_freed(j))
+                todo += self._find_freed_by_collectives()
+                todo += [self._pairs[j]] if j in self._pairs else []
+
+    def _add(self, i: int) -> None:
+        eqn = self._eqns[i]
+        if is_collective(eqn):
+            self._start_collective(i)
+            return
+        if not is_chained(eqn, self._large_nbytes):
+            self._run_kernel(i)
+            return
+        # A value for which a reload waits lives until the reload starts: results of the program live anyway.
+        if is_compute(eqn) or self._chain.last_large in self._problem.outs:
+            self._start_due_reloads()
+        self._run_kernel(i, self._chain.tie_to_last(i, self._time))
+        began = self._time
+        self._time += kernel_ms(self._graph, i, self._device)
+        if self._problem.waits_for_sends and is_compute(eqn):
+            self._waits.hide(eqn, began, self._time)
+        self.times.add(i, self._time)
+
+    def _start_collective(self, i: int) -> None:
+        """Starts a collective behind the one before; only its readers wait for it."""
+        eqn = self._eqns[i]
+        self._run_kernel(i)
+        bit = Added(eqn.outvars[0])
+        self._chain.actions.append(ReadBit(i, bit))
+        results = self._chain.add_barrier(eqn.outvars[0], bit, i)
+        self._chain.substitutes[eqn.outvars[0]], self._bits[i] = results
+        end = self._collectives.start(i, self._time)
+        self._time = self._time if self._room else end
+        self._available |= dict.fromkeys(eqn.outvars, end)
+        self.times.add(i, end, is_chained=False)
+
+    def _start_due_reloads(self) -> None:
+        for j, start in self._reloads.starts.items():
+            if j not in self._placed and start <= self._chain.length and self._can_reload(j):
+                self._run_kernel(j, self._chain.tie_reload(j))
+
+    def _find_freed_by_collectives(self) -> list[int]:
+        """The kernels to place next because a collective has ended."""
+        over = self._collectives.over(self._time)
+        for v in (v for i in over for v in self._graph.reads[i] if not self._chain.unread[v]):
+            self.held.free(v)
+        return [j for i in over for j in reversed(self._find_freed(i))]
+
+    def _find_freed(self, i: int) -> list[int]:
+        """The kernels to place next because kernel `i` is placed; places kernels of small results itself."""
+        readers = {j: None for v in self._eqns[i].outvars for j in self._graph.readers.get(v, ())}
+        freed = []
+        for j in readers:
+            if j not in self._placed and self._takes_no_memory(j):
+                freed.append(j)
+            elif j not in self._placed and self._makes_small_of_large(j):
+                self._run_kernel(j)
+                self._chain.small_results += self._eqns[j].outvars
+            elif j not in self._placed and self._only_leaves(j):
+                self._run_kernel(j, chained=False)
+        return freed
+
+    def _can_reload(self, i: int) -> bool:
+        """Whether the operand of a reload is on the host, and the buffer that the reload takes is free."""
+        argument = self._problem.reuses_buffer_of.get(self._eqns[i].outvars[0])
+        readers = () if argument is None else self._graph.readers.get(argument, ())
+        is_sent = all(
+            v not in self._graph.maker or v in self._chain.substitutes for v in self._graph.reads[i]
+        )
+        return is_sent and self._placed.issuperset(readers)
+
+    def _takes_no_memory(self, i: int) -> bool:
+        """Whether a move kernel can run now in the memory of operands that only it still reads."""
+        eqn, reads = self._eqns[i], self._graph.reads[i]
+        if compat.transfer_in(eqn) == "D2H":
+            return all(self._graph.maker.get(v, -1) in self._placed for v in reads)
+        if is_compute(eqn) or not is_chained(eqn, self._large_nbytes) or not self._are_available(reads):
+            return False
+        unread = self._chain.unread
+        freed = sum(compat.nbytes(v.aval) for v in reads if v in self._graph.maker and unread[v] == 1)
+        return new_nbytes(eqn) <= freed
+
+    def _only_leaves(self, i: int) -> bool:
+        """Whether a move kernel makes a result of the program, larger than its operands, and nothing else.
+
+        A loop writes the result into its stack in the same kernel, if nothing waits for the kernel.
+        """
+        eqn, made, maker = self._eqns[i], set(self._eqns[i].outvars), self._graph.maker
+        if is_compute(eqn) or compat.transfer_in(eqn) or not made <= self._problem.outs:
+            return False
+        if any(v in self._graph.readers for v in made):
+            return False
+        return all(maker.get(v, -1) in self._placed or v not in maker for v in self._graph.reads[i])
+
+    def _makes_small_of_large(self, i: int) -> bool:
+        """Whether a move kernel that can run now makes a small value from a large one.
+
+        The next compute kernel waits for the small value, since then the kernel does not keep the large value
+        alive. Move kernels before that may be fused with it.
+        """
+        eqn, reads = self._eqns[i], self._graph.reads[i]
+        if is_compute(eqn) or compat.transfer_in(eqn) or is_chained(eqn, self._large_nbytes):
+            return False
+        if all(compat.is_host(v.aval) for v in eqn.outvars):  # a write into a host stack: a send under way
+            return False
+        return self._are_available(reads) and any(compat.nbytes(v.aval) >= self._large_nbytes for v in reads)
+
+    def _are_available(self, values: list[Var]) -> bool:
+        """Whether values are made, or reloaded, by now."""
+        maker = self._graph.maker
+        made = all(maker[v] in self._placed for v in values if v in maker)
+        return made and all(self._available.get(v, 0.0) <= self._time for v in values)
+
+    def _run_kernel(self, i: int, behind: Substitutes | None = None, *, chained: bool | None = None) -> None:
+        """Places kernel `i`, which reads `behind` in place of its operands."""
+        eqn, behind, chain = self._eqns[i], behind or {}, self._chain
+        self._placed.add(i)
+        if compat.transfer_in(eqn) == "H2D":
+            chain.delay_reload(i)
+        elif compat.transfer_in(eqn) == "D2H":
+            self.times.send(i)
+        chain.actions.append(self._make_run(i, chain.substitutes | chain.renamed | behind))
+        self.held.make(i)
+        chain.append(i, behind, chained=is_chained(eqn, self._large_nbytes) if chained is None else chained)
+        if self._problem.waits_for_sends:
+            self._waits.start(eqn, self._time)
+        for v in self._graph.reads[i]:
+            chain.unread[v] -= 1
+            if not chain.unread[v] and not is_collective(eqn):
+                self.held.free(v)
+            self._waits.read(v)
+            if v in self._available and not is_collective(self._eqns[self._graph.maker[v]]):
+                self.times.needed.setdefault(self._graph.maker[v], chain.length)
+
+    def _make_run(self, i: int, substitutes: Substitutes) -> Run:
+        equations = (*self._graph.fused[i], i)
+        reads = {v for j in equations for v in self._eqns[j].invars if isinstance(v, Var)}
+        operands = {v: substitutes[v] for v in reads if v in substitutes}
+        if not is_collective(self._eqns[i]):
+            return Run(equations, operands)
+        bits = tuple(self._bits[j] for j in self._collectives.to_wait_for(i))
+        made_inside = {v for j in equations for v in self._eqns[j].outvars}
+        waiting = [v for v in self._eqns[i].invars if bits and can_wait(v, [bit.of for bit in bits])]
+        elements: Substitutes = {
+            v: Added(v) for v in waiting if isinstance(v, Var) and v not in operands and v not in made_inside
+        }
+        self._chain.elements |= elements
+        return Run(equations, operands, bits, elements)
