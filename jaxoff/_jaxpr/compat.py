@@ -92,10 +92,7 @@ def nbytes_of(values: Iterable[Any]) -> int:
 
 
 def has_side_effects(jaxpr: Jaxpr) -> bool:
-    """Whether a program has effects other than naming mesh axes.
-
-    A collective has the effect of naming its axis, and no side effect.
-    """
+    """Whether a program has effects other than the names of mesh axes, an effect of each collective."""
     return any(not isinstance(effect, _NamedAxisEffect) for effect in jaxpr.effects)
 
 
@@ -145,10 +142,7 @@ class ControlFlow:
 
 
 def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
-    """The programs of a loop or a condition, or None for another equation.
-
-    A `while` loop counts as a single iteration.
-    """
+    """The programs of a loop or a condition, or None otherwise. A `while` loop counts as 1 iteration."""
     if (layout := scan_in(eqn)) is not None:
         return ControlFlow(layout.length, (as_open(eqn.params["jaxpr"]),))
     if eqn.primitive.name == "while":
@@ -159,10 +153,7 @@ def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
 
 
 def prune(eqn: JaxprEqn, is_used: Callable[[Var], bool]) -> JaxprEqn:
-    """Removes the unused results of a loop or a condition, and the equations needed for them alone.
-
-    Returns any other equation unchanged.
-    """
+    """Removes unused results of a loop or a condition, with their equations. Keeps any other equation."""
     flow = control_flow(eqn)
     used = [v for v in eqn.outvars if is_used(v)]
     if flow is None or not used:
