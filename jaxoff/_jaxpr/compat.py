@@ -412,9 +412,12 @@ def trace_like(eqn: JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]) -> 
 
 
 def is_manual(eqn: JaxprEqn) -> bool | None:
-    """Whether an equation is in a `jax.shard_map` over all axes of its mesh; None without a mesh."""
+    """Whether an equation is in a `jax.shard_map` over all axes of its mesh.
+
+    None without a mesh, and on a mesh of a single device: there the compiler divides nothing.
+    """
     mesh = eqn.ctx.cur_abstract_mesh
-    return None if mesh.empty else mesh.are_all_axes_manual
+    return None if mesh.empty or mesh.size == 1 else mesh.are_all_axes_manual
 
 
 def transfer_in(eqn: JaxprEqn) -> str | None:

@@ -306,13 +306,19 @@ def _unwrap_jit(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool]]:
     while len(jaxpr.eqns) == 1 and (inner := compat.jit_in(jaxpr.eqns[0])) is not None:
         (eqn,) = jaxpr.eqns
         is_all = {*eqn.outvars} >= {*jaxpr.outvars} and all(isinstance(v, Var) for v in eqn.invars)
-        if not is_all or inner.consts:
+        if not is_all:
             break
         results: dict[Any, Any] = dict(zip(eqn.outvars, inner.jaxpr.outvars, strict=True))
         given = {v for v, outer in zip(jaxpr.invars, donated, strict=True) if outer}
         pairs = zip(eqn.invars, eqn.params["donated_invars"], strict=True)
-        donated = [here or v in given for v, here in pairs if isinstance(v, Var)]
-        jaxpr = inner.jaxpr.replace(outvars=[results[v] for v in jaxpr.outvars])
+        # Arrays over which the step closes are arguments like others, never donated.
+        closed_over = inner.jaxpr.constvars
+        donated = [False] * len(closed_over) + [here or v in given for v, here in pairs if isinstance(v, Var)]
+        jaxpr = inner.jaxpr.replace(
+            constvars=(),
+            invars=[*closed_over, *inner.jaxpr.invars],
+            outvars=[results[v] for v in jaxpr.outvars],
+        )
     return jaxpr, donated
 
 

@@ -189,7 +189,12 @@ class Chain:
 
     def tie_reload(self, i: int) -> Substitutes:
         """Barriers so that reload `i` starts after the end of the chain; a spare row does it elsewhere."""
-        return {} if self.find_stack(i) else self.tie(self._graph.reads[i], i, (self._last,))
+        if self.find_stack(i):
+            return {}
+        # A barrier over the loop counter would hide where the slice lies; the reload would become a kernel.
+        iteration, reads = self._problem.iteration, self._graph.reads[i]
+        tied = [v for v in reads if v is not iteration and not compat.is_host(v.aval)]
+        return self.tie(tied, i, (self._last,))
 
     def tie(self, values: Iterable[Var], i: int, waits: Sequence[Var | None]) -> Substitutes:
         """For kernel `i`, value -> the value to read in its place, available once all of `waits` are made."""

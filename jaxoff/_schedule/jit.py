@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import os
 import threading
+import types
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +26,8 @@ from jaxoff._schedule.rewrite import Rewritten, rewrite
 
 type Options = tuple[tuple[str, Any], ...]
 
+# `jax.jit = jaxoff.jit` must not make this module call itself.
+_jax_jit = jax.jit
 _JAXLIB = importlib.metadata.version("jaxlib")
 
 
@@ -33,7 +36,7 @@ def jit(
     /,
     *,
     compiler_options: Mapping[str, Any] | None = None,
-    device: Device = H200,
+    device: Device | None = None,
     **kwargs: Any,
 ) -> Any:
     """`jax.jit`, with copies between device and pinned host memory beside the compute.
@@ -50,8 +53,8 @@ def jit(
       fun: as for `jax.jit`; without it, a decorator.
       compiler_options: as for `jax.jit`; they win over the ones chosen here. What is known to harm is warned
         of.
-      device: speeds of the accelerator and its link, to plan the copies with; a program on several devices
-        is planned with the link that they share (`Device.sharing`).
+      device: rates of the accelerator and its link, to plan the copies with; None is an H200. A program on
+        several devices is planned with the link that they share (`Device.sharing`).
       **kwargs: as for `jax.jit`: static and donated arguments, shardings.
 
     Returns:
@@ -77,7 +80,9 @@ def jit(
     """
     if fun is None:
         return functools.partial(jit, compiler_options=compiler_options, device=device, **kwargs)
-    return Jitted(fun, dict(compiler_options or {}), checked_device(device), kwargs)
+    return Jitted(
+        fun, dict(compiler_options or {}), checked_device(H200 if device is None else device), kwargs
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +119,7 @@ class Jitted:
 
     def __init__(self, fun, compiler_options: dict[str, Any], device: Device, kwargs: dict[str, Any]):
         self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
-        self._inner: Any = jax.jit(fun, **kwargs)
+        self._inner: Any = _jax_jit(fun, **kwargs)
         self._by_options: dict[tuple[Options, int], Any] = {}
         self._latest: Options = ()
         self._carried = threading.local()  # `traced`: the program of the first attempt, for the second
@@ -161,6 +166,13 @@ class Jitted:
         self._latest = options
         return result
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Binds the function to an instance, as a method of a class."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _cache_size(self) -> int:
+        return sum(jitted._cache_size() for jitted in (self._inner, *self._by_options.values()))
+
     @property
     def options(self) -> dict[str, Any]:
         """The compiler options of the latest call."""
@@ -169,7 +181,7 @@ class Jitted:
     def _under(self, options: Options, devices: int) -> Any:
         if (options, devices) not in self._by_options:
             merged = dict(options) | self._given
-            self._by_options[options, devices] = jax.jit(
+            self._by_options[options, devices] = _jax_jit(
                 self._overlapped(options, devices), compiler_options=merged or None, **self._kwargs
             )
         return self._by_options[options, devices]

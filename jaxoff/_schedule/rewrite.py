@@ -160,8 +160,9 @@ class _Rewriter:
         Its backward pass begins where the first differentiated `jax.checkpoint` stands. From there on, what
         does not depend on that checkpoint's newest operand, the cotangent, is computed again.
         """
+        calls: Renamed = {}
+        outer = list(inline_calls(jaxpr.eqns, calls, checkpoints=False))
         renamed: Renamed = {}
-        outer = list(inline_calls(jaxpr.eqns, renamed, checkpoints=False))
         backward = next((i for i, eqn in enumerate(outer) if compat.is_backward(eqn)), len(outer))
         made = index_makers(outer)
         head = list(inline_calls(outer[:backward], renamed))
@@ -171,6 +172,8 @@ class _Rewriter:
             newest = {resolve(renamed, max(operands, key=lambda v: made.get(v, -1)))}
         tail = list(inline_calls(outer[backward:], renamed))
         in_order = [True] * len(head) + mark_dependents(tail, newest)
+        # The result of an inner `jax.jit` may be the result of a checkpoint in it.
+        jaxpr = jaxpr.replace(outvars=[resolve(calls, v) for v in jaxpr.outvars])
         return self._ordered(jaxpr, head + tail, renamed, in_order, waits_for_sends=True)
 
     def _ordered(self, jaxpr, eqns, renamed, in_order, *, waits_for_sends) -> Jaxpr:
