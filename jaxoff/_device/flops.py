@@ -27,7 +27,9 @@ def product_flops(eqn: JaxprEqn, fitted: Calibration = H200_CALIBRATION) -> floa
       fitted: holds the time of an operation on a wider type, in 16-bit operations.
     """
     if (flow := compat.control_flow(eqn)) is not None:
-        return flow.total(lambda jaxpr: sum(product_flops(e, fitted) for e in inline_calls(jaxpr.eqns, {})))
+        return flow.sum_over_runs(
+            lambda jaxpr: sum(product_flops(e, fitted) for e in inline_calls(jaxpr.eqns, {}))
+        )
     if (estimate := eqn.params.get("cost_estimate")) is not None:
         return float(estimate.flops)
     name, shapes = eqn.primitive.name, [compat.shape_of(v.aval) for v in eqn.invars if _has_shape(v.aval)]

@@ -30,7 +30,7 @@ def kernel_ms(graph: KernelGraph, i: int, device: Device) -> float:
 
     A conversion of an operand counts as a copy before the kernel.
     """
-    eqn, between = graph.eqns[i], [graph.eqns[j] for j in graph.between[i]]
+    eqn, between = graph.eqns[i], [graph.eqns[j] for j in graph.fused[i]]
     if not is_compute(eqn):
         updates = eqn.primitive.name == "dynamic_update_slice"
         made = eqn.invars[1:2] if updates else eqn.outvars
@@ -61,7 +61,7 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
       device: rates and calibration.
       rows: values that a loop slices out of stacks: an opaque kernel reads a copy of such a row.
     """
-    eqn, between = graph.eqns[i], [graph.eqns[j] for j in graph.between[i]]
+    eqn, between = graph.eqns[i], [graph.eqns[j] for j in graph.fused[i]]
     made = compat.nbytes_of(eqn.outvars)
     if not is_compute(eqn):
         if eqn.primitive.name == "dynamic_update_slice":
@@ -83,7 +83,7 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
 def programs_ms(eqn: JaxprEqn, device: Device) -> float:
     """The time of a loop's iterations or of a condition's longest branch, in ms; 0 for other equations."""
     flow = compat.control_flow(eqn)
-    return flow.total(lambda program: _program_ms(program, device)) if flow else 0.0
+    return flow.sum_over_runs(lambda program: _program_ms(program, device)) if flow else 0.0
 
 
 def _program_ms(program: Jaxpr, device: Device) -> float:

@@ -1,10 +1,15 @@
 """JAX programs as data: no device, no policy.
 
-`compat` is the one module that depends on a JAX release. `primitives` sorts equations into classes (products,
-views, collectives; `KernelClass`), `dataflow` tells makers, readers and dependents of a variable, `scopes`
-writes and reads the name-stack scopes of layers, `tag` is the name of a marked value. `kernels.KernelGraph`
-says which equations XLA runs as kernels of their own, `provenance` where a value was made, `inline` puts
-calls in place, `stack_slices` finds loops over slices of one stack, `per_device` gives one device's share.
+- `compat`: all code that depends on the JAX release.
+- `primitives`: classes of equations (products, views, collectives; `KernelClass`).
+- `dataflow`: makers, readers and dependents of a variable.
+- `scopes`: the name-stack scopes of layers.
+- `tag`: the name of a marked value.
+- `kernels`: `KernelGraph`, the equations XLA runs as kernels, and the equations fused into each kernel.
+- `provenance`: the equation, argument or constant behind a value, through calls, loops and views.
+- `inline`: calls replaced by their equations.
+- `stack_slices`: loops over slices of a shared stack.
+- `per_device`: the program of a single device of a mesh.
 
 In: jaxprs. Out: indices and rewritten jaxprs. Invariant: a rewritten jaxpr computes the results of the given
 jaxpr.

@@ -1,9 +1,9 @@
-"""Everything that depends on how one JAX release differs from the next.
+"""All code that depends on the JAX release.
 
-The rest of the library uses documented JAX only. What stands here is exported by `jax.extend` and
-`jax.interpreters` without a promise of stability, or looks inside a tracer; and two things are not exported
-at all: the switch whether types say over which axes of a mesh a value differs, and the effect of naming an
-axis.
+The rest of the library uses documented JAX only. This module uses `jax.extend` and `jax.interpreters`, whose
+names may change between releases, and looks inside tracers. Two names come from `jax._src`, because JAX does
+not export them: the switch for types with the mesh axes over which a value differs (`check_vma`), and the
+effect of naming a mesh axis.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ remat_p = _primitives.remat_p
 
 
 def is_name(prim) -> bool:
-    """Whether a primitive is the one that `jax.ad_checkpoint.checkpoint_name` binds."""
+    """Whether `jax.ad_checkpoint.checkpoint_name` binds this primitive."""
     return prim is name_p
 
 
 def name_in(eqn: JaxprEqn) -> str | None:
-    """The name that an equation gives its value, or None where it gives none."""
+    """The name in a `checkpoint_name` equation, or None for another equation."""
     if is_name(eqn.primitive):
         return eqn.params["name"]
     rewritten: Any = eqn.params.get("_prim")  # under jax_remat3
@@ -56,7 +56,7 @@ def name_in(eqn: JaxprEqn) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What `jax.checkpoint` put into an equation."""
+    """The function and the options in a `jax.checkpoint` equation."""
 
     jaxpr: Jaxpr
     policy: Callable[..., Any] | None
@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 def checkpoint_in(eqn: JaxprEqn) -> Checkpoint | None:
-    """The checkpointed function that an equation applies, or None."""
+    """The checkpoint in a `jax.checkpoint` equation, or None for another equation."""
     if eqn.primitive is remat_p:
         return Checkpoint(as_open(eqn.params["jaxpr"]), eqn.params["policy"], eqn.params["prevent_cse"])
     rewritten: Any = eqn.params.get("_prim")  # under jax_remat3
@@ -74,7 +74,7 @@ def checkpoint_in(eqn: JaxprEqn) -> Checkpoint | None:
 
 
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """What to trace with in the place of an abstract array."""
+    """The `jax.ShapeDtypeStruct` of an abstract array, to trace functions with."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
@@ -89,12 +89,12 @@ def nbytes(aval: Any) -> int:
 
 
 def nbytes_of(values: Iterable[Any]) -> int:
-    """The bytes of some variables together."""
+    """The sum of the bytes of variables."""
     return sum(nbytes(v.aval) for v in values)
 
 
 def has_side_effects(jaxpr: Jaxpr) -> bool:
-    """Whether a program does more than compute and communicate, which names the axes of a mesh."""
+    """Whether a program has effects other than the names of mesh axes, an effect of each collective."""
     return any(not isinstance(effect, _NamedAxisEffect) for effect in jaxpr.effects)
 
 
@@ -105,7 +105,7 @@ def is_host(aval) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ScanLayout:
-    """How the operands and results of a scan equation divide."""
+    """The layout of a scan equation: how operands and results divide into constants, carry, xs and ys."""
 
     num_consts: int
     num_carry: int
@@ -128,23 +128,23 @@ def scan_in(eqn: JaxprEqn) -> ScanLayout | None:
 
 @dataclasses.dataclass(frozen=True)
 class ControlFlow:
-    """Programs that an equation runs.
+    """The programs in a loop or a condition.
 
     Attributes:
-      iterations: how often it runs one of them.
-      programs: the body of a loop, or the branches of which one is taken.
+      iterations: number of iterations of a loop; 1 for a condition.
+      programs: the body of a loop, or the branches of a condition.
     """
 
     iterations: int
     programs: tuple[Jaxpr, ...]
 
-    def total(self, of: Callable[[Jaxpr], float]) -> float:
-        """A sum over all that runs: every iteration, the largest of branches."""
-        return self.iterations * max(map(of, self.programs))
+    def sum_over_runs(self, cost: Callable[[Jaxpr], float]) -> float:
+        """Sums the cost of a program over all iterations. Of branches, the largest cost counts."""
+        return self.iterations * max(map(cost, self.programs))
 
 
 def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
-    """The programs of a loop or a condition, or None for another equation; a `while` counts one iteration."""
+    """The programs of a loop or a condition, or None otherwise. A `while` loop counts as 1 iteration."""
     if (layout := scan_in(eqn)) is not None:
         return ControlFlow(layout.length, (as_open(eqn.params["jaxpr"]),))
     if eqn.primitive.name == "while":
@@ -154,8 +154,8 @@ def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
     return None
 
 
-def pruned(eqn: JaxprEqn, is_used: Callable[[Var], bool]) -> JaxprEqn:
-    """A loop or a condition without what only makes unused results; another equation as it is."""
+def prune(eqn: JaxprEqn, is_used: Callable[[Var], bool]) -> JaxprEqn:
+    """Removes unused results of a loop or a condition, with their equations. Keeps any other equation."""
     flow = control_flow(eqn)
     used = [v for v in eqn.outvars if is_used(v)]
     if flow is None or not used:
@@ -165,8 +165,8 @@ def pruned(eqn: JaxprEqn, is_used: Callable[[Var], bool]) -> JaxprEqn:
     return dce_jaxpr(alone, [True] * len(used), instantiate=True)[0].eqns[0]
 
 
-def changed_by_loop(eqn: JaxprEqn) -> list[Var] | None:
-    """The results that a `while` loop changes, or None for another equation."""
+def find_changed_results(eqn: JaxprEqn) -> list[Var] | None:
+    """Finds the results changed by the body of a `while` loop. Returns None for another equation."""
     if eqn.primitive.name != "while":
         return None
     body = eqn.params["body_jaxpr"].jaxpr
@@ -176,22 +176,23 @@ def changed_by_loop(eqn: JaxprEqn) -> list[Var] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Producer:
-    """The name that an equation gave a traced value.
+class Naming:
+    """The `checkpoint_name` equation of a traced value.
 
     Attributes:
-      name: the parameter of that equation.
-      operand: the value before the name, where the trace shows it.
+      name: the name.
+      operand: the value before the equation, or None where the trace does not show the value.
     """
 
     name: str
     operand: Any | None
 
 
-def naming_of(x: Any) -> Producer | None:
-    """The naming that made a traced value, or None where it was made otherwise or the trace does not tell.
+def find_naming(x: Any) -> Naming | None:
+    """Finds the `checkpoint_name` equation whose result is a traced value.
 
-    A value that came through the boundary of a jit, scan or checkpoint has no producer inside it.
+    Returns None if another equation made the value, or if the trace does not show the equation: inside a jit,
+    scan or checkpoint, the trace does not show the equations of values from outside.
     """
     outer = x
     while x is not None and not hasattr(x, "parent"):
@@ -202,16 +203,16 @@ def naming_of(x: Any) -> Producer | None:
     parent = getattr(x, "parent", None)
     if parent is None or not is_name(parent.primitive):
         return None
-    return Producer(parent.params["name"], parent.in_tracers[0] if x is outer else None)
+    return Naming(parent.params["name"], parent.in_tracers[0] if x is outer else None)
 
 
 def exclude_from_source_lines(path: str) -> None:
-    """Let source lines of equations point at the caller of the functions in this file."""
+    """Lets source lines of equations point at the callers of the functions in a file."""
     source_info_util.register_exclusion(path)
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """`file:line (function)` of the user's code that made an equation, or '' where unknown."""
+    """`file:line (function)` of the user's code for an equation, or '' where unknown."""
     text = source_info_util.summarize(eqn.source_info)
     location, _, function = text.partition(" (")
     parts = location.split(":")
@@ -221,17 +222,17 @@ def source_line(eqn: JaxprEqn) -> str:
 
 
 def as_open(jaxpr) -> Jaxpr:
-    """The jaxpr of a closed or an open one."""
+    """The open jaxpr of a closed jaxpr; an open jaxpr unchanged."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
-def constants_as_arguments(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program, which takes what it closes over before its arguments."""
+def move_constants_to_arguments(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Turns the constants of a program into arguments, ahead of its other arguments."""
     return ClosedJaxpr(convert_constvars_jaxpr(closed.jaxpr), ())
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The jaxprs in an equation's parameters, in order."""
+    """The jaxprs in the parameters of an equation, in order."""
     checkpoint = checkpoint_in(eqn)
     if checkpoint is not None:
         return [checkpoint.jaxpr]
@@ -239,8 +240,8 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return [as_open(item) for items in values for item in items if isinstance(item, (Jaxpr, ClosedJaxpr))]
 
 
-def with_policy(jaxpr, policy: Callable[..., Any]):
-    """The same program with another policy in every `jax.checkpoint`."""
+def replace_policy(jaxpr, policy: Callable[..., Any]):
+    """Replaces the policy of every `jax.checkpoint` in a program."""
 
     def rewrite(jaxpr: Jaxpr) -> Jaxpr:
         eqns = [
@@ -249,40 +250,49 @@ def with_policy(jaxpr, policy: Callable[..., Any]):
         ]
         return jaxpr.replace(eqns=eqns)
 
-    return with_jaxprs(jaxpr, rewrite)
+    return rewrite_jaxprs(jaxpr, rewrite)
 
 
-def with_jaxprs(jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]):
-    """The same program with it and every program in it rewritten, inner ones first."""
+def rewrite_jaxprs(jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]):
+    """Rewrites a program and all programs in its equations, from the inside out."""
 
-    def of_value(value):
+    def rewrite_value(value):
         if isinstance(value, (tuple, list)):
             holds = any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value)
-            return type(value)(map(of_value, value)) if holds else value
-        return with_jaxprs(value, rewrite) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
+            return type(value)(map(rewrite_value, value)) if holds else value
+        return rewrite_jaxprs(value, rewrite) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
 
     if isinstance(jaxpr, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
-        return jaxpr.replace(jaxpr=with_jaxprs(jaxpr.jaxpr, rewrite))
+        return jaxpr.replace(jaxpr=rewrite_jaxprs(jaxpr.jaxpr, rewrite))
     eqns = []
     for eqn in jaxpr.eqns:
-        params = {key: of_value(value) for key, value in eqn.params.items()}
+        params = {key: rewrite_value(value) for key, value in eqn.params.items()}
         eqns.append(eqn.replace(params=params))
     return rewrite(jaxpr.replace(eqns=eqns))
 
 
 def num_shards(eqn: JaxprEqn) -> int:
-    """How many devices run the jaxpr in an equation, each on a part of its arrays."""
+    """The number of devices of a `jax.shard_map` equation; 1 for another equation.
+
+    Each device runs the jaxpr in the equation on its shard of the arrays.
+    """
     return eqn.params["mesh"].size if is_shard_map(eqn) else 1
 
 
-def remat3_enabled() -> bool:
-    """Whether the coming rewrite of `jax.checkpoint` is switched on."""
+def is_remat3_enabled() -> bool:
+    """Whether `jax_remat3`, the coming rewrite of `jax.checkpoint`, is on."""
     return bool(getattr(jax.config, "jax_remat3", False))
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call whose equations may stand in its place."""
+    """The jaxpr of a call, for `jaxoff._jaxpr.inline` to replace the call by its equations.
+
+    Attributes:
+      jaxpr: the called program.
+      prevent_cse: whether the call is a differentiated `jax.checkpoint` with `prevent_cse`.
+      checkpoint: whether the call is a `jax.checkpoint`.
+    """
 
     jaxpr: Jaxpr
     prevent_cse: bool = False
@@ -290,13 +300,16 @@ class Call:
 
 
 def inlinable_call(eqn: JaxprEqn) -> Call | None:
-    """What an equation of a program that is not differentiated any more calls and can do without calling."""
+    """The call of an equation, if the equations of the called program may replace the call; else None.
+
+    Only for programs after differentiation: a custom derivative rule has no effect there.
+    """
     if checkpoint := checkpoint_in(eqn):
         flags = checkpoint.prevent_cse
         hides = any(flags) if isinstance(flags, tuple) else flags
         hides = hides and bool(eqn.params.get("differentiated", True))
         return Call(checkpoint.jaxpr, prevent_cse=hides, checkpoint=True)
-    # Nothing differentiates a custom rule any more; the others are what is known of a loop in a checkpoint.
+    # eval_jaxpr and closed_call hold the known part of a loop in a checkpoint, after partial evaluation.
     if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "closed_call"):
         rule = eqn.params["call_jaxpr"]
         return None if rule.consts else Call(rule.jaxpr)
@@ -314,21 +327,24 @@ def is_backward(eqn: JaxprEqn) -> bool:
     return checkpoint_in(eqn) is not None and bool(eqn.params.get("differentiated"))
 
 
-def inside(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
-    """An equation of a called jaxpr, with the scope names that the call gives it."""
+def add_scopes_of(call: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
+    """Puts the scopes of a call ahead of the scopes of an equation in the called jaxpr."""
     scopes = call.source_info.name_stack + eqn.source_info.name_stack
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=scopes))
 
 
 @functools.cache
-def _a_barrier() -> JaxprEqn:
+def _trace_barrier() -> JaxprEqn:
     return jax.make_jaxpr(jax.lax.optimization_barrier)(1.0).jaxpr.eqns[0]
 
 
-def barrier(operands: list[Any], like: JaxprEqn) -> tuple[list[Var], JaxprEqn]:
-    """An optimization barrier over values, in the context of another equation; the values behind it, too."""
+def make_barrier(operands: list[Any], like: JaxprEqn) -> tuple[list[Var], JaxprEqn]:
+    """Makes an optimization barrier over values, with the scopes and the mesh of equation `like`.
+
+    Returns the results of the barrier, and its equation.
+    """
     outs = [Var(v.aval) for v in operands]
-    eqn = _a_barrier().replace(invars=operands, outvars=outs, source_info=like.source_info, ctx=like.ctx)
+    eqn = _trace_barrier().replace(invars=operands, outvars=outs, source_info=like.source_info, ctx=like.ctx)
     return outs, eqn
 
 
@@ -338,12 +354,13 @@ def varying_axes(aval: Any) -> tuple[str, ...]:
 
 
 def empty(aval: Any, rows: int | None, *, is_whole: bool) -> jax.Array:
-    """An array whose contents do not matter, like another one; a stack of so many, if rows are given.
+    """Makes an array with arbitrary contents.
 
     Args:
-      aval: of the other one.
-      rows: how many.
-      is_whole: whether the compiler leaves it on one device.
+      aval: the abstract array, or of a stack the abstract row.
+      rows: number of rows of a stack; None for an array of type `aval`.
+      is_whole: whether the compiler leaves the array undivided on one device. Only then can XLA allocate
+        without a write.
     """
     scalar = _primitives.empty2_p.bind(dtype=aval.dtype, memory_space=aval.memory_space)
     if varying := varying_axes(aval):
@@ -353,43 +370,44 @@ def empty(aval: Any, rows: int | None, *, is_whole: bool) -> jax.Array:
     sharding = aval.sharding.update(spec=spec)
     if not is_whole or not shape or is_host(aval) or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return jax.lax.broadcast(scalar, shape, out_sharding=sharding)
-    return unwritten(scalar, shape, sharding)
+    return allocate(scalar, shape, sharding)
 
 
-# XLA has a custom call that allocates and does nothing else. JAX binds it without an operand
-# (`jax.lax.empty`); with one it can be made to wait, and shares memory with what has died by then.
+# XLA's custom call AllocateBuffer allocates without a write. `jax.lax.empty` binds the call without an
+# operand. An operand delays the allocation, so the buffer can share memory with values dead by then.
 _unwritten_p = _Primitive("unwritten")
 
 
-def unwritten(behind: jax.Array, shape: tuple[int, ...], sharding: Any) -> jax.Array:
-    """An array that a GPU allocates and does not write; elsewhere all its elements are a scalar.
+def allocate(scalar: jax.Array, shape: tuple[int, ...], sharding: Any) -> jax.Array:
+    """Allocates an array on a GPU without a write. Other backends fill the array with the scalar.
 
     Args:
-      behind: that scalar, and what the allocation waits for.
-      shape: of the array.
-      sharding: of the array. The compiler must not divide it: each device would get it whole.
+      scalar: operand of the allocation. The allocation waits for it.
+      shape: shape of the array.
+      sharding: sharding of the array. The compiler must not divide the array: each device would allocate all
+        of it.
     """
-    return _unwritten_p.bind(behind, shape=shape, sharding=sharding)
+    return _unwritten_p.bind(scalar, shape=shape, sharding=sharding)
 
 
-def _filled(behind, *, shape, sharding):
-    return jax.lax.broadcast(behind, shape, out_sharding=sharding)
+def _fill(scalar, *, shape, sharding):
+    return jax.lax.broadcast(scalar, shape, out_sharding=sharding)
 
 
-def _allocated(ctx, behind, *, shape, sharding):
+def _lower_on_gpu(ctx, scalar, *, shape, sharding):
     del shape, sharding  # the type of the result has both
-    return jax.ffi.ffi_lowering("AllocateBuffer")(ctx, behind)
+    return jax.ffi.ffi_lowering("AllocateBuffer")(ctx, scalar)
 
 
 _unwritten_p.def_abstract_eval(
-    lambda behind, *, shape, sharding: behind.update(shape=shape, sharding=sharding)
+    lambda scalar, *, shape, sharding: scalar.update(shape=shape, sharding=sharding)
 )
-_mlir.register_lowering(_unwritten_p, _mlir.lower_fun(_filled, multiple_results=False))
-_mlir.register_lowering(_unwritten_p, _allocated, platform="cuda")
+_mlir.register_lowering(_unwritten_p, _mlir.lower_fun(_fill, multiple_results=False))
+_mlir.register_lowering(_unwritten_p, _lower_on_gpu, platform="cuda")
 
 
 def trace_like(eqn: JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
-    """The program of a function where an equation stands, under the axes of the same mesh."""
+    """Traces a function under the mesh axes of an equation."""
     mesh, varies = eqn.ctx.cur_abstract_mesh, any(map(varying_axes, jax.tree.leaves(avals)))
     with eqn.ctx.manager, _config._check_vma(varies):
         return jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*avals)
@@ -405,7 +423,7 @@ def is_manual(eqn: JaxprEqn) -> bool | None:
 
 
 def transfer_in(eqn: JaxprEqn) -> str | None:
-    """ "D2H" or "H2D" where an equation moves a value between device and host memory, or None."""
+    """The direction of a copy between device and host memory: "D2H", "H2D", or None for another equation."""
     if eqn.primitive is not _primitives.device_put_p or len(eqn.invars) != 1:
         return None
     source, target = is_host(eqn.invars[0].aval), is_host(eqn.outvars[0].aval)
@@ -413,16 +431,17 @@ def transfer_in(eqn: JaxprEqn) -> str | None:
 
 
 def is_shard_map(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `jax.shard_map`."""
     return eqn.primitive.name == "shard_map"
 
 
 def jit_in(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The program that a `jax.jit` equation calls, or None for another equation."""
+    """The program in a `jax.jit` equation, or None for another equation."""
     return eqn.params["jaxpr"] if eqn.primitive is _primitives.jit_p else None
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Any]:
-    """The results of an equation of a program for other operands."""
+    """Binds an equation of a program to other operands. Returns its results."""
     given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if isinstance(v, Var)}
     alone = jaxpr.replace(
         constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects

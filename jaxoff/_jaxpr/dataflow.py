@@ -1,4 +1,4 @@
-"""Which equation makes a variable, which equations read it, and what depends on what."""
+"""The makers, readers, ancestors and dependents of the variables of a program."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from jaxoff._jaxpr.compat import JaxprEqn, Var
 
 
 def variables(eqn: JaxprEqn) -> list[Var]:
-    """The operands of an equation that are variables, in order, with repeats."""
+    """The variables among the operands of an equation, in order, with repeats."""
     return [v for v in eqn.invars if isinstance(v, Var)]
 
 
 def index_makers(eqns: Iterable[JaxprEqn]) -> dict[Var, int]:
-    """Maps each result of a program to the index of the equation that makes it."""
+    """Maps each result of an equation to the index of the equation."""
     return {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
 
 
 def map_makers(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:
-    """Maps each result of a program to the equation that makes it."""
+    """Maps each result of an equation to the equation."""
     return {v: eqn for eqn in eqns for v in eqn.outvars}
 
 
 def index_readers(eqns: Iterable[JaxprEqn]) -> dict[Var, list[int]]:
-    """Maps each variable to the indices of the equations that read it, with repeats."""
+    """Maps each variable to the indices of its readers: the equations with this operand, with repeats."""
     readers: dict[Var, list[int]] = {}
     for i, eqn in enumerate(eqns):
         for v in variables(eqn):
@@ -34,13 +34,13 @@ def index_readers(eqns: Iterable[JaxprEqn]) -> dict[Var, list[int]]:
 
 
 def count_reads(eqns: Iterable[JaxprEqn], outs: Iterable[Any]) -> collections.Counter[Any]:
-    """Maps each variable of a program to how often it is read; a result of the program counts as a read."""
+    """Maps each variable of a program to its number of reads. A result of the program counts as a read."""
     read = (v for eqn in eqns for v in variables(eqn))
     return collections.Counter([*read, *(v for v in outs if isinstance(v, Var))])
 
 
 def find_ancestors(v: Var, makers: Mapping[Var, JaxprEqn]) -> set[Var]:
-    """A variable and all variables from which equations compute it."""
+    """Finds all variables from which a variable is computed. The variable itself counts."""
     found, todo = set(), [v]
     while todo:
         w = todo.pop()
@@ -50,9 +50,9 @@ def find_ancestors(v: Var, makers: Mapping[Var, JaxprEqn]) -> set[Var]:
     return found
 
 
-def mark_dependents(eqns: Sequence[JaxprEqn], of: set[Var]) -> list[bool]:
-    """For each equation, whether it depends on any of the variables `of`."""
-    found, out = set(of), []
+def mark_dependents(eqns: Sequence[JaxprEqn], sources: set[Var]) -> list[bool]:
+    """For each equation, whether its results depend on any of the variables `sources`."""
+    found, out = set(sources), []
     for eqn in eqns:
         depends = any(v in found for v in variables(eqn))
         out.append(depends)

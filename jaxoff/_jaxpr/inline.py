@@ -1,4 +1,4 @@
-"""Calls in a program put in place, so that their equations can be ordered together."""
+"""Calls replaced by their equations, so that the scheduler can order all equations of a program together."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ def inline_calls(
 ) -> Iterator[JaxprEqn]:
     """Replaces `jax.checkpoint` and plain `jax.jit` calls by the equations in them, at any depth.
 
-    A differentiated `jax.checkpoint` that prevents CSE hides its operands from the rest of the program behind
-    one barrier over all of them, so that its first equation waits for the last reload from the host. Here
-    each operand gets a barrier of its own.
+    A differentiated `jax.checkpoint` with `prevent_cse` puts a single barrier over all of its operands. Its
+    first equation then waits for the last reload from the host. Here each operand gets a barrier of its own.
 
     Args:
       eqns: equations in program order.
-      renamed: what stands for a variable of theirs, filled with the results of the calls.
+      renamed: variable -> atom to read in its place. The results of inlined calls are added.
       checkpoints: whether `jax.checkpoint` calls are replaced, too.
 
     Yields:
-      Equations that compute the same.
+      Equations with the same results.
     """
     for eqn in eqns:
         operands = [resolve(renamed, v) for v in eqn.invars]
@@ -39,7 +38,7 @@ def inline_calls(
         if call.prevent_cse:
             for i, operand in enumerate(operands):
                 if isinstance(operand, Var) and not compat.is_host(operand.aval):
-                    (operands[i],), barrier = compat.barrier([operand], like=eqn)
+                    (operands[i],), barrier = compat.make_barrier([operand], like=eqn)
                     yield barrier
         body, values = instantiate(call.jaxpr, operands, like=eqn)
         results: Renamed = {}
@@ -49,18 +48,19 @@ def inline_calls(
 
 
 def split_scalars(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """Takes scalars that depend on nothing out of a program, and makes arrays of one constant from such.
+    """Moves scalars without operands, and the constants of filled arrays, out of a program.
 
-    As arguments of the rest, they can be made to wait, and arrays made from them with them.
+    Each scalar becomes an argument of the remaining equations. A barrier over the argument can delay an array
+    filled with the scalar.
 
     Returns:
-      The rest, and the equations that make the scalars.
+      The remaining equations, and the equations of the scalars.
     """
     scalars, rest = [], []
     for eqn in eqns:
         operands = [v for v in eqn.invars if isinstance(v, Literal)]
         if eqn.primitive.name == "broadcast_in_dim" and len(operands) == len(eqn.invars) == 1:
-            constant, barrier = compat.barrier(list(eqn.invars), like=eqn)
+            constant, barrier = compat.make_barrier(list(eqn.invars), like=eqn)
             scalars.append(barrier)
             rest.append(eqn.replace(invars=[*constant]))
         elif not eqn.invars and not any(compat.shape_of(v.aval) for v in eqn.outvars):
@@ -71,11 +71,11 @@ def split_scalars(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprE
 
 
 def delay_fills(eqns: Iterable[JaxprEqn], value: Var | None, large_nbytes: int) -> Iterator[JaxprEqn]:
-    """Makes large arrays of one constant wait for a value: XLA would fill them at any time before."""
+    """Delays large arrays filled with a constant until a value is ready. XLA could fill them at any time."""
     for eqn in eqns:
         is_constant = eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
         if value is not None and is_constant and compat.nbytes_of(eqn.outvars) >= large_nbytes:
-            (constant, _), barrier = compat.barrier([eqn.invars[0], value], like=eqn)
+            (constant, _), barrier = compat.make_barrier([eqn.invars[0], value], like=eqn)
             yield barrier
             yield eqn.replace(invars=[constant])
         else:
@@ -83,16 +83,19 @@ def delay_fills(eqns: Iterable[JaxprEqn], value: Var | None, large_nbytes: int) 
 
 
 def instantiate(jaxpr: Jaxpr, operands: Sequence[Any], like: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equations of a program for given operands, in the scope of another equation, and the results.
+    """Copies the equations of a program for given operands, into the scopes of equation `like`.
 
-    Its variables get fresh ones, since a program may be called more than once.
+    Each variable is replaced by a fresh variable, because a program may be called more than once.
+
+    Returns:
+      The equations, and the results of the program.
     """
     inner: Renamed = dict(zip(jaxpr.invars, operands, strict=True))
     eqns = []
     for eqn in jaxpr.eqns:
         outs = [Var(v.aval) for v in eqn.outvars]
         invars = [resolve(inner, v) for v in eqn.invars]
-        eqns.append(compat.inside(eqn, like).replace(invars=invars, outvars=outs))
+        eqns.append(compat.add_scopes_of(like, eqn).replace(invars=invars, outvars=outs))
         inner.update(zip(eqn.outvars, outs, strict=True))
     return eqns, [resolve(inner, v) for v in jaxpr.outvars]
 
@@ -100,14 +103,15 @@ def instantiate(jaxpr: Jaxpr, operands: Sequence[Any], like: JaxprEqn) -> tuple[
 def trace_call(
     fun: Callable[..., Any], operands: Sequence[Any], like: JaxprEqn
 ) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equations of a function for given operands, pytrees, in the scope of another equation.
+    """Traces a function for given operands (pytrees) into the scopes of equation `like`.
 
-    And the leaves of its results.
+    Returns:
+      The equations, and the leaves of the function's results.
     """
     closed = compat.trace_like(like, fun, jax.tree.map(lambda v: v.aval, operands))
     return instantiate(closed.jaxpr, jax.tree.leaves(operands), like)
 
 
 def resolve(renamed: Renamed, atom: Any) -> Any:
-    """What stands for an atom."""
+    """Looks up the atom to read in place of `atom`. An atom without an entry stays."""
     return atom if isinstance(atom, Literal) else renamed.get(atom, atom)

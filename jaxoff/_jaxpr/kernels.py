@@ -1,4 +1,4 @@
-"""Which equations of a program are kernels, and which XLA computes within those that read them."""
+"""The kernels of a program: the equations whose results XLA stores, and the equations fused into them."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from jaxoff._jaxpr.primitives import (
     ARGUMENT_VIEWS,
     ROUNDING,
     KernelClass,
+    classify_kernel,
     is_compute,
     is_narrowing,
-    kernel_class,
 )
 
 
 class KernelGraph:
-    """The kernels of a program: the equations whose results are stored.
+    """The kernels of a program, and the dataflow between them.
 
-    The rest is cheap, and is computed in the kernels that read it.
+    A kernel is an equation whose result XLA stores. XLA fuses every other equation into each kernel that
+    depends on its result. A kernel is known by the index of its equation.
 
     Attributes:
-      eqns: the program.
-      kernels: by number of the equation, in program order.
-      maker: by value, the equation that makes it.
-      reads: by kernel, the stored values that it reads.
-      between: by kernel, the cheap equations between those and itself.
-      readers: by stored value, the kernels that read it.
+      eqns: the equations of the program.
+      kernels: indices of the kernels, in program order.
+      maker: variable -> index of the equation with this result.
+      reads: kernel -> the stored variables and arguments read by the kernel and by its fused equations.
+      fused: kernel -> indices of the equations fused into the kernel, in program order.
+      readers: stored variable or argument -> the kernels with this variable in `reads`.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], outs: frozenset[Var]):
         self.eqns = eqns
-        self.kernels = sorted(_graph(eqns, outs))
+        self.kernels = sorted(_find_kernels(eqns, outs))
         self.maker = index_makers(eqns)
         self.reads: dict[int, list[Var]] = {}
-        self.between: dict[int, list[int]] = {}
+        self.fused: dict[int, list[int]] = {}
         self.readers: dict[Var, list[int]] = {}
         stored = set(self.kernels)
         for i in self.kernels:
@@ -45,24 +46,25 @@ class KernelGraph:
                 self.readers.setdefault(v, []).append(i)
 
     def _trace_back(self, i: int, stored: set[int]) -> None:
+        """Fills `reads` and `fused` of kernel `i`."""
         reads: dict[Var, None] = {}
-        between, todo = set(), list(variables(self.eqns[i]))
+        fused, todo = set(), list(variables(self.eqns[i]))
         while todo:
             v = todo.pop()
             j = self.maker.get(v)
             if j is None or j in stored:
                 reads[v] = None
-            elif j not in between:
-                between.add(j)
+            elif j not in fused:
+                fused.add(j)
                 todo += variables(self.eqns[j])
-        self.reads[i], self.between[i] = list(reads), sorted(between)
+        self.reads[i], self.fused[i] = list(reads), sorted(fused)
 
-    def making(self, v: Var) -> Iterator[int]:
-        """The kernels that make a value, from the last one back to the kernel."""
-        return (i for _, i in back_to_the_kernel(v, self.maker, self.eqns) if i in self.reads)
+    def find_makers(self, v: Var) -> Iterator[int]:
+        """Finds the kernels on the path of `trace_to_kernel`, from the last kernel to the first."""
+        return (i for _, i in trace_to_kernel(v, self.maker, self.eqns) if i in self.reads)
 
-    def before(self, i: int, first: int = 0) -> set[int]:
-        """The kernels from which kernel `i` is computed, as far as they stand at or after kernel `first`."""
+    def find_ancestors(self, i: int, first: int = 0) -> set[int]:
+        """Finds the kernels, at or after kernel `first`, from which kernel `i` is computed."""
         found: set[int] = set()
         todo = [i]
         while todo:
@@ -72,8 +74,14 @@ class KernelGraph:
             todo += makers
         return found
 
-    def ready_at(self, i: int, placed: Container[int], arrives: Mapping[Var, float]) -> float:
-        """When what a kernel, or one that it still needs, waits for has arrived."""
+    def find_ready_ms(self, i: int, placed: Container[int], arrives: Mapping[Var, float]) -> float:
+        """Finds the time when all inputs of kernel `i` and of its unplaced ancestors have arrived.
+
+        Args:
+          i: the kernel.
+          placed: kernels that already have a position in the order.
+          arrives: result of a copy or a collective -> time of arrival, in ms.
+        """
         time, todo, seen = 0.0, [i], set()
         while todo:
             for v in self.reads[todo.pop()]:
@@ -85,10 +93,15 @@ class KernelGraph:
         return time
 
 
-def back_to_the_kernel(
-    v: Var, maker: Mapping[Var, int], eqns: Sequence[JaxprEqn]
-) -> Iterator[tuple[Var, int]]:
-    """A value and what it is made from, while that is one value; each with the equation that makes it."""
+def trace_to_kernel(v: Var, maker: Mapping[Var, int], eqns: Sequence[JaxprEqn]) -> Iterator[tuple[Var, int]]:
+    """Follows a variable back to the COMPUTE kernel from which it is derived.
+
+    The path goes through equations with a single variable as operand. It ends at a COMPUTE equation, at an
+    equation with no or several variables, or at an argument.
+
+    Yields:
+      Each variable on the path, with the index of its equation.
+    """
     made: Var | None = v
     while made is not None and (i := maker.get(made)) is not None:
         yield made, i
@@ -96,33 +109,36 @@ def back_to_the_kernel(
         made = operands[0] if len(operands) == 1 and not is_compute(eqns[i]) else None
 
 
-def _graph(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
-    """The equations whose results are stored: those that are not cheap, and what they and the caller read.
+def _find_kernels(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
+    """Finds the equations whose results XLA stores.
 
-    Of a value that a heavy one reads widened, it is the narrow one: the kernel widens it.
+    Kernels are the COMPUTE and MOVE equations, and the FUSED equations whose results are read by a COMPUTE
+    equation, by a copy, or by the caller. A COMPUTE equation widens its operand itself: of a widened operand,
+    the narrow variable is stored. A view of an argument is no kernel, unless the caller reads the view.
     """
     stored, maker = set(outs), map_makers(eqns)
     for eqn in eqns:
         if compat.transfer_in(eqn):
             stored.update(variables(eqn))
         elif is_compute(eqn):
-            stored.update(_before_widening(v, maker) for v in variables(eqn))
+            stored.update(_find_narrow_source(v, maker) for v in variables(eqn))
     found, made = set(), set()
     for i, eqn in enumerate(eqns):
         is_view = eqn.primitive.name in ARGUMENT_VIEWS and made.isdisjoint(variables(eqn))
         if is_view and outs.isdisjoint(eqn.outvars):
             continue
-        # What a slice starts at, a scalar, does not count.
+        # A scalar does not count: a slice from a computed start is still a view of an argument.
         made.update(v for v in eqn.outvars if compat.shape_of(v.aval))
-        if kernel_class(eqn) is not KernelClass.FUSED or not stored.isdisjoint(eqn.outvars):
+        if classify_kernel(eqn) is not KernelClass.FUSED or not stored.isdisjoint(eqn.outvars):
             found.add(i)
-    for wide, narrow in _narrowed(eqns, found, outs):
+    # A narrowing takes the place of a MOVE kernel. A COMPUTE kernel stays in the graph.
+    for wide, narrow in _find_narrowings(eqns, found, outs):
         found = (found if is_compute(eqns[wide]) else found - {wide}) | {narrow}
-    return found | _better_stored(eqns, found, made)
+    return found | _find_fused_to_store(eqns, found, made)
 
 
-def _before_widening(v: Var, maker: Mapping[Var, JaxprEqn]) -> Var:
-    """What a value is the wider form of, or itself."""
+def _find_narrow_source(v: Var, maker: Mapping[Var, JaxprEqn]) -> Var:
+    """Finds the narrower variable behind a widening conversion. Returns `v` without a widening."""
     found = v
     while (eqn := maker.get(found)) is not None and eqn.primitive.name in ARGUMENT_VIEWS and variables(eqn):
         found = variables(eqn)[0]
@@ -133,13 +149,18 @@ def _before_widening(v: Var, maker: Mapping[Var, JaxprEqn]) -> Var:
     return v
 
 
-def _narrowed(eqns: Sequence[JaxprEqn], found: set[int], outs: frozenset[Var]) -> Iterator[tuple[int, int]]:
-    """The kernels of which only a narrower form is read, each with that form.
+def _find_narrowings(
+    eqns: Sequence[JaxprEqn], kernels: set[int], outs: frozenset[Var]
+) -> Iterator[tuple[int, int]]:
+    """Finds kernels with a single reader, which rounds the result to a narrower dtype.
 
-    The kernel then stores the narrower one.
+    XLA fuses the narrowing into the kernel, and stores the narrow form only.
+
+    Yields:
+      Index of the kernel, and index of the narrowing equation.
     """
     readers = index_readers(eqns)
-    for i in sorted(found):
+    for i in sorted(kernels):
         eqn = eqns[i]
         if compat.transfer_in(eqn) or not outs.isdisjoint(eqn.outvars):
             continue
@@ -153,34 +174,41 @@ def _narrowed(eqns: Sequence[JaxprEqn], found: set[int], outs: frozenset[Var]) -
             reading = set() if not outs.isdisjoint(made) else {k for v in made for k in readers.get(v, ())}
 
 
-def _better_stored(eqns: Sequence[JaxprEqn], found: set[int], made: set[Var]) -> set[int]:
-    """The cheap equations that several kernels need, and that would keep more memory alive than they take.
+def _find_fused_to_store(eqns: Sequence[JaxprEqn], kernels: set[int], made: set[Var]) -> set[int]:
+    """Finds fused equations for XLA to store, because several kernels read them.
 
-    Such as the sum of several gradients, which otherwise all live until the last kernel has read them. Where
-    it is rounded and widened again, the narrow value is stored.
+    A result is stored if the computed variables behind it take more memory. An example is a sum of gradients:
+    without a stored sum, all gradients live until the last kernel has read them. At equal memory, a result is
+    stored if all variables behind it, arguments included, take at least twice its bytes. A widened result is
+    never stored, only its narrow operand.
+
+    Args:
+      eqns: the program.
+      kernels: indices of the kernels found so far.
+      made: the computed variables: no scalars and no views of arguments.
     """
-    of: dict[Var, frozenset[Var]] = {}  # the stored values, or arguments, that a cheap one is computed from
+    sources: dict[Var, frozenset[Var]] = {}  # fused variable -> the stored variables and arguments behind it
     for i, eqn in enumerate(eqns):
-        reads = frozenset().union(*(of.get(v, {v}) for v in variables(eqn)))
-        if i not in found:
-            of |= dict.fromkeys(eqn.outvars, reads)
+        reads = frozenset().union(*(sources.get(v, {v}) for v in variables(eqn)))
+        if i not in kernels:
+            sources |= dict.fromkeys(eqn.outvars, reads)
     more: set[int] = set()
     needed_by: dict[Var, set[int]] = {}
     for i, eqn in reversed(list(enumerate(eqns))):
         needs = set().union(*(needed_by.get(v, ()) for v in eqn.outvars))
         widens = compat.nbytes_of(variables(eqn)) < compat.nbytes_of(eqn.outvars)
-        if i not in found and len(needs) > 1 and not widens and not made.isdisjoint(eqn.outvars):
-            terms = set().union(*(of[v] for v in eqn.outvars))
+        if i not in kernels and len(needs) > 1 and not widens and not made.isdisjoint(eqn.outvars):
+            terms = set().union(*(sources[v] for v in eqn.outvars))
             kept, nbytes = compat.nbytes_of(terms & made), compat.nbytes_of(eqn.outvars)
             if kept > nbytes or (kept == nbytes and compat.nbytes_of(terms) >= 2 * nbytes):
                 more.add(i)
         for v in variables(eqn):
-            needed_by.setdefault(v, set()).update({i} if i in found or i in more else needs)
+            needed_by.setdefault(v, set()).update({i} if i in kernels or i in more else needs)
     return more
 
 
-def all_slices_converted(eqns: Iterable[JaxprEqn], large_nbytes: int) -> bool:
-    """Whether equations take large slices, and give all of them another dtype."""
+def converts_all_slices(eqns: Iterable[JaxprEqn], large_nbytes: int) -> bool:
+    """Whether equations take large slices, and convert all large slices to another dtype."""
     slices, converted = 0, 0
     sliced: set[Var] = set()
     for eqn in eqns:
@@ -194,6 +222,6 @@ def all_slices_converted(eqns: Iterable[JaxprEqn], large_nbytes: int) -> bool:
 
 
 def new_nbytes(eqn: JaxprEqn) -> int:
-    """Bytes of new memory for the results of a light equation; an update in place takes none."""
+    """Bytes of new memory for the results of an equation. An update in place takes none."""
     in_place = eqn.primitive.name == "dynamic_update_slice"
     return 0 if in_place else compat.nbytes_of(eqn.outvars)

@@ -12,10 +12,9 @@ DOTS = frozenset(
     {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated", "scaled_matmul_wrapper"}
 )
 PALLAS = frozenset({"pallas_call", "core_map", "mpmd_map"})
-# Kernels whose inside no policy sees: Pallas and FFI calls, and JAX's fused attention.
+# Kernels with equations hidden from policies: Pallas and FFI calls, and JAX's fused attention.
 OPAQUE = PALLAS | {"ffi_call", "dot_product_attention_fwd_wrapper"}
-# A view costs nothing to recompute, and a saved view of an offloaded value would keep that value on the
-# device.
+# A view costs nothing to recompute. A saved view of an offloaded value would keep the value on the device.
 VIEWS = frozenset(
     {"reshape", "transpose", "squeeze", "slice", "rev", "broadcast_in_dim", "expand_dims", "copy"}
 )
@@ -32,30 +31,32 @@ log1p logistic lt max min mul name ne neg not optimization_barrier or pad pow pv
 reshape round rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh
 transpose xor
 """
-# XLA computes these inside each kernel that reads their result.
+# XLA computes these equations inside the kernels that read their result.
 _FUSED = frozenset(_FUSED_NAMES.split())
 _ARGUMENT_VIEW_NAMES = """
 convert_element_type dynamic_slice expand_dims name optimization_barrier pvary reduce_precision reshape
 slice split squeeze transpose
 """
-# XLA reads these parts of an argument in place (of stacked weights, for example), or copies them just before.
+# Views of an argument (a layer of stacked weights, for example). XLA reads the view in place, or copies the
+# view just before the reader.
 ARGUMENT_VIEWS = frozenset(_ARGUMENT_VIEW_NAMES.split())
-# May stand between a kernel and the narrow form of its result; the narrow form itself is the first.
+# Primitives on the way from a kernel to the narrow form of its result. Only convert_element_type makes the
+# narrow form.
 ROUNDING = ("convert_element_type", "reduce_precision")
 _MOVE_NAMES = """
 argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice
 gather random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
 reduce_prod reduce_sum rev scatter scatter-add scatter_add sort top_k unwritten
 """
-# Kernels that move or add up their operands: short, so that the schedule holds nothing back for them.
+# Kernels that move or add up their operands. They are short, so the schedule holds nothing back for them.
 _MOVE = frozenset(_MOVE_NAMES.split())
 
 
 class KernelClass(enum.Enum):
     """How XLA runs an equation.
 
-    FUSED: inside the kernels that read its result. MOVE: a short kernel that moves or reduces its operands.
-    COMPUTE: every other equation, one or more kernels that take time.
+    FUSED: inside the readers of the result. MOVE: a short kernel that moves or reduces its operands. COMPUTE:
+    every other equation; it takes time, in one or more kernels.
     """
 
     FUSED = enum.auto()
@@ -63,8 +64,8 @@ class KernelClass(enum.Enum):
     COMPUTE = enum.auto()
 
 
-def kernel_class(eqn: JaxprEqn) -> KernelClass:
-    """The class of an equation; an unknown primitive is COMPUTE."""
+def classify_kernel(eqn: JaxprEqn) -> KernelClass:
+    """Classifies an equation by its primitive. An unknown primitive is COMPUTE."""
     if eqn.primitive.name in _FUSED:
         return KernelClass.FUSED
     return KernelClass.MOVE if eqn.primitive.name in _MOVE else KernelClass.COMPUTE
@@ -72,7 +73,7 @@ def kernel_class(eqn: JaxprEqn) -> KernelClass:
 
 def is_compute(eqn: JaxprEqn) -> bool:
     """Whether an equation is of `KernelClass.COMPUTE`."""
-    return kernel_class(eqn) is KernelClass.COMPUTE
+    return classify_kernel(eqn) is KernelClass.COMPUTE
 
 
 def is_narrowing(eqn: JaxprEqn) -> bool:
@@ -82,7 +83,7 @@ def is_narrowing(eqn: JaxprEqn) -> bool:
 
 
 def is_pallas(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a Pallas kernel or calls one."""
+    """Whether an equation is or calls a Pallas kernel."""
     return eqn.primitive.name in PALLAS or any(
         is_pallas(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in jaxpr.eqns
     )
@@ -94,13 +95,13 @@ def is_attention(eqn: JaxprEqn) -> bool:
 
 
 def is_collective(eqn: JaxprEqn) -> bool:
-    """Whether an equation collectives bytes between devices: over an axis of more than one device."""
-    named = eqn.primitive.name in _COLLECTIVES and bool(collective_axes(eqn))
+    """Whether an equation exchanges bytes between devices, over an axis of several devices."""
+    named = eqn.primitive.name in _COLLECTIVES and bool(find_collective_axes(eqn))
     return named and compat.nbytes(eqn.outvars[0].aval) > 0
 
 
-def collective_axes(eqn: JaxprEqn) -> list[str]:
-    """The mesh axes of more than one device over which a collective communicates."""
+def find_collective_axes(eqn: JaxprEqn) -> list[str]:
+    """Finds the mesh axes of several devices over which a collective communicates."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     sizes = eqn.ctx.cur_abstract_mesh.shape
     return [axis for axis in (axes if isinstance(axes, (tuple, list)) else [axes]) if sizes.get(axis, 2) > 1]

@@ -1,7 +1,4 @@
-"""Reading jaxprs.
-
-Where a value comes from, through every call, loop and view between its use and its making.
-"""
+"""The origin of a value: the equation, argument or constant behind its calls, loops and views."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.primitives import VIEWS
 from jaxoff._jaxpr.tag import Tag
 
-# Equations whose result is their operand, moved or rounded.
+# Primitives with a result equal to the operand, moved or rounded.
 _SAME_VALUE = frozenset(
     {
         "device_put",
@@ -30,7 +27,13 @@ _SAME_VALUE = frozenset(
 
 @dataclasses.dataclass(eq=False)
 class Scope:
-    """A jaxpr and how it was entered: the equation that calls it, in the scope of that equation."""
+    """A jaxpr at a call site.
+
+    Attributes:
+      jaxpr: the jaxpr.
+      parent: scope of the calling equation; None for the outermost jaxpr.
+      eqn: the calling equation; None for the outermost jaxpr.
+    """
 
     jaxpr: compat.Jaxpr
     parent: Scope | None = None
@@ -39,20 +42,23 @@ class Scope:
 
     @functools.cached_property
     def definitions(self) -> dict[compat.Var, tuple[compat.JaxprEqn, int]]:
+        """Variable -> the equation with this result, and the index among its results."""
         return {v: (eqn, i) for eqn in self.jaxpr.eqns for i, v in enumerate(eqn.outvars)}
 
     @functools.cached_property
     def positions(self) -> dict[int, int]:
+        """`id` of an equation -> index in the jaxpr."""
         return {id(eqn): i for i, eqn in enumerate(self.jaxpr.eqns)}
 
     @functools.cached_property
     def inputs(self) -> dict[compat.Var, int]:
+        """Argument of the jaxpr -> index."""
         return {v: i for i, v in enumerate(self.jaxpr.invars)}
 
     def enter(self, eqn: compat.JaxprEqn, index: int = 0) -> Scope:
-        """The scope of an equation's jaxpr.
+        """Enters a jaxpr of an equation.
 
-        One object a call site, so that values can be compared by scope and variable.
+        Each call site has a single Scope object, so values compare by the identities of scope and variable.
         """
         key = id(eqn), index
         if key not in self._entered:
@@ -62,13 +68,13 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a value was made.
+    """The origin of a value.
 
     Attributes:
-      kind: "name" (by a tag), "op" (by another equation), "carry" (the input of a scanned body),
-        "argument" or "constant".
-      scope, var: the value there, before views and copies were looked through from its use.
-      eqn: the equation that made it, if any.
+      kind: "name" (a `checkpoint_name` equation), "op" (another equation), "carry" (an input of the body of a
+        loop), "argument" or "constant".
+      scope, var: the variable at the origin, and its scope.
+      eqn: the equation with the result `var`; of a carry, the loop; else None.
       tag: the innermost tag of a named value.
     """
 
@@ -84,17 +90,25 @@ class Origin:
 
     @property
     def identity(self) -> tuple[int, int]:
+        """Key of the value: equal for equal scope and variable."""
         return id(self.scope), id(self.var)
 
 
 def trace_origin(scope: Scope, atom, *, through_views: bool = False, through_names: bool = False) -> Origin:
-    """Follows a value back to the equation, argument or constant that made it."""
+    """Follows a value back to its equation, argument or constant, through calls and copies.
+
+    Args:
+      scope: scope of the value.
+      atom: the value.
+      through_views: whether to go on to the operand of a view.
+      through_names: whether to go on to the operand of a `checkpoint_name` equation.
+    """
     while True:
         if isinstance(atom, compat.Literal):
             return Origin("constant", scope, atom)
         if atom in scope.definitions:
             eqn, index = scope.definitions[atom]
-            step = _into(scope, eqn, index, through_views, through_names)
+            step = _step_in(scope, eqn, index, through_views, through_names)
             if step is None:
                 tag = compat.name_in(eqn)
                 return Origin(
@@ -106,14 +120,14 @@ def trace_origin(scope: Scope, atom, *, through_views: bool = False, through_nam
             return Origin("constant", scope, atom)
         if scope.parent is None or scope.eqn is None:
             return Origin("argument", scope, atom)
-        step = _out_of(scope, scope.inputs[atom])
+        step = _step_out(scope, scope.inputs[atom])
         if step is None:
             return Origin("carry", scope, atom, scope.eqn)
         scope, atom = step
 
 
-def _into(scope: Scope, eqn, index: int, through_views: bool, through_names: bool):
-    """The value that an equation's result is, one step closer to its making, or None at the maker."""
+def _step_in(scope: Scope, eqn, index: int, through_views: bool, through_names: bool):
+    """Steps from a result of an equation to the equal operand or inner result. Returns None at the origin."""
     prim = eqn.primitive.name
     if prim in _SAME_VALUE:
         return scope, eqn.invars[index if len(eqn.invars) == len(eqn.outvars) else 0]
@@ -126,7 +140,7 @@ def _into(scope: Scope, eqn, index: int, through_views: bool, through_names: boo
     if not matching or prim in ("while", "pallas_call", "custom_linear_solve"):
         return None
     inner = [(scope.enter(eqn, i), bodies[i].outvars[index]) for i in matching]
-    # A residual of one branch of a cond is zeros in the others: follow the branch that makes it.
+    # A residual of a cond's branch is zeros in the other branches: follow the branch with the computation.
     made = [s for s in inner if trace_origin(*s).kind != "constant" and not _is_fill(*s)]
     return (made or inner)[0]
 
@@ -138,8 +152,8 @@ def _is_fill(scope: Scope, atom) -> bool:
     )
 
 
-def _out_of(scope: Scope, index: int):
-    """The operand of the calling equation behind an input of its jaxpr, or None for a loop's carry."""
+def _step_out(scope: Scope, index: int):
+    """Steps from an input of a jaxpr to the operand of the calling equation; None for a loop's carry."""
     eqn, parent = scope.eqn, scope.parent
     assert eqn is not None and parent is not None
     scan = compat.scan_in(eqn)

@@ -1,7 +1,8 @@
-"""Loops over pieces of the same stacks, which read and write their rows where those are.
+"""Loops over slices of a shared stack, which can read and write the rows of the stack in place.
 
-A `jaxoff.scan` with two policies is two loops, whose xs are pieces of one array. Differentiated, the
-gradients of the pieces are put together. As they stand, XLA copies all of the rows for both.
+A `jaxoff.scan` with two policies is two loops. The program splits a stack into the xs of both loops, and
+the backward pass concatenates their gradients. XLA copies all rows for the split and for the concatenation.
+With an offset into the stack, a loop needs neither.
 """
 
 from __future__ import annotations
@@ -17,66 +18,67 @@ from jaxoff._jaxpr.dataflow import count_reads
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
-    """The rows of a longer stack that a loop writes.
+class WrittenRows:
+    """The rows of a shared stack for the ys of a loop.
 
     Attributes:
-      offset: the first one.
-      rows: of the stack.
-      before: what another loop has made of the stack, if one has.
+      offset: first row of the ys in the stack.
+      rows: number of rows of the stack.
+      prior: variable for the stack as written by the preceding loop; None for the first loop.
     """
 
     offset: int
     rows: int
-    before: Var | None
+    prior: Var | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
-    """What a loop reads and writes in the stacks of others.
+class StackSlices:
+    """The slices of shared stacks read and written by a loop.
 
     Attributes:
-      whole: by number of the xs, the array that it is a piece of.
-      offsets: by number of the xs, the first row.
-      written: by number of the ys.
+      stacks: index of the xs -> the stack behind the slice.
+      offsets: index of the xs -> first row of the slice in the stack.
+      written: index of the ys -> rows of the ys in a stack.
     """
 
-    whole: dict[int, Any] = dataclasses.field(default_factory=dict)
+    stacks: dict[int, Any] = dataclasses.field(default_factory=dict)
     offsets: dict[int, int] = dataclasses.field(default_factory=dict)
-    written: dict[int, Written] = dataclasses.field(default_factory=dict)
+    written: dict[int, WrittenRows] = dataclasses.field(default_factory=dict)
 
     @property
-    def most(self) -> int:
-        """The largest offset."""
+    def largest_offset(self) -> int:
+        """The largest offset of xs and ys; 0 without slices."""
         return max((*self.offsets.values(), *(w.offset for w in self.written.values())), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
-    """What the loops of a program share.
+class SharedStacks:
+    """The stacks shared by loops of a program.
 
     Attributes:
-      pieces: by loop.
-      gone: by equation that is not needed any more, its result and what that is now.
+      slices: index of a loop's equation -> its slices.
+      removed: index of an unneeded equation -> result -> variable to read instead. The inner map is empty for
+        a split: the loops read the stack itself.
     """
 
-    pieces: dict[int, Pieces]
-    gone: dict[int, dict[Var, Var]]
+    slices: dict[int, StackSlices]
+    removed: dict[int, dict[Var, Var]]
 
 
-def pieces_in(jaxpr: Jaxpr) -> set[Var]:
-    """The pieces into which a program splits stacks."""
-    return {v for eqn in jaxpr.eqns if splits(eqn) for v in eqn.outvars}
+def find_split_slices(jaxpr: Jaxpr) -> set[Var]:
+    """Finds the slices into which a program splits stacks."""
+    return {v for eqn in jaxpr.eqns if splits_stack(eqn) for v in eqn.outvars}
 
 
-def shared_by(jaxpr: Jaxpr, layouts: Mapping[int, ScanLayout]) -> Shared:
-    """Finds arrays that are split for loops, and those that are put together from what loops have stacked.
+def find_shared_stacks(jaxpr: Jaxpr, layouts: Mapping[int, ScanLayout]) -> SharedStacks:
+    """Finds stacks split into the xs of loops, and stacks concatenated from the ys of loops.
 
     Args:
       jaxpr: the program.
-      layouts: of the loops, by number of the equation.
+      layouts: index of a loop's equation -> layout of the scan.
     """
-    pieces = {i: Pieces() for i in layouts}
+    slices = {i: StackSlices() for i in layouts}
     xs: dict[Any, list[tuple[int, int]]] = {}
     ys: dict[Any, tuple[int, int]] = {}
     for i, layout in layouts.items():
@@ -86,35 +88,35 @@ def shared_by(jaxpr: Jaxpr, layouts: Mapping[int, ScanLayout]) -> Shared:
                 xs.setdefault(v, []).append((i, k))
         ys |= {v: (i, k) for k, v in enumerate(eqn.outvars[layout.num_carry :])}
     reads = count_reads(jaxpr.eqns, jaxpr.outvars)
-    gone: dict[int, dict[Var, Var]] = {}
+    removed: dict[int, dict[Var, Var]] = {}
     for number, eqn in enumerate(jaxpr.eqns):
-        if splits(eqn):
+        if splits_stack(eqn):
             starts = itertools.accumulate(eqn.params["sizes"], initial=0)
             for v, start in zip(eqn.outvars, starts, strict=False):
                 for i, k in xs.get(v, ()):
-                    pieces[i].whole[k], pieces[i].offsets[k] = eqn.invars[0], start
+                    slices[i].stacks[k], slices[i].offsets[k] = eqn.invars[0], start
             if all(reads[v] == len(xs.get(v, ())) for v in eqn.outvars):
-                gone[number] = {}
-        elif _puts_together(eqn, ys, reads):
-            starts = itertools.accumulate((_rows(v) for v in eqn.invars), initial=0)
+                removed[number] = {}
+        elif _concatenates_ys(eqn, ys, reads):
+            starts = itertools.accumulate((_count_rows(v) for v in eqn.invars), initial=0)
             start_of: dict[Any, int] = dict(zip(eqn.invars, starts, strict=False))
-            before: Var | None = None
+            prior: Var | None = None
             for v in sorted(start_of, key=lambda v: ys[v][0]):
                 i, k = ys[v]
-                pieces[i].written[k] = Written(start_of[v], _rows(eqn.outvars[0]), before)
-                before = v
-            assert before is not None  # there is an operand
-            gone[number] = {eqn.outvars[0]: before}
-    return Shared(pieces, gone)
+                slices[i].written[k] = WrittenRows(start_of[v], _count_rows(eqn.outvars[0]), prior)
+                prior = v
+            assert prior is not None  # a concatenation has operands
+            removed[number] = {eqn.outvars[0]: prior}
+    return SharedStacks(slices, removed)
 
 
-def splits(eqn: JaxprEqn) -> bool:
-    """Whether an equation splits a stack into pieces."""
+def splits_stack(eqn: JaxprEqn) -> bool:
+    """Whether an equation splits a stack into slices of rows."""
     return eqn.primitive.name == "split" and eqn.params["axis"] == 0
 
 
-def _puts_together(eqn: JaxprEqn, ys: Mapping[Any, Any], reads: Mapping[Any, int]) -> bool:
-    """Whether an equation puts together stacks, each of a loop of its own, that nothing else reads."""
+def _concatenates_ys(eqn: JaxprEqn, ys: Mapping[Any, Any], reads: Mapping[Any, int]) -> bool:
+    """Whether an equation concatenates ys of different loops, and is the only reader of each."""
     if eqn.primitive.name != "concatenate" or eqn.params["dimension"] != 0:
         return False
     if not all(v in ys and reads[v] == 1 and not compat.is_host(v.aval) for v in eqn.invars):
@@ -122,5 +124,5 @@ def _puts_together(eqn: JaxprEqn, ys: Mapping[Any, Any], reads: Mapping[Any, int
     return len({ys[v][0] for v in eqn.invars}) == len(eqn.invars)
 
 
-def _rows(v: Any) -> int:
+def _count_rows(v: Any) -> int:
     return compat.shape_of(v.aval)[0]

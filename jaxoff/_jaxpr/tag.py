@@ -1,4 +1,4 @@
-"""The tag of a named or marked value, as it travels through JAX as a checkpoint name."""
+"""The tag of a named or marked value: a checkpoint name with the mark attached."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ Mark = Literal["offload", "not_offload"]
 
 
 class Tag(str):
-    """What `name` and the marks hand to `checkpoint_name`: a name that remembers the mark on its value.
+    """The argument of `checkpoint_name` for `name` and the marks: a name with the mark of its value.
 
-    It compares equal to its text, so stock policies that select names by text see the same name.
+    A tag equals its text, so JAX's own policies, which compare names by text, see the same name.
 
     Attributes:
-      label: the name that the user gave, or None for a mark on a value without a name.
+      label: the user's name, or None for a mark on a value without a name.
       mark: "offload", "not_offload", or None.
     """
 
@@ -27,7 +27,7 @@ class Tag(str):
 
     @classmethod
     def of(cls, text: str) -> Tag:
-        """The tag of a name that reached a policy, whoever made it."""
+        """The tag of a name in a program, also of a name from `checkpoint_name` itself."""
         return text if isinstance(text, Tag) else cls(text)
 
     def __reduce__(self):

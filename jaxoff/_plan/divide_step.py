@@ -22,7 +22,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
-from jaxoff._jaxpr.per_device import of_one_device
+from jaxoff._jaxpr.per_device import extract_device_program
 from jaxoff._jaxpr.primitives import VIEWS
 from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop, is_transposed
 from jaxoff._plan.divided import DividedStep, ProgramKey, collect_numbers
@@ -50,7 +50,7 @@ def divide_step(closed: ClosedJaxpr, device: Device) -> DividedStep:
     """
     _check_nothing_kept(closed.jaxpr)
     whole, donated = _unwrap_jit(closed.jaxpr)
-    jaxpr, devices = of_one_device(whole)
+    jaxpr, devices = extract_device_program(whole)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     finder = _GroupFinder()
     timeline = finder.build_timeline(jaxpr, inputs, _find_in_place(jaxpr, donated))

@@ -239,7 +239,7 @@ class _LayerReader:
     def _recompute_ms(self, i: int, needed: set[Var]) -> float:
         """Duration of recomputing the needed results of a kernel. A loop may skip the other results."""
         eqn = self.eqns[i]
-        rest = compat.pruned(eqn, needed.__contains__)
+        rest = compat.prune(eqn, needed.__contains__)
         return self._step_ms(i) - programs_ms(eqn, self._loaded) + programs_ms(rest, self._loaded)
 
     def _step_ms(self, i: int) -> float:
@@ -270,7 +270,7 @@ class _LayerReader:
     def _is_alias(self, i: int) -> bool:
         """Whether the result of a kernel is its operand under another name, in the same buffer."""
         eqn, reads = self.eqns[i], self.graph.reads[i]
-        names = {self.eqns[j].primitive.name for j in (i, *self.graph.between[i])}
+        names = {self.eqns[j].primitive.name for j in (i, *self.graph.fused[i])}
         same_size = len(reads) == 1 and compat.nbytes(reads[0].aval) == compat.nbytes(eqn.outvars[0].aval)
         return same_size and names <= _ALIASES
 
@@ -279,7 +279,7 @@ class _LayerReader:
         sizes = []
         for i in self.graph.readers.get(v, ()):
             if is_compute(self.eqns[i]):
-                maker = {w: self.eqns[j] for j in self.graph.between[i] for w in self.eqns[j].outvars}
+                maker = {w: self.eqns[j] for j in self.graph.fused[i] for w in self.eqns[j].outvars}
                 for w in variables(self.eqns[i]):
                     if v in find_ancestors(w, maker):
                         sizes.append(compat.nbytes(w.aval))

@@ -156,7 +156,7 @@ def _is_array(leaf) -> bool:
 
 def _tag(x, label: str | None, mark: Mark | None):
     """Binds a tag with the label and mark of an earlier tag included."""
-    naming = compat.naming_of(x)
+    naming = compat.find_naming(x)
     if naming is None:
         return checkpoint_name(pin_rounding(x), Tag(label, mark))
     earlier = Tag.of(naming.name)

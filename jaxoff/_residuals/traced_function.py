@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.provenance import Scope
-from jaxoff._jaxpr.stack_slices import splits
+from jaxoff._jaxpr.stack_slices import splits_stack
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._policy.marks import TagKey, key_of_tag, record_labels
 
@@ -126,7 +126,7 @@ class TracedFunction:
         Gradients are taken with respect to the tracers among the closure's inexact arrays.
         """
         traced = (isinstance(x, Tracer) and _is_inexact(x) for x in self.primal.consts)
-        primal = compat.constants_as_arguments(self.primal)
+        primal = compat.move_constants_to_arguments(self.primal)
         return dataclasses.replace(self, primal=primal, differentiated=(*traced, *self.differentiated))
 
     @functools.cached_property
@@ -181,7 +181,7 @@ class TracedFunction:
         Args:
           policy: a policy for every checkpoint, in place of the checkpoints' own; None to keep these.
         """
-        primal = self.primal if policy is None else compat.with_policy(self.primal, policy)
+        primal = self.primal if policy is None else compat.replace_policy(self.primal, policy)
 
         def forward(*leaves):
             out, pullback, aux = self._vjp(primal, leaves)
@@ -237,7 +237,7 @@ class KeptValues:
         Slices of inputs are left out, too: `jaxoff.jit` reads slices in place.
         """
         inputs = {*self.live.jaxpr.invars, *self.live.jaxpr.constvars}
-        pieces = (eqn for eqn in self.live.jaxpr.eqns if splits(eqn) and eqn.invars[0] in inputs)
+        pieces = (eqn for eqn in self.live.jaxpr.eqns if splits_stack(eqn) and eqn.invars[0] in inputs)
         inputs |= {v for eqn in pieces for v in eqn.outvars}
         unique = dict.fromkeys(v for v in self.live.jaxpr.outvars if not isinstance(v, compat.Literal))
         return [v for v in unique if v not in inputs]

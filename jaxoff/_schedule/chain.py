@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.kernels import KernelGraph, all_slices_converted
+from jaxoff._jaxpr.kernels import KernelGraph, converts_all_slices
 from jaxoff._jaxpr.primitives import is_collective, is_compute, is_narrowing
 from jaxoff._schedule.copy_waits import CopyWaits
 from jaxoff._schedule.problem import OrderProblem
@@ -56,7 +56,7 @@ class Chain:
         self._problem, self._graph, self._eqns = problem, graph, problem.eqns
         self._large_nbytes, self._pairs, self._waits = large_nbytes, pairs, waits
         self._first_sent = {
-            i: stack for made, stack in problem.overwrites_after_send.items() for i in graph.making(made)
+            i: stack for made, stack in problem.overwrites_after_send.items() for i in graph.find_makers(made)
         }
         self.actions: list[Action] = []
         self.length = 0
@@ -132,7 +132,7 @@ class Chain:
         if is_compute(self._eqns[i]):
             pending = [v for v in self.small_results if v not in self.substitutes]
             # The kernel waits in any case for the values from which it is computed.
-            before = self._graph.before(i, min((self._graph.maker[v] for v in pending), default=i))
+            before = self._graph.find_ancestors(i, min((self._graph.maker[v] for v in pending), default=i))
             self.small_results = [v for v in pending if self._graph.maker[v] not in before]
             awaited += self.small_results
         return awaited
@@ -165,7 +165,7 @@ class Chain:
         iteration = self._problem.iteration
         if iteration is None or iteration not in self._graph.reads[i] or self.last_large is None:
             return {}
-        if not all_slices_converted((self._eqns[j] for j in self._graph.between[i]), self._large_nbytes):
+        if not converts_all_slices((self._eqns[j] for j in self._graph.fused[i]), self._large_nbytes):
             return {}
         result = Added(iteration)
         after = self.elements.get(self.last_large, self.last_large)

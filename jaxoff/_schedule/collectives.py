@@ -11,7 +11,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.inline import Renamed, resolve, trace_call
 from jaxoff._jaxpr.kernels import KernelGraph
-from jaxoff._jaxpr.primitives import GATHERS, collective_axes, is_collective, is_compute
+from jaxoff._jaxpr.primitives import GATHERS, find_collective_axes, is_collective, is_compute
 from jaxoff._schedule.dependency_kernels import delay_values, read_bit
 from jaxoff._schedule.problem import OrderProblem
 
@@ -91,7 +91,7 @@ def chain_collectives(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
         if not is_collective(eqn):
             found.append(eqn)
             continue
-        axes = collective_axes(eqn)
+        axes = find_collective_axes(eqn)
         more, operands, _ = wait_for_bits(
             eqn, list(eqn.invars), [*dict.fromkeys(last[a] for a in axes if a in last)]
         )
@@ -161,7 +161,7 @@ class Collectives:
 
     def start(self, i: int, time: float) -> float:
         """Starts a collective at a time; says when it is over. They follow each other."""
-        self._last |= dict.fromkeys(collective_axes(self._eqns[i]), i)
+        self._last |= dict.fromkeys(find_collective_axes(self._eqns[i]), i)
         ms = collective_ms(self.nbytes(i), self._device)
         self._ends[i] = self._last_end = max(time, self._last_end) + ms
         return self._last_end
@@ -175,5 +175,5 @@ class Collectives:
 
     def to_wait_for(self, i: int) -> list[int]:
         """The collectives that started last over a collective's axes, without those that it depends on."""
-        last = {self._last[axis] for axis in collective_axes(self._eqns[i]) if axis in self._last}
+        last = {self._last[axis] for axis in find_collective_axes(self._eqns[i]) if axis in self._last}
         return sorted(last - self._before[i])

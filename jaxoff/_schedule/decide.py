@@ -113,7 +113,7 @@ class Draft:
         waiting = [i for i in self._graph.kernels if self._problem.in_order[i] and is_compute(self._eqns[i])]
         while waiting:
             candidates = self._find_leading(waiting) + waiting[:_LOOKAHEAD]
-            ready = {i: self._graph.ready_at(i, self._placed, self._available) for i in candidates}
+            ready = {i: self._graph.find_ready_ms(i, self._placed, self._available) for i in candidates}
             first = next(
                 (i for i in candidates if ready[i] <= self._time), min(candidates, key=lambda i: ready[i])
             )
@@ -301,7 +301,7 @@ class Draft:
                 self.times.needed.setdefault(self._graph.maker[v], chain.length)
 
     def _make_run(self, i: int, substitutes: Substitutes) -> Run:
-        equations = (*self._graph.between[i], i)
+        equations = (*self._graph.fused[i], i)
         reads = {v for j in equations for v in self._eqns[j].invars if isinstance(v, Var)}
         operands = {v: substitutes[v] for v in reads if v in substitutes}
         if not is_collective(self._eqns[i]):

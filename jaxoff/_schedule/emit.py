@@ -59,7 +59,7 @@ class _Emitter:
             case Run():
                 self._run(action)
             case Barrier(operands=operands, results=results):
-                outs, barrier = compat.barrier([self._find(v) for v in operands], like=like)
+                outs, barrier = compat.make_barrier([self._find(v) for v in operands], like=like)
                 self.eqns.append(barrier)
                 self.variables |= dict(zip(results, outs, strict=True))
             case DelayReload(stack=stack, row=row, after=after, result=result):

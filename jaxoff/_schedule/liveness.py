@@ -69,7 +69,7 @@ def find_fusion_pairs(
     eqns = program.eqns
     held, place = held_nbytes(order, eqns, graph, program.outs), {i: n for n, i in enumerate(order)}
     fullest = max(held, default=0)
-    displacing = {i for made in program.overwrites_after_send for i in graph.making(made)}
+    displacing = {i for made in program.overwrites_after_send for i in graph.find_makers(made)}
 
     def is_candidate(i: int) -> bool:
         eqn = eqns[i]

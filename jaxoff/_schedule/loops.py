@@ -28,9 +28,9 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._jaxpr.dataflow import count_reads, index_makers, mark_dependents
 from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
-from jaxoff._jaxpr.kernels import back_to_the_kernel
+from jaxoff._jaxpr.kernels import trace_to_kernel
 from jaxoff._jaxpr.primitives import is_compute
-from jaxoff._jaxpr.stack_slices import Pieces
+from jaxoff._jaxpr.stack_slices import StackSlices
 from jaxoff._schedule.collectives import cast_first
 from jaxoff._schedule.decide import decide, estimate_copies
 from jaxoff._schedule.dependency_kernels import copy_aside
@@ -112,7 +112,7 @@ class Loop:
         maker = index_makers(eqns)
         reads = count_reads(eqns, self.body.outvars)
         for k, y in self._ys():
-            way = [] if compat.is_host(y.aval) else list(back_to_the_kernel(y, maker, eqns))
+            way = [] if compat.is_host(y.aval) else list(trace_to_kernel(y, maker, eqns))
             if way and is_compute(eqns[way[-1][1]]) and any(reads[v] > 1 for v, _ in way):
                 found.add(k)
         return found
@@ -194,7 +194,7 @@ def row_nbytes(loop: Loop, xs: int) -> int:
 def write_out(
     loop: Loop,
     operands: list[Any],
-    pieces: Pieces,
+    pieces: StackSlices,
     given: Mapping[int, Any],
     sends: Mapping[int, HostStack],
     takes: Mapping[int, HostStack],
@@ -280,10 +280,10 @@ class _Iteration:
     """
 
     def __init__(
-        self, loop: Loop, pieces: Pieces, sends: Mapping[int, HostStack], takes: Mapping[int, HostStack]
+        self, loop: Loop, pieces: StackSlices, sends: Mapping[int, HostStack], takes: Mapping[int, HostStack]
     ):
         self._loop, self._pieces, self._sends, self._takes = loop, pieces, sends, takes
-        self.first_count = _FIRST_COUNT + pieces.most
+        self.first_count = _FIRST_COUNT + pieces.largest_offset
         self.prefetched = [k for k, stack in takes.items() if stack.prefetched]
         self.leaves = [k for k, stack in sends.items() if stack.prefetched]
         self._kept = loop.find_kept()

@@ -13,7 +13,7 @@ from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_makers, mark_dependents, variables
 from jaxoff._jaxpr.inline import Renamed, delay_fills, inline_calls, instantiate, resolve, split_scalars
 from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
-from jaxoff._jaxpr.stack_slices import pieces_in, shared_by
+from jaxoff._jaxpr.stack_slices import find_shared_stacks, find_split_slices
 from jaxoff._schedule.collectives import chain_collectives
 from jaxoff._schedule.decide import LARGE_NBYTES, decide
 from jaxoff._schedule.emit import emit
@@ -56,8 +56,8 @@ def rewrite(
       A program of the same arguments, results and effects.
     """
     rewriter = _Rewriter(device, large_nbytes, one_device)
-    jaxpr = compat.with_jaxprs(closed.jaxpr, _with_loops_together)
-    jaxpr = compat.with_jaxprs(jaxpr, rewriter.loops)
+    jaxpr = compat.rewrite_jaxprs(closed.jaxpr, _with_loops_together)
+    jaxpr = compat.rewrite_jaxprs(jaxpr, rewriter.loops)
     flat = "H2D" in _transfers(jaxpr)
     if flat and not compat.has_side_effects(jaxpr):
         jaxpr = rewriter.flat(jaxpr)
@@ -73,7 +73,7 @@ class _Rewriter:
 
     def loops(self, jaxpr: Jaxpr) -> Jaxpr:
         """Writes out the scans of layers; other equations stay as they are."""
-        pieces = pieces_in(jaxpr)
+        pieces = find_split_slices(jaxpr)
         layers = {
             i: eqn
             for i, eqn in enumerate(jaxpr.eqns)
@@ -92,13 +92,13 @@ class _Rewriter:
         }
         stacks = list(find_host_stacks(whole, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes))
         self.spare_nbytes += sum(row_nbytes(loops[stack.reader], stack.xs) for stack in stacks)
-        shared = shared_by(jaxpr, {i: loop.layout for i, loop in loops.items()})
+        shared = find_shared_stacks(jaxpr, {i: loop.layout for i, loop in loops.items()})
         renamed: Renamed = {}
         lasts: dict[tuple[int, int], Any] = {}
         eqns, end = [], 0
         for i, eqn in enumerate(jaxpr.eqns):
-            if i in shared.gone:
-                renamed |= {v: resolve(renamed, result) for v, result in shared.gone[i].items()}
+            if i in shared.removed:
+                renamed |= {v: resolve(renamed, result) for v, result in shared.removed[i].items()}
                 continue
             operands = [resolve(renamed, v) for v in eqn.invars]
             if i not in loops:
@@ -107,10 +107,10 @@ class _Rewriter:
             sends = {stack.ys: stack for stack in stacks if stack.writer == i}
             takes = {stack.xs: stack for stack in stacks if stack.reader == i}
             firsts = {k: lasts[stack.writer, stack.ys] for k, stack in takes.items() if stack.prefetched}
-            pieces, layout = shared.pieces[i], loops[i].layout
-            for k, whole_one in pieces.whole.items():
+            pieces, layout = shared.slices[i], loops[i].layout
+            for k, whole_one in pieces.stacks.items():
                 operands[layout.num_consts + layout.num_carry + k] = resolve(renamed, whole_one)
-            begun = {k: resolve(renamed, w.before) for k, w in pieces.written.items() if w.before is not None}
+            begun = {k: resolve(renamed, w.prior) for k, w in pieces.written.items() if w.prior is not None}
             new, results, last = write_out(
                 loops[i],
                 operands,
@@ -188,7 +188,7 @@ def _result_of_last_loop(jaxpr: Jaxpr) -> Var | None:
     """The smallest array of floats on the device that the last loop of a program changes, if one is read."""
     read = {v for v in jaxpr.outvars if isinstance(v, Var)}
     for eqn in reversed(jaxpr.eqns):
-        if (changed := compat.changed_by_loop(eqn)) is not None:
+        if (changed := compat.find_changed_results(eqn)) is not None:
             found = [v for v in changed if v in read and not compat.is_host(v.aval)]
             floats = [v for v in found if jnp.issubdtype(compat.struct_of(v.aval).dtype, jnp.inexact)]
             return min(floats, key=lambda v: compat.nbytes(v.aval), default=None)

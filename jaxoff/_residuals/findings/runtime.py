@@ -33,7 +33,7 @@ class Runtime:
     def read(cls) -> Runtime:
         """Reads the facts of this process."""
         jaxlib = parse_release(importlib.metadata.version("jaxlib"))
-        return cls(jaxlib, pinned_pool_bytes(os.environ), compat.remat3_enabled())
+        return cls(jaxlib, pinned_pool_bytes(os.environ), compat.is_remat3_enabled())
 
 
 def find_runtime_problems(analysis: Analysis, runtime: Runtime) -> Iterator[Finding]:

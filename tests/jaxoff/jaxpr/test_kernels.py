@@ -62,7 +62,7 @@ def test_a_sum_that_several_units_read_is_stored_if_that_frees_memory(terms):
     graph = KernelGraph(straight.eqns, straight.outs)
     (total,) = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "neg"]
     assert (total in graph.kernels) == (terms > 1)
-    readers = [i for i in graph.kernels if total in graph.between[i]]
+    readers = [i for i in graph.kernels if total in graph.fused[i]]
     assert len(readers) == (0 if terms > 1 else 2)
 
 
