@@ -36,7 +36,8 @@ class ClientStep:
     """A train step with structs of its arguments.
 
     Attributes:
-      fun: (state, batch) -> (state, loss). State: a pytree, donated. Batch: token ids, int32 (batch, length+1).
+      fun: (state, batch) -> (state, loss). State: a pytree, donated. Batch: token ids, int32, of shape
+        (batch, length + 1).
       state: structs of the state.
       batch: the struct of the batch.
       initialize: key -> state.
@@ -52,7 +53,7 @@ class ClientStep:
         return transform(self.fun, donate_argnums=0, **kwargs)
 
 
-def build_decoder(sizes: Sizes, policy: Any, *, loop: str = "scan", checkpoint: bool = True) -> ClientStep:
+def build_decoder(sizes: Sizes, policy: Any, *, loop: str = "scan", attention: Any = "cudnn") -> ClientStep:
     """A pre-norm decoder with grouped queries, SwiGLU, an untied head and plain cross entropy; AdamW.
 
     Weights are float32, compute is bfloat16, logits are one float32 array.
@@ -61,7 +62,7 @@ def build_decoder(sizes: Sizes, policy: Any, *, loop: str = "scan", checkpoint: 
       sizes: the sizes.
       policy: for `jax.checkpoint`; names are "block_in" (input of a layer), "attn" (output of attention).
       loop: "scan" over stacked weights, or "python" over a list of layers.
-      checkpoint: whether layers are checkpointed at all.
+      attention: the implementation for `jax.nn.dot_product_attention`.
     """
     s = sizes
 
@@ -89,16 +90,16 @@ def build_decoder(sizes: Sizes, policy: Any, *, loop: str = "scan", checkpoint: 
         h = normalize(x, w["norm1"])
         q = (h @ w["q"]).reshape(*x.shape[:2], s.heads, s.head_size)
         k, v = ((h @ w[n]).reshape(*x.shape[:2], s.kv_heads, s.head_size) for n in "kv")
-        on_gpu = jax.sharding.get_abstract_mesh().abstract_device or jax.default_backend() == "gpu"
-        a = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, implementation="cudnn" if on_gpu else "xla"
-        ).reshape(*x.shape[:2], -1)
+
+        a = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention).reshape(
+            *x.shape[:2], -1
+        )
         a = checkpoint_name(a, "attn")
         x = x + a @ w["o"]
         h = normalize(x, w["norm2"])
         return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
 
-    block = jax.checkpoint(layer, policy=policy, prevent_cse=loop != "scan") if checkpoint else layer
+    block = jax.checkpoint(layer, policy=policy, prevent_cse=loop != "scan")
 
     def loss_of(params, tokens):
         x = params["embed"].astype(jnp.bfloat16)[tokens[:, :-1]]

@@ -8,17 +8,15 @@ effect of naming a mesh axis.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax._src import config as _config
-from jax._src import mesh as _mesh
 from jax._src.core import NamedAxisEffect as _NamedAxisEffect
 from jax.ad_checkpoint import Offloadable as Offloadable
 from jax.ad_checkpoint import Recompute as Recompute
@@ -447,22 +445,3 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Any]:
         constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
     )
     return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
-
-
-type Meshes = tuple[jax.sharding.AbstractMesh, jax.sharding.Mesh]
-
-
-def current_mesh() -> Meshes:
-    """The abstract and the concrete mesh in force."""
-    return jax.sharding.get_abstract_mesh(), _mesh.get_concrete_mesh()
-
-
-@contextlib.contextmanager
-def under_mesh(meshes: Meshes) -> Iterator[None]:
-    """A context with the meshes of `current_mesh` in force."""
-    abstract, concrete = meshes
-    with contextlib.ExitStack() as stack:
-        if not concrete.empty:
-            stack.enter_context(jax.set_mesh(concrete))
-        stack.enter_context(jax.sharding.use_abstract_mesh(abstract))
-        yield

@@ -17,7 +17,7 @@ import jax
 from jax.core import Tracer
 
 from jaxoff._device.profile import H200, Device, checked_device
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr import compat, meshes
 from jaxoff._report.finding import Finding
 from jaxoff._runtime import flags
 from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, parse_xla_flags
@@ -187,10 +187,10 @@ class Jitted:
             lowered = self._find_instance(call, settings[0]).lower(*args, **kwargs)
         if len(settings) == 1 or not call.is_on_gpu:
             return lowered
-        mesh = compat.current_mesh()
+        mesh = meshes.current_mesh()
 
         def lower_chosen() -> jax.stages.Lowered:
-            with compat.under_mesh(mesh), self._settle(call, traced) as jitted:
+            with meshes.under_mesh(mesh), self._settle(call, traced) as jitted:
                 return jitted.lower(*args, **kwargs)
 
         return LoweredByRecipe(lowered, lower_chosen)
@@ -403,7 +403,7 @@ class _Call:
         return _Call(
             args,
             kwargs,
-            (tree, tuple(map(_type_of, leaves)), compat.current_mesh()),
+            (tree, tuple(map(_type_of, leaves)), meshes.current_mesh()),
             max((s.num_devices for s in shardings), default=1),
             is_traced=False,
             is_on_gpu=not (platforms or {jax.default_backend()}).isdisjoint({"gpu", "cuda", "rocm"}),

@@ -1,0 +1,26 @@
+"""The meshes in force where a function is traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+type Meshes = tuple[jax.sharding.AbstractMesh, jax.sharding.Mesh]
+
+
+def current_mesh() -> Meshes:
+    """The abstract and the concrete mesh in force."""
+    return jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()
+
+
+@contextlib.contextmanager
+def under_mesh(meshes: Meshes) -> Iterator[None]:
+    """A context with the meshes of `current_mesh` in force."""
+    abstract, concrete = meshes
+    with contextlib.ExitStack() as stack:
+        if not concrete.empty:
+            stack.enter_context(jax.set_mesh(concrete))
+        stack.enter_context(jax.sharding.use_abstract_mesh(abstract))
+        yield
