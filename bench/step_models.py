@@ -135,19 +135,13 @@ class Workload:
     def weights(self, form: Form, seed: int = 0) -> Any:
         """The weights, the same numbers stacked or listed."""
         keys = jax.random.split(jax.random.key(seed), self.layers)
-        make = self._dense_weights if self._is_dense else self._moe_weights
         if form == "scanned":
-            return jax.jit(jax.vmap(make))(keys)
-        one = jax.jit(make)
-        return [one(key) for key in keys]
+            return self._makers["scanned"](keys)
+        return [self._makers["unrolled"](key) for key in keys]
 
     def inputs(self, seed: int = 0) -> jax.Array:
         """x (B, S, D) bfloat16; another for each seed."""
-        shape = (self.batch, *((16, 32) if self.tiny else (4096, 4096)))
-        if not self._is_dense:
-            shape = (*shape[:2], self._config.d_model)
-        key = jax.random.fold_in(jax.random.key(1), seed)
-        return jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(key)
+        return self._make_inputs(jax.random.fold_in(jax.random.key(1), seed))
 
     def arguments(self, form: Form, seed: int = 0) -> tuple[Any, jax.Array]:
         return self.weights(form, seed), self.inputs(seed)
@@ -155,6 +149,19 @@ class Workload:
     def shapes(self, form: Form) -> tuple[Any, jax.ShapeDtypeStruct]:
         """The shapes of `arguments`, without values."""
         return jax.eval_shape(lambda: self.arguments(form))
+
+    @functools.cached_property
+    def _makers(self) -> dict[Form, Callable[[jax.Array], Any]]:
+        """Makers of weights: of all layers at once, and of one; kept, so that each compiles once."""
+        make = self._dense_weights if self._is_dense else self._moe_weights
+        return {"scanned": jax.jit(jax.vmap(make)), "unrolled": jax.jit(make)}
+
+    @functools.cached_property
+    def _make_inputs(self) -> Callable[[jax.Array], jax.Array]:
+        shape = (self.batch, *((16, 32) if self.tiny else (4096, 4096)))
+        if not self._is_dense:
+            shape = (*shape[:2], self._config.d_model)
+        return jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
 
     def _dense_weights(self, key):
         width, hidden = (32, 64) if self.tiny else (4096, 16384)
@@ -177,7 +184,7 @@ class Workload:
             return Config.preset("tiny", num_layers=self.layers, first_k_dense=0)
         return Config.preset(self.kind.removesuffix("_act"), num_layers=self.layers)
 
-    @property
+    @functools.cached_property
     def _graph(self) -> nnx.GraphDef:
         return nnx.graphdef(nnx.eval_shape(lambda: Block(self._config, moe=True, rngs=nnx.Rngs(0))))
 

@@ -50,8 +50,9 @@ def pytest_addoption(parser, pluginmanager):
     parser.addoption(
         "--require-gpu", action="store_true", help="gpu and multi_gpu tests that would be skipped fail"
     )
-    if not pluginmanager.hasplugin("xdist"):  # addopts names its option
-        parser.addoption("--numprocesses", help="no effect: pytest-xdist is not installed")
+    if not pluginmanager.hasplugin("xdist"):  # addopts names its options
+        for option in ("--numprocesses", "--dist"):
+            parser.addoption(option, help="no effect: pytest-xdist is not installed")
 
 
 @pytest.hookimpl(optionalhook=True)
