@@ -123,12 +123,12 @@ class Chain:
             for v in awaited:
                 operand = self.substitutes.get(latest) or behind.get(latest, latest)
                 behind[latest], self.substitutes[v] = self.add_barrier(operand, self.substitutes.get(v, v), i)
-                self._waits.end(v)
+                self._waits.mark_awaited(v)
         return self._delay_iteration(i) | behind
 
     def _find_awaited(self, i: int, time: float) -> list[Var]:
         """The copies and small results for which kernel `i` has to wait at a time."""
-        awaited = self._waits.due(time)
+        awaited = self._waits.list_due(time)
         if is_compute(self._eqns[i]):
             pending = [v for v in self.small_results if v not in self.substitutes]
             # The kernel waits in any case for the values from which it is computed.

@@ -23,9 +23,9 @@ from jaxoff._jaxpr.kernels import KernelGraph, new_nbytes
 from jaxoff._jaxpr.primitives import is_collective, is_compute
 from jaxoff._schedule.chain import Chain, is_chained
 from jaxoff._schedule.collectives import Collectives, can_wait
-from jaxoff._schedule.copy_times import CopyTimes, Reloads
+from jaxoff._schedule.copy_times import CopyTimes, ReloadPlan
 from jaxoff._schedule.copy_waits import CopyWaits
-from jaxoff._schedule.liveness import Held, find_fusion_pairs
+from jaxoff._schedule.liveness import HeldMemory, find_fusion_pairs
 from jaxoff._schedule.problem import OrderProblem
 from jaxoff._schedule.schedule import Added, ReadBit, Run, Schedule, Substitutes
 
@@ -50,17 +50,17 @@ def decide(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYT
       The schedule of the last draft.
     """
     graph = KernelGraph(problem.eqns, problem.outs | problem.moved_aside)
-    reloads, room = Reloads(), 0
+    reloads, room = ReloadPlan(), 0
     pairs: dict[int, int] = {}
     if any(is_collective(problem.eqns[i]) for i in graph.kernels):
         plain = Draft(problem, graph, device, large_nbytes, reloads, pairs)
         plain.run()
-        room = plain.held.peak
+        room = plain.held.peak_nbytes
     # The first draft takes all copies for done, to see when each is needed.
     for _ in range(MOST_DRAFTS):
         draft = Draft(problem, graph, device, large_nbytes, reloads, pairs, room)
         schedule, before = draft.run(), (reloads, pairs)
-        reloads = draft.times.reloads(problem.reuses_buffer_of)
+        reloads = draft.times.plan_reloads(problem.reuses_buffer_of)
         pairs = pairs or find_fusion_pairs(schedule.kernels, problem, graph, large_nbytes)
         if (reloads, pairs) == before:
             break
@@ -70,7 +70,7 @@ def decide(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYT
 def estimate_copies(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYTES) -> CopyTimes:
     """The times of the copies of a loop's body, in an order that takes all copies for done."""
     graph = KernelGraph(problem.eqns, problem.outs)
-    draft = Draft(problem, graph, device, large_nbytes, Reloads(), {})
+    draft = Draft(problem, graph, device, large_nbytes, ReloadPlan(), {})
     draft.run()
     return draft.times
 
@@ -89,7 +89,7 @@ class Draft:
         graph: KernelGraph,
         device: Device,
         large_nbytes: int,
-        reloads: Reloads,
+        reloads: ReloadPlan,
         pairs: Mapping[int, int],
         room: int = 0,
     ):
@@ -98,7 +98,7 @@ class Draft:
         self._reloads, self._room = reloads, room
         self._collectives = Collectives(problem, graph, large_nbytes, device)
         self.times = CopyTimes(problem.eqns, graph, device)
-        self.held = Held(problem.eqns, problem.outs)
+        self.held = HeldMemory(problem.eqns, problem.outs)
         self._waits = CopyWaits(problem.eqns, self.times, device)
         self._chain = Chain(problem, graph, large_nbytes, pairs, self._waits)
         self._placed: set[int] = set()
@@ -122,7 +122,7 @@ class Draft:
             waiting = [i for i in waiting if i not in self._placed]
         for i in self._graph.kernels:
             self._place(i)
-        late = frozenset(self.times.late(self._problem.reuses_buffer_of))
+        late = frozenset(self.times.find_late_reloads(self._problem.reuses_buffer_of))
         return Schedule(tuple(self._chain.actions), self._chain.renamed, late)
 
     def _find_leading(self, waiting: list[int]) -> list[int]:
@@ -130,13 +130,13 @@ class Draft:
         leading = [i for i in self._collectives.leading if i not in self._placed] if self._room else []
         others = (new_nbytes(self._eqns[i]) for i in waiting[:_LOOKAHEAD] if i not in leading)
         room = self._room - self.held.nbytes - max(others, default=0)
-        return self._collectives.for_which_is_room(leading[:_LOOKAHEAD], room)
+        return self._collectives.limit_to_room(leading[:_LOOKAHEAD], room)
 
     def _place_first_reloads(self) -> None:
         """Estimates when reloads end, and places those that nothing delays."""
         time, ends = 0.0, {}
         for i in self._reloads.order:
-            time += self.times.reload_ms(i)
+            time += self.times.estimate_reload_ms(i)
             ends[i] = time
         for i in dict.fromkeys((*self._reloads.order, *self._graph.kernels)):
             if compat.transfer_in(self._eqns[i]) == "H2D":
@@ -186,7 +186,7 @@ class Draft:
         began = self._time
         self._time += kernel_ms(self._graph, i, self._device)
         if self._problem.waits_for_sends and is_compute(eqn):
-            self._waits.hide(eqn, began, self._time)
+            self._waits.hide_behind(eqn, began, self._time)
         self.times.add(i, self._time)
 
     def _start_collective(self, i: int) -> None:
@@ -209,10 +209,10 @@ class Draft:
 
     def _find_freed_by_collectives(self) -> list[int]:
         """The kernels to place next because a collective has ended."""
-        over = self._collectives.over(self._time)
-        for v in (v for i in over for v in self._graph.reads[i] if not self._chain.unread[v]):
+        ended = self._collectives.pop_ended(self._time)
+        for v in (v for i in ended for v in self._graph.reads[i] if not self._chain.unread[v]):
             self.held.free(v)
-        return [j for i in over for j in reversed(self._find_freed(i))]
+        return [j for i in ended for j in reversed(self._find_freed(i))]
 
     def _find_freed(self, i: int) -> list[int]:
         """The kernels to place next because kernel `i` is placed; places kernels of small results itself."""
@@ -286,7 +286,7 @@ class Draft:
         if compat.transfer_in(eqn) == "H2D":
             chain.delay_reload(i)
         elif compat.transfer_in(eqn) == "D2H":
-            self.times.send(i)
+            self.times.add_send(i)
         chain.actions.append(self._make_run(i, chain.substitutes | chain.renamed | behind))
         self.held.make(i)
         chain.append(i, behind, chained=is_chained(eqn, self._large_nbytes) if chained is None else chained)
@@ -296,9 +296,9 @@ class Draft:
             chain.unread[v] -= 1
             if not chain.unread[v] and not is_collective(eqn):
                 self.held.free(v)
-            self._waits.read(v)
+            self._waits.mark_read(v)
             if v in self._available and not is_collective(self._eqns[self._graph.maker[v]]):
-                self.times.needed.setdefault(self._graph.maker[v], chain.length)
+                self.times.first_reads.setdefault(self._graph.maker[v], chain.length)
 
     def _make_run(self, i: int, substitutes: Substitutes) -> Run:
         equations = (*self._graph.between[i], i)
@@ -306,7 +306,7 @@ class Draft:
         operands = {v: substitutes[v] for v in reads if v in substitutes}
         if not is_collective(self._eqns[i]):
             return Run(equations, operands)
-        bits = tuple(self._bits[j] for j in self._collectives.to_wait_for(i))
+        bits = tuple(self._bits[j] for j in self._collectives.find_awaited(i))
         made_inside = {v for j in equations for v in self._eqns[j].outvars}
         waiting = [v for v in self._eqns[i].invars if bits and can_wait(v, [bit.of for bit in bits])]
         elements: Substitutes = {

@@ -31,7 +31,7 @@ from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
 from jaxoff._jaxpr.kernels import back_to_the_kernel
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._jaxpr.stack_slices import Pieces
-from jaxoff._schedule.collectives import cast_first
+from jaxoff._schedule.collectives import cast_before_gathers
 from jaxoff._schedule.decide import decide, estimate_copies
 from jaxoff._schedule.dependency_kernels import copy_aside
 from jaxoff._schedule.emit import emit
@@ -67,7 +67,7 @@ class Loop:
         eqns = list(inline_calls(body.eqns, renamed))
         if compat.has_side_effects(body):
             return None
-        eqns = cast_first(eqns, [resolve(renamed, v) for v in body.outvars], renamed)
+        eqns = cast_before_gathers(eqns, [resolve(renamed, v) for v in body.outvars], renamed)
         return Loop(eqn, layout, body.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in body.outvars]))
 
     @property
@@ -163,13 +163,17 @@ def find_host_stacks(
         for k in loop.find_sends()
     }
     late_sends = {
-        i: estimate_copies(loop.to_problem(), device, large_nbytes).unfinished()
+        i: estimate_copies(loop.to_problem(), device, large_nbytes).find_late_sends()
         for i, loop in loops.items()
         if any(writer == i for writer, _ in written.values())
     }
     for i, loop in loops.items():
         reloads = loop.find_reloads()
-        late = estimate_copies(loop.to_problem(), device, large_nbytes).too_late() if reloads else []
+        late = (
+            estimate_copies(loop.to_problem(), device, large_nbytes).find_reloads_to_prefetch()
+            if reloads
+            else []
+        )
         for k, v in enumerate(loop.split(loop.eqn.invars)[2]):
             if k not in reloads or v not in written or uses[v] != 1:
                 continue

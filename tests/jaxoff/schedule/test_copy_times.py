@@ -54,14 +54,14 @@ def timed(read_at, end, rest_at=None):
 )
 def test_copies_that_are_not_in_time_together_leave_the_small_one(read_at, end, found):
     times, _, follows = timed(read_at, end)
-    late = times.late(follows)
+    late = times.find_late_reloads(follows)
     assert [name for name, copy in zip(("large", "small"), follows, strict=True) if copy in late] == found
 
 
 @pytest.mark.parametrize("read_at", [(9.0, 5.0), (5.0, 9.0)])
 def test_of_copies_for_the_next_turn_that_which_has_to_wait_longer_goes_last(read_at):
     times, (large, small), follows = timed(read_at, 20.0)
-    starts = times.reloads(follows).starts
+    starts = times.plan_reloads(follows).starts
     assert (starts[large] < starts[small]) == (read_at[0] < read_at[1])
 
 
@@ -96,9 +96,9 @@ def test_what_is_sent_a_turn_later_gives_up_its_memory_if_that_is_in_time_even_a
     products = [i for i in range(len(jaxpr.eqns)) if i not in sends]
     times.add(products[-1], 10.0)
     for i, time in zip(sends, made_at.values(), strict=True):
-        times.sent[i] = time
+        times.send_starts[i] = time
     names = dict(zip((jaxpr.eqns[i].outvars[0] for i in sends), made_at, strict=True))
-    assert {names[v]: in_place for v, in_place in times.unfinished().items()} == found
+    assert {names[v]: in_place for v, in_place in times.find_late_sends().items()} == found
 
 
 @pytest.mark.parametrize("small_ms", [0.01, 0.05])
@@ -106,7 +106,7 @@ def test_small_kernels_before_a_large_one_do_not_start_a_copy(small_ms):
     """What starts it finds no room beside the large one, and would run at 30 ms."""
     small_ones = [5.0 + small_ms * n for n in range(1, REST)]
     times, (large, _), follows = timed((3.0, 5.0), 30.0, rest_at=[*small_ones, 30.0])
-    assert times.reloads(follows).starts[large] == 1  # behind the place that ends at 3 ms
+    assert times.plan_reloads(follows).starts[large] == 1  # behind the place that ends at 3 ms
 
 
 def test_a_copy_starts_before_a_large_kernel_whose_end_is_early_enough():
@@ -114,4 +114,4 @@ def test_a_copy_starts_before_a_large_kernel_whose_end_is_early_enough():
         (3.0, 5.0), 30.0, rest_at=[10.0, 15.0, 20.0, 22.2, 22.3, 24.0, 27.0, 30.0]
     )
     # At 22.5 ms it is planned; at 24.0 it is still in time.
-    assert times.reloads(follows).starts[large] == 5
+    assert times.plan_reloads(follows).starts[large] == 5

@@ -7,7 +7,7 @@ from jax import lax
 from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
-from jaxoff._schedule.liveness import find_fusion_pairs, held_nbytes
+from jaxoff._schedule.liveness import count_held_nbytes, find_fusion_pairs
 from tests.jaxoff.jaxpr.test_kernels import ROWS, WIDTH, depends, in_order, place, straight_of
 from tests.jaxoff.policy.matrix import inputs
 
@@ -28,7 +28,7 @@ def test_a_value_is_held_from_the_unit_that_makes_it_to_the_last_that_reads_it()
         return a, c @ w
 
     straight, graph, order = units_of(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
-    held = held_nbytes(order, straight.eqns, graph, straight.outs)
+    held = count_held_nbytes(order, straight.eqns, graph, straight.outs)
     assert [n // (ROWS * ROW_NBYTES) for n in held] == [1, 2, 3, 3]
 
 
