@@ -138,7 +138,7 @@ class Collectives:
         collectives = [i for i in self._before if is_collective(self._eqns[i])]
         large = [i for i in collectives if self.count_nbytes(i) >= large_nbytes]
         found: dict[int, None] = {}
-        # Kernels before a large collective: a large collective among them goes first.
+        # A large collective before another large collective goes first.
         lead_on = {j for i in large for j in self._before[i]}
         for i in sorted(large, key=lambda i: (i not in lead_on, len(self._before[i].intersection(large)))):
             needs = self._find_compute_before(i)

@@ -55,10 +55,10 @@ class LongKernel:
 def find_unhindered_start(kernels_before: int, latest: float, long_kernels: Sequence[LongKernel]) -> int:
     """Finds a start of a reload which no long kernel delays too much.
 
-    Small kernels start a reload (see `dependency_kernels.write_element`). A long kernel leaves them no room
-    if it begins when they become ready, or up to 0.13 ms later: they run when the long kernel ends
-    (`bench/LOG.md`, "what keeps a reload waiting"). If its end is too late for the reload, the small kernels
-    go before the previous long kernel, and run when the previous long kernel ends.
+    Small kernels start a reload (see `dependency_kernels.write_element`). A long kernel leaves no room for
+    small kernels which become ready with its start, or up to 0.13 ms before: the small kernels run when the
+    long kernel ends (`bench/LOG.md`, "what keeps a reload waiting"). If this end is too late for the reload,
+    the small kernels go before the previous long kernel, and run when the previous long kernel ends.
 
     Args:
       kernels_before: number of kernels of the chain before the planned start.
@@ -76,7 +76,7 @@ def find_unhindered_start(kernels_before: int, latest: float, long_kernels: Sequ
 
 
 class CopyTimes:
-    """The times of kernels and copies in one order, in ms from the start of the program.
+    """The times of kernels and copies in an order, in ms from the start of the program.
 
     Attributes:
       send_starts: equation of a send -> time from which the send can start, in ms.
@@ -136,8 +136,8 @@ class CopyTimes:
     def _find_start(self, time: float) -> int:
         """Returns the number of kernels of the chain before a reload which must be under way by a time.
 
-        A large kernel which starts together with the small kernels of the reload keeps them waiting. Hence
-        the lead, in kernels and in ms.
+        The small kernels of the reload wait for a large kernel which starts with the small kernels. Hence the
+        lead, in kernels and in ms.
         """
         ended = bisect.bisect_right(self._ends, time)
         if not ended:

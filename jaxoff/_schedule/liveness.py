@@ -62,10 +62,10 @@ class HeldMemory:
 def find_fusion_pairs(
     order: Sequence[int], problem: OrderProblem, graph: KernelGraph, large_nbytes: int
 ) -> dict[int, int]:
-    """Pairs move kernels to place next to each other, so that XLA fuses them horizontally.
+    """Pairs move kernels to place next to each other, so that XLA fuses each pair horizontally.
 
-    Both kernels of a pair read one array and make results of one shape; for example they gather rows and
-    gradients by the same indices. The second result is then held from the first kernel on. A pair is kept
+    Both kernels of a pair read the same array and make results of the same shape; for example, two gathers by
+    the same indices. The second result is then held from the first kernel on. A pair is kept
     only if this does not raise the peak of the order's memory.
 
     Returns:
