@@ -193,7 +193,7 @@ class Chain:
         return next((v for v in self._graph.reads[i] if v in self._problem.spare_rows), None)
 
     def tie_reload(self, i: int) -> Substitutes:
-        """Adds barriers so that reload `i` starts after the end of the chain, unless a spare row delays it."""
+        """Adds barriers which delay reload `i` to the end of the chain, unless a spare row does so."""
         return {} if self.find_stack(i) else self.tie(self._graph.reads[i], i, (self._last,))
 
     def tie(self, values: Iterable[Var], i: int, waits: Sequence[Var | None]) -> Substitutes:
