@@ -23,7 +23,7 @@ def iteration(large, small, q, k, x):
 
 
 def estimate_times(read_at, end, rest_at=None):
-    """Returns an iteration's times, its reloads of 4 and 1 ms, and reload -> argument in the reload's buffer."""
+    """Returns an iteration's times, its reloads of 4 and 1 ms, and reload -> argument in its buffer."""
     host = jax.memory.Space.Host
     on_host = [jax.typeof(jax.device_put(jnp.ones(n, jnp.uint8), host)) for n in (4000, 1000)]
     sizes = ((4, 8), (2, 8), (8, 8))
