@@ -1,4 +1,4 @@
-"""The chain: the large kernels of a program in one order, each behind the previous kernel.
+"""The chain: the large kernels of a program in an order, each behind the previous kernel.
 
 Under CUDA graphs scheduled CONCURRENT, XLA lets two values share memory only where dependencies prove the
 first value dead before the second is made. Gradients of weights and recomputed values depend on little in a
@@ -70,9 +70,8 @@ class Chain:
         self._behind_last: Substitutes = {}  # the substitutes for operands of the last kernel
         # The result of the kernel before the last kernel and before all kernels fused with the last kernel.
         self._before_last: Var | None = None
-        self._level: dict[
-            Value, int
-        ] = {}  # value -> the last position in the chain before its maker, by dependencies
+        # Value -> position of the last kernel in the chain which surely runs before the value is made.
+        self._level: dict[Value, int] = {}
 
     def required_by(self, i: int) -> list[Var]:
         """Lists the operands of kernel `i`, and the host stack to which its buffer must be sent before."""
@@ -151,9 +150,7 @@ class Chain:
             return True
         if last is None or is_compute(eqn) or last not in self._graph.reads[i] or last in self._problem.outs:
             return False
-        if is_compute(
-            self._eqns[self._graph.maker[last]]
-        ):  # kernel `i` rounds the result of a compute kernel
+        if is_compute(self._eqns[self._graph.maker[last]]):  # fusible if kernel `i` rounds its result
             return is_narrowing(eqn) and self.unread[last] == 1
         return self.unread[last] == 1 or last.aval == eqn.outvars[0].aval
 

@@ -1,7 +1,7 @@
 """Decides the order of a straight-line program: its large kernels in a chain, its copies beside the chain.
 
 A kernel which has to wait for a reload lets a later kernel go first. A kernel runs at once if it frees as
-much memory as it takes. A reload starts as late as possible to be still in time.
+much memory as it takes. A reload starts as late as possible, and still in time.
 
 The kernels before a collective go first, as far as the memory suffices: the peak of the program in its own
 order. Collectives stand outside of the chain: only the readers of their results wait for their ends.

@@ -3,7 +3,7 @@
 `jax.lax.scan` slices its operands before an iteration, and writes its results into stacks after the
 iteration. In a while loop:
 
-- A kernel's gradient goes into the stack at once, and the gradient's buffer becomes free.
+- A gradient is written into its stack at once, and the buffer of the gradient becomes free.
 - A host stack has a spare row, by which a reload can wait for its start (see `jaxoff._schedule.decide`).
 - A reload which cannot be in time is prefetched: it starts one iteration early, and takes the buffer of the
   current iteration's row. If the iteration reads the current row too long, the device moves the row aside.
@@ -364,7 +364,7 @@ class _Iteration:
         return closed.replace(jaxpr=jaxpr), late
 
     def _offset_row(self, offset: int) -> int:
-        """Returns the index of the row `offset` rows after the iteration's row, less `step * count`."""
+        """Returns the index of the row `offset` rows after the iteration's row, without `step * count`."""
         return self._loop.first - self._loop.step * self.first_count + offset
 
     def _advance(
