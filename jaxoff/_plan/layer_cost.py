@@ -16,7 +16,8 @@ from jaxoff._plan.calibrations import COPY_SLOWDOWN, RELOADED_LAYERS, UNSHARED_P
 from jaxoff._plan.layer import KernelUse, Layer, LayerValue, Placements, RecomputeFusion
 from jaxoff._plan.layer_states import Times, ValueStates
 from jaxoff._policy.decision import Placement
-from jaxoff._schedule.copy_times import LEAST_SLACK, SEND_SLACK, SLACK, Long, unhindered
+from jaxoff._schedule.calibrations import LEAST_RELOAD_SLACK, RELOAD_SLACK, SEND_SLACK
+from jaxoff._schedule.copy_times import LongKernel, find_unhindered_start
 
 
 class LayerModel:
@@ -234,12 +235,16 @@ class LayerModel:
         """First reader -> kernel from which on a reloaded value is on the device; never decreasing."""
         ends, ms = [kernel.ends_ms for kernel in self.layer.backward], self.joint_reload_ms(n)
         kernels = zip(self.layer.backward, (0.0, *ends), strict=False)
-        long = [Long(s, began, use.ends_ms) for s, (use, began) in enumerate(kernels) if use.fills_device]
+        long = [
+            LongKernel(s, began, use.ends_ms) for s, (use, began) in enumerate(kernels) if use.fills_device
+        ]
         found = []
         for needed in (0.0, *ends):
-            starts = needed - SLACK * ms
+            starts = needed - RELOAD_SLACK * ms
             kernel = bisect.bisect_right(ends, starts)
-            found.append(-1 if starts < 0 else unhindered(kernel, needed - LEAST_SLACK * ms, long))
+            found.append(
+                -1 if starts < 0 else find_unhindered_start(kernel, needed - LEAST_RELOAD_SLACK * ms, long)
+            )
         return list(itertools.accumulate(reversed(found), min))[::-1]
 
     def count_copies(self, n: int, first: int, s: int) -> int:

@@ -1,8 +1,8 @@
-"""The chain: the large kernels of a program in one order, each behind the one before.
+"""The chain: the large kernels of a program in an order, each behind the previous kernel.
 
-Under CUDA graphs scheduled CONCURRENT, XLA lets two values share memory only where a dependency proves that
-one value is dead before the other is made. Gradients of weights and recomputed values depend on little in a
-backward pass, so that XLA would let nearly all of them live at once. Optimization barriers from one large
+Under CUDA graphs scheduled CONCURRENT, XLA lets two values share memory only where dependencies prove the
+first value dead before the second is made. Gradients of weights and recomputed values depend on little in a
+backward pass, so XLA would let nearly all these values live at once. Optimization barriers from each large
 kernel to the next add the missing dependencies.
 """
 
@@ -20,7 +20,7 @@ from jaxoff._schedule.schedule import Action, Added, Barrier, DelayIteration, De
 
 
 def is_chained(eqn: JaxprEqn, large_nbytes: int) -> bool:
-    """Whether a kernel has a position in the chain: a compute kernel, or one that makes a large value.
+    """Whether a kernel has a position in the chain: a compute kernel, or a maker of a large value.
 
     Copies between device and host, and collectives, run beside the chain.
     """
@@ -32,17 +32,17 @@ def is_chained(eqn: JaxprEqn, large_nbytes: int) -> bool:
 
 
 class Chain:
-    """The chain as far as it is decided, and the actions that tie kernels to it.
+    """The chain as far as it is decided, and the actions which tie kernels to the chain.
 
     Attributes:
-      actions: the actions so far, of the chain and of the decision that extends it.
+      actions: the actions so far, of the chain and of the draft which extends the chain.
       length: the number of kernels in the chain.
-      last_large: the result of the latest kernel in the chain that made a large value.
-      unread: value -> how many kernels that are not placed yet read it.
-      small_results: small values computed from a large one; the next compute kernel waits for them.
-      substitutes: copy or collective's result -> value to read in its place once a kernel waited for it.
+      last_large: the latest large value made by a kernel in the chain.
+      unread: value -> number of its readers not placed yet.
+      small_results: small values computed from large values; the next compute kernel waits for each.
+      substitutes: result of a copy or collective -> value to read in its place, once a kernel has waited.
       renamed: host stack -> the stack after an element was written into its spare row.
-      elements: operand of a collective -> element of it, known before the whole operand.
+      elements: operand of a collective -> its first element, known before the whole operand.
     """
 
     def __init__(
@@ -68,12 +68,13 @@ class Chain:
         self.elements: Substitutes = {}
         self._last: Var | None = None
         self._behind_last: Substitutes = {}  # the substitutes for operands of the last kernel
-        # The result of the kernel before the last one and before the kernels that can be fused with the last.
+        # The result of the kernel before the last kernel and before all kernels fused with the last kernel.
         self._before_last: Var | None = None
-        self._level: dict[Value, int] = {}  # value -> the last position in the chain that it surely follows
+        # Value -> position of the last kernel in the chain which surely runs before the value is made.
+        self._level: dict[Value, int] = {}
 
     def required_by(self, i: int) -> list[Var]:
-        """The values that kernel `i` reads, and the host stack to which its buffer must be sent before."""
+        """Lists the operands of kernel `i`, and the host stack to which its buffer must be sent before."""
         return [*self._graph.reads[i], *([self._first_sent[i]] if i in self._first_sent else ())]
 
     def append(self, i: int, behind: Substitutes, *, chained: bool) -> None:
@@ -94,7 +95,7 @@ class Chain:
     def tie_to_last(self, i: int, time: float) -> Substitutes:
         """Adds barriers so that kernel `i` starts after the kernel at the end of the chain.
 
-        The kernel also waits for copies that are due by `time`, in ms, and for small results.
+        The kernel also waits for the copies due by `time`, in ms, and for small results.
 
         Returns:
           Operand of the kernel -> the barrier's output to read in its place.
@@ -118,17 +119,17 @@ class Chain:
         last = self._before_last if self._can_fuse_with_last(i) else self._last
         behind = self.tie(tied, i, (first_sent, last))
         if awaited and others:
-            # The operand that follows the end of the chain; XLA drops a wait through any other operand.
+            # The operand tied to the end of the chain; XLA drops a wait through any other operand.
             latest = max(others, key=lambda v: (self._level.get(behind.get(v, v), 0), v not in behind))
             for v in awaited:
                 operand = self.substitutes.get(latest) or behind.get(latest, latest)
                 behind[latest], self.substitutes[v] = self.add_barrier(operand, self.substitutes.get(v, v), i)
-                self._waits.end(v)
+                self._waits.mark_awaited(v)
         return self._delay_iteration(i) | behind
 
     def _find_awaited(self, i: int, time: float) -> list[Var]:
-        """The copies and small results for which kernel `i` has to wait at a time."""
-        awaited = self._waits.due(time)
+        """Finds the copies and small results for which kernel `i` has to wait at a time."""
+        awaited = self._waits.list_due(time)
         if is_compute(self._eqns[i]):
             pending = [v for v in self.small_results if v not in self.substitutes]
             # The kernel waits in any case for the values from which it is computed.
@@ -138,17 +139,18 @@ class Chain:
         return awaited
 
     def _can_fuse_with_last(self, i: int) -> bool:
-        """Whether XLA can fuse kernel `i` with the last kernel of the chain: then no barrier separates them.
+        """Whether XLA can fuse kernel `i` with the last kernel of the chain: then no barrier parts the two.
 
-        Its other operands follow the kernel before the last one: behind the last one they would have to be
-        stored. Of a value that others read too, the fused kernel writes two results of one shape.
+        The other operands of kernel `i` are tied to the kernel before the last kernel: behind the last kernel
+        XLA would have to store the last result. If the last result has further readers, the fused kernel
+        writes two results, which must have the same shape.
         """
         last, eqn = self._last, self._eqns[i]
         if self._is_paired_with_last(i):
             return True
         if last is None or is_compute(eqn) or last not in self._graph.reads[i] or last in self._problem.outs:
             return False
-        if is_compute(self._eqns[self._graph.maker[last]]):  # a compute kernel that rounds its result
+        if is_compute(self._eqns[self._graph.maker[last]]):  # fusible if kernel `i` rounds its result
             return is_narrowing(eqn) and self.unread[last] == 1
         return self.unread[last] == 1 or last.aval == eqn.outvars[0].aval
 
@@ -159,8 +161,8 @@ class Chain:
     def _delay_iteration(self, i: int) -> Substitutes:
         """Makes the loop counter wait, for a kernel whose large slices of arguments all change dtype.
 
-        XLA copies slices that change dtype, and would do so at any time. Other slices are read in place, if
-        XLA sees how their start depends on the counter.
+        XLA copies slices which change dtype, and would do so at any time. Kernels read other slices in place,
+        if XLA sees how the start of the slice depends on the counter.
         """
         iteration = self._problem.iteration
         if iteration is None or iteration not in self._graph.reads[i] or self.last_large is None:
@@ -173,7 +175,7 @@ class Chain:
         return {iteration: result}
 
     def delay_reload(self, i: int) -> None:
-        """Makes reload `i` start after the latest large value, if it reads a stack with a spare row."""
+        """Makes reload `i` start after the latest large value, if its host stack has a spare row."""
         stack = self.find_stack(i)
         if stack is None or self.last_large is None:
             return
@@ -184,20 +186,20 @@ class Chain:
         self.renamed[stack] = result
 
     def find_stack(self, i: int) -> Var | None:
-        """The host stack with a spare row from which reload `i` reads."""
+        """Finds the host stack with a spare row from which reload `i` reads."""
         return next((v for v in self._graph.reads[i] if v in self._problem.spare_rows), None)
 
     def tie_reload(self, i: int) -> Substitutes:
-        """Barriers so that reload `i` starts after the end of the chain; a spare row does it elsewhere."""
+        """Adds barriers which delay reload `i` to the end of the chain, unless a spare row does so."""
         if self.find_stack(i):
             return {}
-        # A barrier over the loop counter would hide where the slice lies; the reload would become a kernel.
-        iteration, reads = self._problem.iteration, self._graph.reads[i]
-        tied = [v for v in reads if v is not iteration and not compat.is_host(v.aval)]
-        return self.tie(tied, i, (self._last,))
+        reads = self._graph.reads[i]
+        # A barrier over a stack, or over the loop counter, would hide which row is read: XLA would reload the
+        # row by a kernel.
+        return {} if self._problem.iteration in reads else self.tie(reads, i, (self._last,))
 
     def tie(self, values: Iterable[Var], i: int, waits: Sequence[Var | None]) -> Substitutes:
-        """For kernel `i`, value -> the value to read in its place, available once all of `waits` are made."""
+        """Makes operands of kernel `i` wait for `waits`; returns operand -> value to read in its place."""
         tied: Substitutes = {}
         for v in values:
             tied[v] = self.substitutes.get(v, v)
@@ -207,7 +209,7 @@ class Chain:
         return tied
 
     def add_barrier(self, value: Value, other: Value, i: int) -> tuple[Added, Added]:
-        """Adds a barrier over two values: XLA drops an operand of a larger one whose output nothing reads."""
+        """Adds a barrier over two values; of more values, XLA would drop the operands with unread outputs."""
         results = _stand_in(value), _stand_in(other)
         self.actions.append(Barrier(i, (value, other), results))
         self._level |= dict.fromkeys(results, self.length)

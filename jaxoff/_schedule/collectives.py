@@ -1,4 +1,4 @@
-"""Collectives between devices: what is computed for them goes first, so that the rest stands beside them."""
+"""Collectives between devices: the kernels before a collective go first, and the others run during it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from jaxoff._schedule.problem import OrderProblem
 
 
 def can_wait(operand: Any, bits: Sequence[Var]) -> bool:
-    """Whether an operand of a collective can be made to wait for bits.
+    """Whether an operand of a collective can wait for bits.
 
-    The operand has to vary over the mesh axes over which the bits vary: it would vary over them afterwards.
+    The operand must vary over all mesh axes over which the bits vary, because the wait makes the operand vary
+    over these axes.
     """
     if not isinstance(operand, Var) or not compat.nbytes(operand.aval):
         return False
@@ -30,12 +31,12 @@ def can_wait(operand: Any, bits: Sequence[Var]) -> bool:
 def wait_for_bits(
     eqn: JaxprEqn, operands: list[Any], bits: Sequence[Var]
 ) -> tuple[list[JaxprEqn], list[Any], Renamed]:
-    """Operands of a collective that are available once bits of the results of earlier collectives are known.
+    """Makes the operands of a collective wait for bits of the results of earlier collectives.
 
-    All devices have to run collectives in the same order, and the edges of a CUDA graph ignore barriers.
+    All devices must run the collectives in the same order, and the edges of a CUDA graph ignore barriers.
 
     Returns:
-      Equations, the operands, and operand -> the element of it that was written back.
+      The new equations; the operands to use; and operand -> its element from before the wait.
     """
     values = [v for v in operands if can_wait(v, bits)]
     if not bits or not values:
@@ -46,15 +47,18 @@ def wait_for_bits(
     return eqns, [resolve(written, v) for v in operands], elements
 
 
-def cast_first(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Renamed) -> list[JaxprEqn]:
-    """The same equations, where what is gathered and only read as a narrower type is sent as that.
+def cast_before_gathers(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Renamed) -> list[JaxprEqn]:
+    """Casts the operand of a gather if all readers cast the result to the same narrower dtype.
 
-    XLA does so, too, unless a barrier stands between the two.
+    The devices then send fewer bytes. XLA does so, too, unless a barrier stands between gather and cast.
 
     Args:
-      eqns: in program order.
-      results: what is read after them.
-      renamed: what stands for a variable of theirs, filled with casts that are made before.
+      eqns: the equations, in program order.
+      results: the variables which are read after the equations.
+      renamed: variable -> its replacement; gets an entry for each cast which the gather makes superfluous.
+
+    Returns:
+      The new equations.
     """
     read_whole = {v for v in results if isinstance(v, Var)}
     casts: dict[Var, list[JaxprEqn]] = {}
@@ -64,9 +68,9 @@ def cast_first(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Rename
                 casts.setdefault(v, []).append(eqn)
             elif isinstance(v, Var):
                 read_whole.add(v)
-    found, gone = [], set()
+    new_eqns, superfluous = [], set()
     for eqn in eqns:
-        if id(eqn) in gone:
+        if id(eqn) in superfluous:
             continue
         eqn = eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars])
         reads = casts.get(eqn.outvars[0], []) if eqn.primitive.name in GATHERS else []
@@ -75,105 +79,107 @@ def cast_first(eqns: Sequence[JaxprEqn], results: Iterable[Any], renamed: Rename
             dtype, aval = dtypes.pop(), eqn.outvars[0].aval
             if dtype.itemsize < compat.struct_of(aval).dtype.itemsize:
                 before, operands = trace_call(lambda x, d=dtype: x.astype(d), eqn.invars, like=eqn)
-                found += before
+                new_eqns += before
                 eqn = eqn.replace(invars=operands, outvars=[Var(aval.update(dtype=dtype))])
                 renamed.update((cast.outvars[0], eqn.outvars[0]) for cast in reads)
-                gone |= {id(cast) for cast in reads}
-        found.append(eqn)
-    return found
+                superfluous |= {id(cast) for cast in reads}
+        new_eqns.append(eqn)
+    return new_eqns
 
 
 def chain_collectives(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-    """The same equations, of which each collective waits for the last one over the same axis."""
-    found: list[JaxprEqn] = []
-    last: dict[str, Any] = {}  # by axis, a bit of what it brought
+    """Makes each collective wait for the previous collective over the same mesh axis."""
+    new_eqns: list[JaxprEqn] = []
+    last_bits: dict[str, Any] = {}  # mesh axis -> a bit of the last result over the axis
     for eqn in eqns:
         if not is_collective(eqn):
-            found.append(eqn)
+            new_eqns.append(eqn)
             continue
         axes = find_collective_axes(eqn)
-        more, operands, _ = wait_for_bits(
-            eqn, list(eqn.invars), [*dict.fromkeys(last[a] for a in axes if a in last)]
-        )
-        known, (bit,) = trace_call(read_bit, [eqn.outvars[0]], like=eqn)
-        found += [*more, eqn.replace(invars=operands), *known]
-        last |= dict.fromkeys(axes, bit)
-    return found
+        bits = [*dict.fromkeys(last_bits[axis] for axis in axes if axis in last_bits)]
+        waits, operands, _ = wait_for_bits(eqn, list(eqn.invars), bits)
+        reads, (bit,) = trace_call(read_bit, [eqn.outvars[0]], like=eqn)
+        new_eqns += [*waits, eqn.replace(invars=operands), *reads]
+        last_bits |= dict.fromkeys(axes, bit)
+    return new_eqns
 
 
 class Collectives:
-    """The collectives of a program, and the state of those in an order.
+    """The collectives of a program, and the collectives under way in an order.
 
     Attributes:
-      leading: the heavy kernels that lead to a large collective, and small collectives, in the order in which
-        they go before all other kernels.
+      leading: the kernels to place before all other kernels, in order: compute kernels which lead to a large
+        collective, small collectives, and large collectives.
     """
 
-    def __init__(self, program: OrderProblem, graph: KernelGraph, large_nbytes: int, device: Device):
-        self._eqns, self._graph, self._device = program.eqns, graph, device
-        self._before: dict[int, set[int]] = {}  # by kernel, those that it depends on
-        self._ends: dict[int, float] = {}  # by collective under way, when it is over
-        self._last_end = 0.0
-        self._last: dict[str, int] = {}  # by axis, the collective that started last
+    def __init__(self, problem: OrderProblem, graph: KernelGraph, large_nbytes: int, device: Device):
+        self._eqns, self._graph, self._device = problem.eqns, graph, device
+        self._before: dict[int, set[int]] = {}  # kernel -> all kernels from which its result is computed
+        self._ends: dict[int, float] = {}  # collective under way -> its end, ms
+        self._last_end = 0.0  # ms
+        self._last: dict[str, int] = {}  # mesh axis -> the collective which started last
         self.leading: list[int] = []
         if any(is_collective(self._eqns[i]) for i in graph.kernels):
-            self._trace_back()
-            self.leading = list(self._led_to(program.in_order, large_nbytes))
+            self._index_ancestors()
+            self.leading = list(self._find_leading(problem.in_order, large_nbytes))
 
-    def _trace_back(self) -> None:
+    def _index_ancestors(self) -> None:
         for i in self._graph.kernels:
             makers = [self._graph.maker[v] for v in self._graph.reads[i] if v in self._graph.maker]
             self._before[i] = set(makers).union(*(self._before[j] for j in makers))
 
-    def _led_to(self, in_order: tuple[bool, ...], large_nbytes: int) -> dict[int, None]:
-        """Collective by collective: what it needs, the small ones that need no more than that, and itself.
+    def _find_leading(self, in_order: tuple[bool, ...], large_nbytes: int) -> dict[int, None]:
+        """Finds the leading kernels, large collective by large collective.
 
-        One that is computed again comes only if it needs nothing more.
+        Each large collective brings the compute kernels before it, then the small collectives without further
+        compute kernels before them, then itself. A recomputed collective leads only if no further compute
+        kernel stands before it.
         """
         collectives = [i for i in self._before if is_collective(self._eqns[i])]
-        large = [i for i in collectives if self.nbytes(i) >= large_nbytes]
+        large = [i for i in collectives if self.count_nbytes(i) >= large_nbytes]
         found: dict[int, None] = {}
-        lead_on = {j for i in large for j in self._before[i]}  # those to another collective come first
+        # A large collective before another large collective goes first.
+        lead_on = {j for i in large for j in self._before[i]}
         for i in sorted(large, key=lambda i: (i not in lead_on, len(self._before[i].intersection(large)))):
-            needs = self._heavy_before(i)
+            needs = self._find_compute_before(i)
             if in_order[i]:
                 found |= dict.fromkeys(needs)
             elif not found.keys() >= set(needs):
                 continue
             small = (j for j in collectives if j not in large)
-            found |= dict.fromkeys(j for j in small if found.keys() >= set(self._heavy_before(j)))
+            found |= dict.fromkeys(j for j in small if found.keys() >= set(self._find_compute_before(j)))
             found[i] = None
         return found
 
-    def _heavy_before(self, i: int) -> list[int]:
+    def _find_compute_before(self, i: int) -> list[int]:
         return sorted(j for j in self._before[i] if is_compute(self._eqns[j]))
 
-    def nbytes(self, i: int) -> int:
-        """Bytes that a collective brings."""
+    def count_nbytes(self, i: int) -> int:
+        """Counts the bytes of the results of collective `i`."""
         return compat.nbytes_of(self._eqns[i].outvars)
 
-    def for_which_is_room(self, graph: list[int], nbytes: int) -> list[int]:
-        """The kernels before the first collective that brings more."""
+    def limit_to_room(self, kernels: list[int], nbytes: int) -> list[int]:
+        """Returns the kernels before the first collective whose results have more bytes than `nbytes`."""
         too_large = (
-            n for n, i in enumerate(graph) if is_collective(self._eqns[i]) and self.nbytes(i) > nbytes
+            n for n, i in enumerate(kernels) if is_collective(self._eqns[i]) and self.count_nbytes(i) > nbytes
         )
-        return graph[: next(too_large, len(graph))]
+        return kernels[: next(too_large, len(kernels))]
 
     def start(self, i: int, time: float) -> float:
-        """Starts a collective at a time; says when it is over. They follow each other."""
+        """Starts collective `i` at a time, behind the collectives under way; returns its end, in ms."""
         self._last |= dict.fromkeys(find_collective_axes(self._eqns[i]), i)
-        ms = collective_ms(self.nbytes(i), self._device)
+        ms = collective_ms(self.count_nbytes(i), self._device)
         self._ends[i] = self._last_end = max(time, self._last_end) + ms
         return self._last_end
 
-    def over(self, time: float) -> list[int]:
-        """The collectives that are over by a time, each once."""
-        over = [i for i, end in self._ends.items() if end <= time]
-        for i in over:
+    def pop_ended(self, time: float) -> list[int]:
+        """Removes and returns the collectives under way which have ended by a time."""
+        ended = [i for i, end in self._ends.items() if end <= time]
+        for i in ended:
             del self._ends[i]
-        return over
+        return ended
 
-    def to_wait_for(self, i: int) -> list[int]:
-        """The collectives that started last over a collective's axes, without those that it depends on."""
+    def find_awaited(self, i: int) -> list[int]:
+        """Finds the last collectives over the axes of collective `i` from which `i` is not computed."""
         last = {self._last[axis] for axis in find_collective_axes(self._eqns[i]) if axis in self._last}
         return sorted(last - self._before[i])

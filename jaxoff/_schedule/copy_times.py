@@ -1,4 +1,4 @@
-"""When the copies of a program in order can start, and when they must be done, estimated."""
+"""Estimates when the copies of an ordered program can start, and when they must end."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
-
-# So many places, and ms of kernels, earlier than planned may a copy start.
-_LEAD, _LEAD_MS = 2, 0.1
-# Copies from and to the host are planned for so many times their estimated length.
-SLACK, LEAST_SLACK, SEND_SLACK = 1.5, 1.1, 1.1
+from jaxoff._schedule.calibrations import (
+    LEAD_KERNELS,
+    LEAD_MS,
+    LEAST_RELOAD_SLACK,
+    RELOAD_SLACK,
+    SEND_SLACK,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Reloads:
-    """A plan for the copies from the host, by equation.
+class ReloadPlan:
+    """When each reload starts.
 
     Attributes:
-      order: those of values that are on the host from the beginning, as they are needed.
-      starts: the place in the chain behind which each starts.
+      order: equations of the reloads whose operands are on the host at the start, in the order of need.
+      starts: equation of a reload -> number of kernels of the chain before the reload's start.
     """
 
     order: tuple[int, ...] = ()
@@ -32,173 +34,194 @@ class Reloads:
 
 
 def fills_device(eqn: JaxprEqn, ms: float) -> bool:
-    """Whether small kernels find no room beside one that takes so long."""
-    return is_compute(eqn) and ms > _LEAD_MS
+    """Whether small kernels find no room beside a kernel of a given duration."""
+    return is_compute(eqn) and ms > LEAD_MS
 
 
 @dataclasses.dataclass(frozen=True)
-class Long:
-    """A kernel that fills the device: behind how many places it comes, and its times in ms."""
+class LongKernel:
+    """A kernel which fills the device.
 
-    place: int
+    Attributes:
+      kernels_before: number of kernels of the chain before it.
+      began, end: times, in ms.
+    """
+
+    kernels_before: int
     began: float
     end: float
 
 
-def unhindered(place: int, latest: float, long: Sequence[Long]) -> int:
-    """Behind how many places a copy starts that must be under way by a time.
+def find_unhindered_start(kernels_before: int, latest: float, long_kernels: Sequence[LongKernel]) -> int:
+    """Finds a start of a reload which no long kernel delays too much.
 
-    A long kernel that begins when the small ones before the copy could, or 0.13 ms later, gives them no room:
-    they run as it ends (`bench/LOG.md`, "what keeps a reload waiting"). Where that is late, the copy starts
-    before the long kernel before that one.
+    Small kernels start a reload (see `dependency_kernels.write_element`). A long kernel leaves no room for
+    small kernels which become ready with its start, or up to 0.13 ms before: the small kernels run when the
+    long kernel ends (`bench/LOG.md`, "what keeps a reload waiting"). If this end is too late for the reload,
+    the small kernels go before the previous long kernel, and run when the previous long kernel ends.
 
     Args:
-      place: behind how many places it is planned.
-      latest: the time, in ms.
-      long: such kernels, in order.
+      kernels_before: number of kernels of the chain before the planned start.
+      latest: time by which the reload must be under way, in ms.
+      long_kernels: the kernels which fill the device, in order.
+
+    Returns:
+      The number of kernels of the chain before the start.
     """
-    count = bisect.bisect_left(long, place, key=lambda kernel: kernel.place)
-    before, after = long[:count], long[count:]
+    count = bisect.bisect_left(long_kernels, kernels_before, key=lambda kernel: kernel.kernels_before)
+    before, after = long_kernels[:count], long_kernels[count:]
     if not after or not after[0].began < latest < after[0].end:
-        return place
-    return before[-1].place if before else 0
+        return kernels_before
+    return before[-1].kernels_before if before else 0
 
 
 class CopyTimes:
-    """The times of an order, in ms since it began.
+    """The times of kernels and copies in an order, in ms from the start of the program.
 
     Attributes:
-      sent: by copy to the host, when it can start.
-      needed: by copy from the host, the place in the chain that first reads it.
+      send_starts: equation of a send -> time from which the send can start, in ms.
+      first_reads: equation of a reload -> position in the chain at which a kernel first reads the result.
+        Positions count from 1.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], graph: KernelGraph, device: Device):
         self._eqns, self._graph, self._device = eqns, graph, device
-        self.sent: dict[int, float] = {}
-        self.needed: dict[int, int] = {}
-        self._ends: list[float] = []  # of each place in the chain
-        self._long: list[Long] = []
-        self._made: dict[Var, float] = {}  # when a value is made
-        self._read_by: dict[Var, float] = {}  # when its latest reader is done
+        self.send_starts: dict[int, float] = {}
+        self.first_reads: dict[int, int] = {}
+        self._ends: list[float] = []  # the ends of the kernels of the chain
+        self._long_kernels: list[LongKernel] = []
+        self._made: dict[Var, float] = {}  # value -> end of its maker
+        self._last_read: dict[Var, float] = {}  # value -> end of its latest reader
 
     @property
     def _end(self) -> float:
         return self._ends[-1] if self._ends else 0.0
 
     def add(self, i: int, end: float, *, is_chained: bool = True) -> None:
-        """Adds a kernel that is done at a time; a link has the next place in the chain."""
+        """Adds kernel `i` with its end; a chained kernel takes the next position in the chain."""
         if is_chained:
             if fills_device(self._eqns[i], end - self._end):
-                self._long.append(Long(len(self._ends), self._end, end))
+                self._long_kernels.append(LongKernel(len(self._ends), self._end, end))
             self._ends.append(end)
         self._made |= dict.fromkeys(self._eqns[i].outvars, end)
-        self._read_by |= dict.fromkeys(self._graph.reads[i], end)
+        self._last_read |= dict.fromkeys(self._graph.reads[i], end)
 
-    def send(self, i: int) -> None:
-        """Adds a copy to the host."""
-        self.sent[i] = max((self._made.get(v, 0.0) for v in self._graph.reads[i]), default=0.0)
+    def add_send(self, i: int) -> None:
+        """Adds send `i`, which can start when its operand is made."""
+        self.send_starts[i] = max((self._made.get(v, 0.0) for v in self._graph.reads[i]), default=0.0)
 
-    def reloads(self, follows: Mapping[Var, Var]) -> Reloads:
-        """A plan from when copies were needed: each as late as it can start and be in time.
+    def plan_reloads(self, reuses_buffer_of: Mapping[Var, Var]) -> ReloadPlan:
+        """Plans each reload to start as late as possible and still be in time.
 
-        The copies of one direction follow each other, so the last one is planned first. Of those needed at
-        once that is the one that has to wait longest for the readers of what it follows.
+        The link serves the reloads in turn, so the plan begins with the last reload. Of reloads needed at the
+        same time, the last is the reload whose buffer becomes free last.
+
+        Args:
+          reuses_buffer_of: as in `OrderProblem`.
         """
 
-        def iteration(item: tuple[int, float]) -> tuple[float, float]:
+        def sort_key(item: tuple[int, float]) -> tuple[float, float]:
             i, time = item
-            return time, self._free_at(self._eqns[i].outvars[0], follows)
+            return time, self._find_free_time(self._eqns[i].outvars[0], reuses_buffer_of)
 
-        needed = sorted(self._by_need(), key=iteration)
+        needed = sorted(self._list_needed(), key=sort_key)
         starts, busy_from, latest = {}, float("inf"), float("inf")
         for i, time in reversed(needed):
-            busy_from = min(time, busy_from) - SLACK * self.reload_ms(i)
-            latest = min(time, latest) - LEAST_SLACK * self.reload_ms(i)
-            starts[i] = unhindered(self._place_before(busy_from), latest, self._long)
-        order = tuple(i for i, _ in needed if self._is_there_from_the_beginning(i))
-        return Reloads(order, starts)
+            busy_from = min(time, busy_from) - RELOAD_SLACK * self.estimate_reload_ms(i)
+            latest = min(time, latest) - LEAST_RELOAD_SLACK * self.estimate_reload_ms(i)
+            starts[i] = find_unhindered_start(self._find_start(busy_from), latest, self._long_kernels)
+        order = tuple(i for i, _ in needed if self._is_on_host_at_start(i))
+        return ReloadPlan(order, starts)
 
-    def _place_before(self, time: float) -> int:
-        """Behind how many places a copy starts to be under way by a time.
+    def _find_start(self, time: float) -> int:
+        """Returns the number of kernels of the chain before a reload which must be under way by a time.
 
-        What writes the element are small kernels, which a large one that starts with them keeps waiting.
+        The small kernels of the reload wait for a large kernel which starts with the small kernels. Hence the
+        lead, in kernels and in ms.
         """
-        places = bisect.bisect_right(self._ends, time)
-        if not places:
+        ended = bisect.bisect_right(self._ends, time)
+        if not ended:
             return 0
-        return max(0, min(places - _LEAD, bisect.bisect_right(self._ends, self._ends[places - 1] - _LEAD_MS)))
+        return max(
+            0, min(ended - LEAD_KERNELS, bisect.bisect_right(self._ends, self._ends[ended - 1] - LEAD_MS))
+        )
 
-    def late(self, follows: Mapping[Var, Var]) -> list[Var]:
-        """The copies from the host that cannot end with the program: what they follow is read too long.
+    def find_late_reloads(self, reuses_buffer_of: Mapping[Var, Var]) -> list[Var]:
+        """Finds the reloads which cannot end with the program, because their buffers are read too long.
 
-        Copies follow each other, too. Of those that are in time alone but not together, the small ones are
-        late: they take less memory elsewhere.
+        The link serves one reload after another. If reloads are in time alone and not together, the smaller
+        reloads are late: a buffer of their own takes less memory.
         """
-        largest_first = sorted(follows, key=lambda v: compat.nbytes(v.aval), reverse=True)
+        largest_first = sorted(reuses_buffer_of, key=lambda v: compat.nbytes(v.aval), reverse=True)
         in_time: list[tuple[float, float]] = []
-        found = []
-        for copy in largest_first:
-            began, ms = self._free_at(copy, follows), self.reload_ms(self._graph.maker[copy])
-            if self._done_by([*in_time, (began, ms)]) <= self._end:
-                in_time.append((began, ms))
+        late = []
+        for v in largest_first:
+            start = self._find_free_time(v, reuses_buffer_of)
+            ms = self.estimate_reload_ms(self._graph.maker[v])
+            if self._find_end([*in_time, (start, ms)]) <= self._end:
+                in_time.append((start, ms))
             else:
-                found.append(copy)
-        return found
+                late.append(v)
+        return late
 
-    def _free_at(self, copy: Var, follows: Mapping[Var, Var]) -> float:
-        """When nothing reads any more what a copy follows."""
-        return self._read_by.get(follows[copy], 0.0) if copy in follows else 0.0
+    def _find_free_time(self, v: Var, reuses_buffer_of: Mapping[Var, Var]) -> float:
+        """Returns the end of the last reader of the buffer which reload result `v` takes, in ms."""
+        return self._last_read.get(reuses_buffer_of[v], 0.0) if v in reuses_buffer_of else 0.0
 
     @staticmethod
-    def _done_by(copies: Sequence[tuple[float, float]]) -> float:
-        """When the last of some copies of one direction ends; of each when it can start, and its length."""
+    def _find_end(copies: Sequence[tuple[float, float]]) -> float:
+        """Returns the end of the last copy of one direction, given earliest starts and durations in ms."""
         busy = 0.0
-        for time, ms in sorted(copies):
-            busy = max(busy, time) + ms
+        for start, ms in sorted(copies):
+            busy = max(busy, start) + ms
         return busy
 
-    def too_late(self) -> list[Var]:
-        """The copies from the host that cannot be in time if they start with the program."""
-        needed = [(i, time) for i, time in self._by_need() if self._is_there_from_the_beginning(i)]
+    def find_reloads_to_prefetch(self) -> list[Var]:
+        """Finds the reloads which cannot be in time even if they start with the program."""
+        needed = [(i, time) for i, time in self._list_needed() if self._is_on_host_at_start(i)]
         for first in range(len(needed)):
             busy, in_time = 0.0, True
             for i, time in needed[first:]:
-                busy += SLACK * self.reload_ms(i)
+                busy += RELOAD_SLACK * self.estimate_reload_ms(i)
                 in_time = in_time and busy <= time
             if in_time:
                 return [self._eqns[i].outvars[0] for i, _ in needed[:first]]
         return [self._eqns[i].outvars[0] for i, _ in needed]
 
-    def unfinished(self) -> dict[Var, bool]:
-        """The copies to the host that are still under way when the program ends, by their results.
+    def find_late_sends(self) -> dict[Var, bool]:
+        """Maps each send which outlives the iteration to whether its source buffer may be reused.
 
-        And whether each of them, if the next iteration began with all of them, would be done before that
-        makes the
-        value that it copies, however the link takes iterations: of copies that wait at one time, it takes
-          any.
+        The next iteration then starts with the late sends of this iteration, and writes the new value into
+        the buffer. The buffer may be reused if the send ends before the next iteration makes the new value,
+        even if the link serves the send last: the link serves waiting copies in any order (`bench/LOG.md`,
+        "why `nano`'s least budget was slow").
         """
-        sent = sorted(self.sent.items(), key=lambda item: item[1])
-        copies = [(time, self._send_ms(i)) for i, time in sent]
-        in_time = max((n for n in range(len(sent) + 1) if self._done_by(copies[:n]) <= self._end), default=0)
-        late = sent[in_time:]
+        sends = sorted(self.send_starts.items(), key=lambda item: item[1])
+        copies = [(start, self._estimate_send_ms(i)) for i, start in sends]
+        in_time = max(
+            (n for n in range(len(sends) + 1) if self._find_end(copies[:n]) <= self._end), default=0
+        )
         done = sum(ms for _, ms in copies[in_time:])
-        for time, ms in copies[:in_time]:
-            done += ms if time < done else 0.0  # it may go first
-        return {self._eqns[i].outvars[0]: done <= time for i, time in late}
+        for start, ms in copies[:in_time]:
+            done += ms if start < done else 0.0  # the link may serve this send before the late sends
+        return {self._eqns[i].outvars[0]: done <= start for i, start in sends[in_time:]}
 
-    def reload_ms(self, i: int) -> float:
-        """How long a copy from the host takes."""
+    def estimate_reload_ms(self, i: int) -> float:
+        """Estimates the duration of reload `i`, without slack."""
         return self._device.h2d_ms(compat.nbytes(self._eqns[i].outvars[0].aval))
 
-    def _send_ms(self, i: int) -> float:
+    def _estimate_send_ms(self, i: int) -> float:
         return SEND_SLACK * self._device.d2h_ms(compat.nbytes(self._eqns[i].outvars[0].aval))
 
-    def _is_there_from_the_beginning(self, i: int) -> bool:
+    def _is_on_host_at_start(self, i: int) -> bool:
         return not any(v in self._graph.maker for v in self._graph.reads[i])
 
-    def _by_need(self) -> list[tuple[int, float]]:
-        """The copies from the host and when each is needed, the first one first; results at the end."""
-        times = {i: self._ends[place - 2] if place > 1 else 0.0 for i, place in self.needed.items()}
+    def _list_needed(self) -> list[tuple[int, float]]:
+        """Lists the reloads with the time when each is needed, in order of time.
+
+        A reload is needed when the kernel before its first reader ends; an unread result, at the end.
+        """
+        times = {i: self._ends[n - 2] if n > 1 else 0.0 for i, n in self.first_reads.items()}
         for i in self._graph.kernels:
             if compat.transfer_in(self._eqns[i]) == "H2D":
                 times.setdefault(i, self._end)

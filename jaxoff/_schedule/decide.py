@@ -1,14 +1,14 @@
 """Decides the order of a straight-line program: its large kernels in a chain, its copies beside the chain.
 
-A kernel that has to wait for a reload lets a later kernel go first. Kernels that free as much memory as they
-take run at once. A reload starts as late as it can and still be in time.
+A kernel which has to wait for a reload lets a later kernel go first. A kernel runs at once if it frees as
+much memory as it takes. A reload starts as late as possible, and still in time.
 
-The kernels that lead to a collective go first, as far as they take no more memory than the program in its own
-order does at its peak. Collectives stand outside of the chain: only their readers wait for them.
+The kernels before a collective go first, as far as the memory suffices: the peak of the program in its own
+order. Collectives stand outside of the chain: only the readers of their results wait for their ends.
 
 A barrier cannot delay a reload out of a host stack: XLA fuses the reload with the slice before it and drops
 the barrier between. A dependency through the stack itself works: an element of the value to wait for is
-written into the stack's spare row, and the reload reads the stack after that write.
+written into the stack's spare row, and the reload reads the stack after the write.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from jaxoff._jaxpr.kernels import KernelGraph, new_nbytes
 from jaxoff._jaxpr.primitives import is_collective, is_compute
 from jaxoff._schedule.chain import Chain, is_chained
 from jaxoff._schedule.collectives import Collectives, can_wait
-from jaxoff._schedule.copy_times import CopyTimes, Reloads
+from jaxoff._schedule.copy_times import CopyTimes, ReloadPlan
 from jaxoff._schedule.copy_waits import CopyWaits
-from jaxoff._schedule.liveness import Held, find_fusion_pairs
+from jaxoff._schedule.liveness import HeldMemory, find_fusion_pairs
 from jaxoff._schedule.problem import OrderProblem
 from jaxoff._schedule.schedule import Added, ReadBit, Run, Schedule, Substitutes
 
 # Bytes: smaller values are not worth a position in the chain.
 LARGE_NBYTES = 1 << 20
-# Each draft plans its reloads from the times of the draft before, until the plan repeats. Two or three drafts
-# reach that in all programs of the benchmarks (bench/LOG.md, "2026-11-25: one trace").
+# Each draft plans its reloads from the times of the draft before, until the plan repeats. In all programs of
+# the benchmarks, the plan repeats after two or three drafts (bench/LOG.md, "2026-11-25: one trace").
 MOST_DRAFTS = 4
 # Kernels: how far down the program order `decide` looks for a kernel to run while another waits for a reload.
 _LOOKAHEAD = 8
@@ -50,17 +50,17 @@ def decide(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYT
       The schedule of the last draft.
     """
     graph = KernelGraph(problem.eqns, problem.outs | problem.moved_aside)
-    reloads, room = Reloads(), 0
+    reloads, room = ReloadPlan(), 0
     pairs: dict[int, int] = {}
     if any(is_collective(problem.eqns[i]) for i in graph.kernels):
         plain = Draft(problem, graph, device, large_nbytes, reloads, pairs)
         plain.run()
-        room = plain.held.peak
+        room = plain.held.peak_nbytes
     # The first draft takes all copies for done, to see when each is needed.
     for _ in range(MOST_DRAFTS):
         draft = Draft(problem, graph, device, large_nbytes, reloads, pairs, room)
         schedule, before = draft.run(), (reloads, pairs)
-        reloads = draft.times.reloads(problem.reuses_buffer_of)
+        reloads = draft.times.plan_reloads(problem.reuses_buffer_of)
         pairs = pairs or find_fusion_pairs(schedule.kernels, problem, graph, large_nbytes)
         if (reloads, pairs) == before:
             break
@@ -68,19 +68,19 @@ def decide(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYT
 
 
 def estimate_copies(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYTES) -> CopyTimes:
-    """The times of the copies of a loop's body, in an order that takes all copies for done."""
+    """Estimates the times of the copies of a loop's body, in an order which takes all copies for done."""
     graph = KernelGraph(problem.eqns, problem.outs)
-    draft = Draft(problem, graph, device, large_nbytes, Reloads(), {})
+    draft = Draft(problem, graph, device, large_nbytes, ReloadPlan(), {})
     draft.run()
     return draft.times
 
 
 class Draft:
-    """One pass over the kernels of a program, each placed once.
+    """A pass over the kernels of a program which places each kernel once.
 
     Attributes:
       times: the times of the copies in this draft.
-      held: the device memory that the values placed so far hold.
+      held: the device memory held by the results of the kernels placed so far.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Draft:
         graph: KernelGraph,
         device: Device,
         large_nbytes: int,
-        reloads: Reloads,
+        reloads: ReloadPlan,
         pairs: Mapping[int, int],
         room: int = 0,
     ):
@@ -98,12 +98,12 @@ class Draft:
         self._reloads, self._room = reloads, room
         self._collectives = Collectives(problem, graph, large_nbytes, device)
         self.times = CopyTimes(problem.eqns, graph, device)
-        self.held = Held(problem.eqns, problem.outs)
+        self.held = HeldMemory(problem.eqns, problem.outs)
         self._waits = CopyWaits(problem.eqns, self.times, device)
         self._chain = Chain(problem, graph, large_nbytes, pairs, self._waits)
         self._placed: set[int] = set()
         self._time = 0.0  # ms
-        self._available: dict[Var, float] = {}  # result of a reload or collective -> the time it is there, ms
+        self._available: dict[Var, float] = {}  # result of a reload or collective -> its end, ms
         self._bits: dict[int, Added] = {}  # collective -> a bit of its result
 
     def run(self) -> Schedule:
@@ -122,21 +122,21 @@ class Draft:
             waiting = [i for i in waiting if i not in self._placed]
         for i in self._graph.kernels:
             self._place(i)
-        late = frozenset(self.times.late(self._problem.reuses_buffer_of))
+        late = frozenset(self.times.find_late_reloads(self._problem.reuses_buffer_of))
         return Schedule(tuple(self._chain.actions), self._chain.renamed, late)
 
     def _find_leading(self, waiting: list[int]) -> list[int]:
-        """The kernels that lead to collectives for which there is memory beside the other candidates."""
+        """Finds the kernels before collectives with room in memory beside the other candidates."""
         leading = [i for i in self._collectives.leading if i not in self._placed] if self._room else []
         others = (new_nbytes(self._eqns[i]) for i in waiting[:_LOOKAHEAD] if i not in leading)
         room = self._room - self.held.nbytes - max(others, default=0)
-        return self._collectives.for_which_is_room(leading[:_LOOKAHEAD], room)
+        return self._collectives.limit_to_room(leading[:_LOOKAHEAD], room)
 
     def _place_first_reloads(self) -> None:
-        """Estimates when reloads end, and places those that nothing delays."""
+        """Estimates when reloads end, and places the reloads which start with the program."""
         time, ends = 0.0, {}
         for i in self._reloads.order:
-            time += self.times.reload_ms(i)
+            time += self.times.estimate_reload_ms(i)
             ends[i] = time
         for i in dict.fromkeys((*self._reloads.order, *self._graph.kernels)):
             if compat.transfer_in(self._eqns[i]) == "H2D":
@@ -145,7 +145,7 @@ class Draft:
                     self._run_kernel(i)
 
     def _store_arguments(self) -> None:
-        """Writes arguments into the stacks that keep them, before their buffers are reused."""
+        """Writes arguments into their stacks, before their buffers are reused."""
         for i in self._graph.kernels:
             eqn = self._eqns[i]
             is_write = eqn.primitive.name == "dynamic_update_slice" and not compat.is_host(
@@ -155,7 +155,7 @@ class Draft:
                 self._run_kernel(i, chained=False)
 
     def _place(self, i: int) -> None:
-        """Places a kernel after all it needs, then the kernels that free as much memory as they take."""
+        """Places kernel `i` after all kernels before it, then the kernels which take no new memory."""
         maker, todo = self._graph.maker, [i]
         while todo:
             j = todo[-1]
@@ -186,11 +186,11 @@ class Draft:
         began = self._time
         self._time += kernel_ms(self._graph, i, self._device)
         if self._problem.waits_for_sends and is_compute(eqn):
-            self._waits.hide(eqn, began, self._time)
+            self._waits.hide_behind(eqn, began, self._time)
         self.times.add(i, self._time)
 
     def _start_collective(self, i: int) -> None:
-        """Starts a collective behind the one before; only its readers wait for it."""
+        """Starts collective `i` behind the previous collective; only readers of the result wait for it."""
         eqn = self._eqns[i]
         self._run_kernel(i)
         bit = Added(eqn.outvars[0])
@@ -209,10 +209,10 @@ class Draft:
 
     def _find_freed_by_collectives(self) -> list[int]:
         """The kernels to place next because a collective has ended."""
-        over = self._collectives.over(self._time)
-        for v in (v for i in over for v in self._graph.reads[i] if not self._chain.unread[v]):
+        ended = self._collectives.pop_ended(self._time)
+        for v in (v for i in ended for v in self._graph.reads[i] if not self._chain.unread[v]):
             self.held.free(v)
-        return [j for i in over for j in reversed(self._find_freed(i))]
+        return [j for i in ended for j in reversed(self._find_freed(i))]
 
     def _find_freed(self, i: int) -> list[int]:
         """The kernels to place next because kernel `i` is placed; places kernels of small results itself."""
@@ -229,7 +229,7 @@ class Draft:
         return freed
 
     def _can_reload(self, i: int) -> bool:
-        """Whether the operand of a reload is on the host, and the buffer that the reload takes is free."""
+        """Whether the operand of reload `i` is on the host, and the buffer for the result is free."""
         argument = self._problem.reuses_buffer_of.get(self._eqns[i].outvars[0])
         readers = () if argument is None else self._graph.readers.get(argument, ())
         is_sent = all(
@@ -238,7 +238,7 @@ class Draft:
         return is_sent and self._placed.issuperset(readers)
 
     def _takes_no_memory(self, i: int) -> bool:
-        """Whether a move kernel can run now in the memory of operands that only it still reads."""
+        """Whether move kernel `i` can run now, in the memory of operands without other readers left."""
         eqn, reads = self._eqns[i], self._graph.reads[i]
         if compat.transfer_in(eqn) == "D2H":
             return all(self._graph.maker.get(v, -1) in self._placed for v in reads)
@@ -261,10 +261,10 @@ class Draft:
         return all(maker.get(v, -1) in self._placed or v not in maker for v in self._graph.reads[i])
 
     def _makes_small_of_large(self, i: int) -> bool:
-        """Whether a move kernel that can run now makes a small value from a large one.
+        """Whether kernel `i` is a move kernel, can run now, and makes a small value from a large value.
 
-        The next compute kernel waits for the small value, since then the kernel does not keep the large value
-        alive. Move kernels before that may be fused with it.
+        The next compute kernel waits for the small value, so that the large value does not live longer. XLA
+        may fuse kernel `i` with move kernels before the compute kernel.
         """
         eqn, reads = self._eqns[i], self._graph.reads[i]
         if is_compute(eqn) or compat.transfer_in(eqn) or is_chained(eqn, self._large_nbytes):
@@ -286,7 +286,7 @@ class Draft:
         if compat.transfer_in(eqn) == "H2D":
             chain.delay_reload(i)
         elif compat.transfer_in(eqn) == "D2H":
-            self.times.send(i)
+            self.times.add_send(i)
         chain.actions.append(self._make_run(i, chain.substitutes | chain.renamed | behind))
         self.held.make(i)
         chain.append(i, behind, chained=is_chained(eqn, self._large_nbytes) if chained is None else chained)
@@ -296,9 +296,9 @@ class Draft:
             chain.unread[v] -= 1
             if not chain.unread[v] and not is_collective(eqn):
                 self.held.free(v)
-            self._waits.read(v)
+            self._waits.mark_read(v)
             if v in self._available and not is_collective(self._eqns[self._graph.maker[v]]):
-                self.times.needed.setdefault(self._graph.maker[v], chain.length)
+                self.times.first_reads.setdefault(self._graph.maker[v], chain.length)
 
     def _make_run(self, i: int, substitutes: Substitutes) -> Run:
         equations = (*self._graph.fused[i], i)
@@ -306,7 +306,7 @@ class Draft:
         operands = {v: substitutes[v] for v in reads if v in substitutes}
         if not is_collective(self._eqns[i]):
             return Run(equations, operands)
-        bits = tuple(self._bits[j] for j in self._collectives.to_wait_for(i))
+        bits = tuple(self._bits[j] for j in self._collectives.find_awaited(i))
         made_inside = {v for j in equations for v in self._eqns[j].outvars}
         waiting = [v for v in self._eqns[i].invars if bits and can_wait(v, [bit.of for bit in bits])]
         elements: Substitutes = {

@@ -1,6 +1,6 @@
-"""Kernels of one element, and copies, that stand for dependencies which XLA would otherwise drop.
+"""Kernels of one element, and copies, for dependencies which XLA would otherwise drop.
 
-Each is a function to be traced into a program that is put in order; see `jaxoff._schedule.order`.
+`jaxoff._schedule.emit` and `jaxoff._schedule.loops` trace each function into the program.
 """
 
 from __future__ import annotations
@@ -14,49 +14,56 @@ from jax import lax
 
 
 def copy_aside(value, iteration):
-    """A value in other memory: a kernel, since XLA leaves out a copy and waits for the memory instead."""
+    """Copies a value into a buffer of its own, by a select on the loop counter.
+
+    The select is a kernel. XLA would leave out a plain copy, and make the next writer wait for the buffer.
+    """
     value = lax.optimization_barrier(value)
     return lax.select(iteration >= 0, value, lax.full_like(value, 0))
 
 
 def delay_iteration(iteration, value):
-    """The iteration of a loop, which is never negative, so that it depends on a value as well.
+    """Makes the loop counter, which is never negative, depend on a value.
 
-    No barrier: XLA evaluates the places of slices itself, and cannot evaluate a barrier.
+    A barrier is not possible: XLA evaluates the starts of slices itself, and cannot evaluate a barrier.
     """
     return jnp.maximum(iteration, -read_bit(value).astype(iteration.dtype))
 
 
 def delay_values(values, bits):
-    """Values, of each the first element written back once some bits are known; and those elements.
+    """Makes values depend on bits: writes the first element of each value back once the bits are known.
 
-    Where the edges of a graph are by use of data, a barrier makes nothing wait.
+    A barrier makes no kernel wait in a CUDA graph whose edges follow the data.
+
+    Returns:
+      The values, and their first elements from before the write.
     """
     bit = functools.reduce(operator.or_, bits)
-    values = lax.optimization_barrier(values)  # or what makes them waits, in one kernel with the write
+    # Without this barrier XLA fuses the write with the value's maker, and the maker waits for the bits.
+    values = lax.optimization_barrier(values)
     elements = [lax.slice(value, [0] * value.ndim, [1] * value.ndim) for value in values]
 
-    def written(value, element):
-        # For XLA, which cannot see through a barrier, these are two values to choose from.
+    def write_back(value, element):
+        # XLA cannot see through a barrier, and takes the two operands of the select for different values.
         chosen = lax.select(jnp.full(element.shape, bit), element, lax.optimization_barrier(element))
         return lax.dynamic_update_slice(value, lax.optimization_barrier(chosen), [0] * value.ndim)
 
-    return [*map(written, values, elements)], elements
+    return [*map(write_back, values, elements)], elements
 
 
 def read_bit(value):
-    """Something about a value that nothing knows before it is there."""
-    element = _first_element(value)
+    """Computes a bit from the first element of a value; the bit is unknown until the value is made."""
+    element = _read_first_element(value)
     return element != element if jnp.issubdtype(value.dtype, jnp.floating) else element.astype(bool)
 
 
-def _first_element(value):
+def _read_first_element(value):
     return lax.slice(value, [0] * value.ndim, [1] * value.ndim).reshape(())
 
 
 def write_element(first: int, step: int, stack, value, iteration):
-    """Writes the first element of a value into a row of a stack on the host."""
-    element = _first_element(value).reshape([1] * stack.ndim).astype(stack.dtype)
+    """Writes the first element of a value into row `first + step * iteration` of a host stack."""
+    element = _read_first_element(value).reshape([1] * stack.ndim).astype(stack.dtype)
     on_host = jax.device_put(element, jax.memory.Space.Host)
     start = [first + step * iteration] + [0] * (stack.ndim - 1)
     return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)

@@ -24,15 +24,15 @@ from jaxoff._schedule.schedule import (
 
 
 def emit(schedule: Schedule, problem: OrderProblem) -> tuple[list[JaxprEqn], Renamed]:
-    """The equations of a scheduled program.
+    """Emits the equations of a scheduled program.
 
     Args:
-      schedule: what `jaxoff._schedule.decide.decide` returned for the problem.
+      schedule: the schedule of the problem, from `jaxoff._schedule.decide.decide`.
       problem: the program.
 
     Returns:
-      The equations in their new order, with barriers and dependency kernels between them; and result of the
-      program -> variable that holds it now.
+      The equations in their new order, with barriers and dependency kernels in between; and renamed host
+      stack -> variable with its final contents.
     """
     emitter = _Emitter(problem)
     for action in schedule.actions:
@@ -45,7 +45,7 @@ class _Emitter:
 
     Attributes:
       eqns: the equations.
-      variables: value that an action added -> variable.
+      variables: value added by an action -> variable.
     """
 
     def __init__(self, problem: OrderProblem):
@@ -57,7 +57,7 @@ class _Emitter:
         like = self._problem.eqns[action.kernel]
         match action:
             case Run():
-                self._run(action)
+                self._run_kernel(action)
             case Barrier(operands=operands, results=results):
                 outs, barrier = compat.make_barrier([self._find(v) for v in operands], like=like)
                 self.eqns.append(barrier)
@@ -78,9 +78,9 @@ class _Emitter:
         eqns, (self.variables[result],) = trace_call(function, operands, like=like)
         self.eqns += eqns
 
-    def _run(self, action: Run) -> None:
+    def _run_kernel(self, action: Run) -> None:
         renamed: Renamed = {v: self._find(value) for v, value in action.operands.items()}
-        # A fused equation is computed anew in each kernel that reads it.
+        # Each kernel computes the fused equations among its operands anew.
         for i in action.equations[:-1]:
             eqn = self._problem.eqns[i]
             outs = [Var(v.aval) for v in eqn.outvars]

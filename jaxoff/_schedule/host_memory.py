@@ -1,4 +1,4 @@
-"""How much host memory a program holds at once, counted before it is compiled."""
+"""Counts the host memory of a program before compilation."""
 
 from __future__ import annotations
 
@@ -10,42 +10,44 @@ from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 
 def peak_host_nbytes(closed: ClosedJaxpr) -> int:
-    """The most bytes that a program holds in host memory at once, its arguments and results among them.
+    """Counts the most bytes in host memory at once, arguments and results included.
 
-    Its equations are taken in their order; what nothing reads is left out. XLA gives the stacks of each loop
-    memory of their own from beginning to end, and uses the rest again. It may fold copies outside of loops
-    and take less. Bytes are those of whole arrays, where they are sharded.
+    The equations run in program order; equations without readers are left out. XLA gives the stacks of each
+    loop buffers of their own for the whole program, and reuses all other buffers. XLA may fold copies outside
+    of loops, and then takes less. A sharded array counts with the bytes of all shards.
     """
     live, _ = compat.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    return _peak(live)
+    return _find_peak(live)
 
 
-def _peak(jaxpr: Jaxpr) -> int:
-    always = _on_host(jaxpr.constvars, jaxpr.invars, *(eqn.outvars for eqn in jaxpr.eqns if _is_loop(eqn)))
-    live = always | _on_host(jaxpr.outvars)
+def _find_peak(jaxpr: Jaxpr) -> int:
+    always = _select_host(
+        jaxpr.constvars, jaxpr.invars, *(eqn.outvars for eqn in jaxpr.eqns if _is_loop(eqn))
+    )
+    live = always | _select_host(jaxpr.outvars)
     peak = size = compat.nbytes_of(live)
     for eqn in reversed(jaxpr.eqns):
-        made, read = live.intersection(eqn.outvars) - always, _on_host(eqn.invars) - live
+        made, read = live.intersection(eqn.outvars) - always, _select_host(eqn.invars) - live
         live -= made
         live |= read
         size += compat.nbytes_of(read) - compat.nbytes_of(made)
-        peak = max(peak, size + _within(eqn))
+        peak = max(peak, size + _count_inside(eqn))
     return peak
 
 
-def _within(eqn: JaxprEqn) -> int:
-    """What an equation holds only while it runs, beyond what it reads."""
-    beyond = []
+def _count_inside(eqn: JaxprEqn) -> int:
+    """Counts the bytes in use only while an equation runs, its operands excluded."""
+    extra = []
     for body in compat.sub_jaxprs(eqn):
-        # An iteration's results are parts of the loop's; those of a call are its own until then.
-        outside = _on_host(body.constvars, body.invars, body.outvars if _is_loop(eqn) else ())
-        beyond.append(_peak(body) - compat.nbytes_of(outside))
-    return max(beyond, default=0) * compat.num_shards(eqn)
+        # The results of an iteration are rows of the loop's results. The results of a call count here.
+        outside = _select_host(body.constvars, body.invars, body.outvars if _is_loop(eqn) else ())
+        extra.append(_find_peak(body) - compat.nbytes_of(outside))
+    return max(extra, default=0) * compat.num_shards(eqn)
 
 
 def _is_loop(eqn: JaxprEqn) -> bool:
     return compat.scan_in(eqn) is not None or eqn.primitive.name == "while"
 
 
-def _on_host(*groups: Iterable[Any]) -> set[Var]:
+def _select_host(*groups: Iterable[Any]) -> set[Var]:
     return {v for group in groups for v in group if isinstance(v, Var) and compat.is_host(v.aval)}

@@ -1,4 +1,4 @@
-"""The memory that an order holds, and the light kernels that could be one kernel with an earlier one."""
+"""The device memory held by an order, and the move kernels which XLA can fuse with an earlier kernel."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jaxoff._jaxpr.primitives import is_collective, is_compute
 from jaxoff._schedule.problem import OrderProblem
 
 
-def held_nbytes(
+def count_held_nbytes(
     order: Sequence[int], eqns: Sequence[JaxprEqn], graph: KernelGraph, outs: frozenset[Var]
 ) -> list[int]:
-    """Device bytes of the values of a program that are alive while each kernel of an order is computed."""
-    place = {i: n for n, i in enumerate(order)}
+    """Counts, for each kernel of an order, the device bytes of the values alive while the kernel runs."""
+    position = {i: n for n, i in enumerate(order)}
     change = [0] * (len(order) + 1)
-    for i, first in place.items():
+    for i, first in position.items():
         for v in eqns[i].outvars:
             if compat.is_host(v.aval) or not new_nbytes(eqns[i]):
                 continue
-            last = max((place[j] for j in graph.readers.get(v, ())), default=first)
+            last = max((position[j] for j in graph.readers.get(v, ())), default=first)
             change[first] += compat.nbytes(v.aval)
             change[len(order) if v in outs else last + 1] -= compat.nbytes(v.aval)
     held, total = [], 0
@@ -31,74 +31,82 @@ def held_nbytes(
     return held
 
 
-class Held:
-    """The memory that an order holds so far, without results: in a loop those are written in place.
+class HeldMemory:
+    """The device memory held by an order so far.
+
+    Results do not count: a loop writes its results into their stacks.
 
     Attributes:
-      nbytes: on the device.
-      peak: the most so far.
+      nbytes: bytes held now.
+      peak_nbytes: the most bytes held so far.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], outs: frozenset[Var]):
         self._eqns, self._outs = eqns, outs
         self._alive: dict[Var, int] = {}
-        self.nbytes = self.peak = 0
+        self.nbytes = self.peak_nbytes = 0
 
     def make(self, i: int) -> None:
-        """Adds the results of a kernel."""
+        """Adds the results of kernel `i`."""
         for v in self._eqns[i].outvars:
             if not compat.is_host(v.aval) and new_nbytes(self._eqns[i]) and v not in self._outs:
                 self._alive[v] = compat.nbytes(v.aval)
                 self.nbytes += self._alive[v]
-        self.peak = max(self.peak, self.nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def free(self, v: Var) -> None:
-        """Takes away a value that nothing reads any more."""
+        """Drops a value without further readers."""
         self.nbytes -= self._alive.pop(v, 0)
 
 
 def find_fusion_pairs(
-    order: Sequence[int], program: OrderProblem, graph: KernelGraph, large_nbytes: int
+    order: Sequence[int], problem: OrderProblem, graph: KernelGraph, large_nbytes: int
 ) -> dict[int, int]:
-    """By light kernel, a later one that XLA can make one kernel with it, for which there is memory by then.
+    """Pairs move kernels to place next to each other, so that XLA fuses each pair horizontally.
 
-    Both read the same array and make results of one shape, such as rows and gradients that are gathered by
-    the same indices. What is made earlier takes its memory longer: at no place more than the order holds at
-    its fullest.
+    Both kernels of a pair read the same array and make results of the same shape; for example, two gathers by
+    the same indices. The second result is then held from the first kernel on. A pair is kept
+    only if this does not raise the peak of the order's memory.
+
+    Returns:
+      First kernel -> second kernel.
     """
-    eqns = program.eqns
-    held, place = held_nbytes(order, eqns, graph, program.outs), {i: n for n, i in enumerate(order)}
-    fullest = max(held, default=0)
-    displacing = {i for made in program.overwrites_after_send for i in graph.find_makers(made)}
+    eqns = problem.eqns
+    held = count_held_nbytes(order, eqns, graph, problem.outs)
+    position = {i: n for n, i in enumerate(order)}
+    peak_nbytes = max(held, default=0)
+    overwriting = {i for made in problem.overwrites_after_send for i in graph.find_makers(made)}
 
     def is_candidate(i: int) -> bool:
         eqn = eqns[i]
-        if is_compute(eqn) or compat.transfer_in(eqn) or i in displacing:
+        if is_compute(eqn) or compat.transfer_in(eqn) or i in overwriting:
             return False
-        if not program.outs.isdisjoint(eqn.outvars):
+        if not problem.outs.isdisjoint(eqn.outvars):
             return False
         return len(eqn.outvars) == 1 and new_nbytes(eqn) >= large_nbytes
 
-    def comes_from_elsewhere(v: Var) -> bool:
+    def is_received(v: Var) -> bool:
         maker = eqns[graph.maker[v]] if v in graph.maker else None
         return maker is not None and (compat.transfer_in(maker) == "H2D" or is_collective(maker))
 
     pairs: dict[int, int] = {}
-    for later in filter(is_candidate, order):
-        reads = graph.reads[later]
-        if any(map(comes_from_elsewhere, reads)):
+    for second in filter(is_candidate, order):
+        reads = graph.reads[second]
+        if any(map(is_received, reads)):
             continue
-        made = max((place[graph.maker[v]] for v in reads if v in graph.maker), default=-1)
+        made = max((position[graph.maker[v]] for v in reads if v in graph.maker), default=-1)
         shared = (j for v in reads if compat.shape_of(v.aval) for j in graph.readers[v])
-        earlier = [j for j in shared if made < place[j] < place[later] and is_candidate(j) and j not in pairs]
-        (out,) = eqns[later].outvars
+        earlier = [
+            j for j in shared if made < position[j] < position[second] and is_candidate(j) and j not in pairs
+        ]
+        (out,) = eqns[second].outvars
         earlier = [j for j in earlier if eqns[j].outvars[0].aval.shape == out.aval.shape]  # pyright: ignore
-        first = max(earlier, key=lambda j: place[j], default=None)
+        first = max(earlier, key=lambda j: position[j], default=None)
         if first is None or first in pairs.values():
             continue
-        between = range(place[first], place[later])
-        if all(held[n] + compat.nbytes(out.aval) <= fullest for n in between):
-            pairs[first] = later
+        between = range(position[first], position[second])
+        if all(held[n] + compat.nbytes(out.aval) <= peak_nbytes for n in between):
+            pairs[first] = second
             for n in between:
                 held[n] += compat.nbytes(out.aval)
     return pairs

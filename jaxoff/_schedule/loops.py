@@ -1,15 +1,14 @@
-"""Scans written out as while loops, so that what enters and leaves their bodies has a place in the order.
+"""Scans written out as while loops, so that the scheduler orders the reads, writes and copies of rows, too.
 
-`jax.lax.scan` slices its operands before an iteration and writes its results into their stacks after it.
-Written out:
+`jax.lax.scan` slices its operands before an iteration, and writes its results into stacks after the
+iteration. In a while loop:
 
-- gradients go into their stacks as soon as they are made, and leave their memory;
-- a stack of residuals on the host gets a spare row, through which a reload can wait for its time (see
-  `jaxoff._schedule.order`);
-- a reload that could not be in time starts in the iteration before, into the memory of the one before. The
-  device copies that one elsewhere if the iteration would read it too long. For the first iteration of the
-  backward loop, the last iteration of the forward loop leaves that residual on the device;
-- what is made so late in an iteration that its copy would not end with the iteration is sent in the next one.
+- A gradient is written into its stack at once, and the buffer of the gradient becomes free.
+- A host stack has a spare row, by which a reload can wait for its start (see `jaxoff._schedule.decide`).
+- A reload which cannot be in time is prefetched: it starts one iteration early, and takes the buffer of the
+  current iteration's row. If the iteration reads the current row too long, the device moves the row aside.
+  For the first iteration of the backward loop, the forward loop leaves its last residual on the device.
+- A send which cannot end with its iteration is deferred to the next iteration.
 """
 
 from __future__ import annotations
@@ -31,25 +30,26 @@ from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
 from jaxoff._jaxpr.kernels import trace_to_kernel
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._jaxpr.stack_slices import StackSlices
-from jaxoff._schedule.collectives import cast_first
+from jaxoff._schedule.collectives import cast_before_gathers
 from jaxoff._schedule.decide import decide, estimate_copies
 from jaxoff._schedule.dependency_kernels import copy_aside
 from jaxoff._schedule.emit import emit
 from jaxoff._schedule.problem import OrderProblem, SpareRow
 
-# No row that an iteration reads or writes has the next iteration's count for its index. XLA would compute
-# both as one value, in the memory of the count, behind all that still reads that.
+# The loop counter starts here, above all row offsets, so that the index of a row never equals the counter
+# plus 1. XLA would merge the two equal values, and copy insertion would place the index after all readers of
+# the counter (bench/LOG.md, "2026-11-21: what the traces of the MoE block and of the Python loop showed").
 _FIRST_COUNT = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A scan that moves residuals.
+    """A scan over layers.
 
     Attributes:
-      eqn: the scan.
-      layout: how its operands and results divide.
-      body: its body, calls inlined.
+      eqn: equation of the scan.
+      layout: numbers of constants and carried values among the scan's operands, and further parameters.
+      body: jaxpr of the scan's body, its calls inlined.
     """
 
     eqn: JaxprEqn
@@ -57,8 +57,8 @@ class Loop:
     body: Jaxpr
 
     @staticmethod
-    def of(eqn: JaxprEqn) -> Loop | None:
-        """The scan in an equation, or None where it cannot be written out."""
+    def find(eqn: JaxprEqn) -> Loop | None:
+        """Returns the scan of an equation, or None if no scan can be written out."""
         layout = compat.scan_in(eqn)
         if layout is None or layout.unroll not in (1, False) or eqn.params["jaxpr"].consts:
             return None
@@ -67,11 +67,12 @@ class Loop:
         eqns = list(inline_calls(body.eqns, renamed))
         if compat.has_side_effects(body):
             return None
-        eqns = cast_first(eqns, [resolve(renamed, v) for v in body.outvars], renamed)
+        eqns = cast_before_gathers(eqns, [resolve(renamed, v) for v in body.outvars], renamed)
         return Loop(eqn, layout, body.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in body.outvars]))
 
     @property
     def step(self) -> int:
+        """The difference of the indices of two iterations."""
         return -1 if self.eqn.params["reverse"] else 1
 
     @property
@@ -80,45 +81,45 @@ class Loop:
         return self.layout.length - 1 if self.step < 0 else 0
 
     def split(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Constants, carry and xs."""
+        """Splits operands of the scan, or of its body, into constants, carry and xs."""
         first, last = self.layout.num_consts, self.layout.num_consts + self.layout.num_carry
         return operands[:first], operands[first:last], operands[last:]
 
     def index_copies(self, kind: str) -> dict[Any, JaxprEqn]:
-        """The copies in the body, by operand if they come from the host, by result if they go there."""
+        """Maps operand -> reload (`kind` "H2D"), or result -> send ("D2H"), for the copies in the body."""
         found: list[Any] = [eqn for eqn in self.body.eqns if compat.transfer_in(eqn) == kind]
         return {(eqn.invars[0] if kind == "H2D" else eqn.outvars[0]): eqn for eqn in found}
 
     def find_reloads(self) -> dict[int, JaxprEqn]:
-        """By number of the xs, the copy from the host that alone reads it."""
+        """Maps the index of an xs -> reload, for each xs with the reload as its only reader."""
         copies, (_, _, xs) = self.index_copies("H2D"), self.split(self.body.invars)
         reads = count_reads(self.body.eqns, self.body.outvars)
         return {k: copies[x] for k, x in enumerate(xs) if x in copies and reads[x] == 1}
 
     def find_sends(self) -> dict[int, JaxprEqn]:
-        """By number of the ys, the copy to the host whose result it is and nothing else."""
+        """Maps the index of a ys -> send, for each ys which is the result of the send and is not read."""
         copies, reads = self.index_copies("D2H"), count_reads(self.body.eqns, self.body.outvars)
-        return {k: copies[y] for k, y in self._ys() if y in copies and reads[y] == 1}
+        return {k: copies[y] for k, y in self._list_ys() if y in copies and reads[y] == 1}
 
-    def _ys(self) -> Iterator[tuple[int, Var]]:
-        """The ys that are not constants, by number."""
+    def _list_ys(self) -> Iterator[tuple[int, Var]]:
+        """Lists index and variable of each ys, without constants."""
         for k, y in enumerate(self.body.outvars[self.layout.num_carry :]):
             if isinstance(y, Var):
                 yield k, y
 
-    def find_kept(self) -> set[int]:
-        """The ys that a kernel makes, and that the body reads as well."""
+    def find_ys_read_inside(self) -> set[int]:
+        """Finds the indices of the ys which a compute kernel makes and the body also reads."""
         eqns, found = self.body.eqns, set()
         maker = index_makers(eqns)
         reads = count_reads(eqns, self.body.outvars)
-        for k, y in self._ys():
-            way = [] if compat.is_host(y.aval) else list(trace_to_kernel(y, maker, eqns))
-            if way and is_compute(eqns[way[-1][1]]) and any(reads[v] > 1 for v, _ in way):
+        for k, y in self._list_ys():
+            path = [] if compat.is_host(y.aval) else list(trace_to_kernel(y, maker, eqns))
+            if path and is_compute(eqns[path[-1][1]]) and any(reads[v] > 1 for v, _ in path):
                 found.add(k)
         return found
 
     def to_problem(self) -> OrderProblem:
-        """The body, to be put in order."""
+        """Returns the body as a problem for the scheduler."""
         _, carry, _ = self.split(self.body.invars)
         results = frozenset(v for v in self.body.outvars if isinstance(v, Var))
         in_order = mark_dependents(self.body.eqns, set(carry))
@@ -127,19 +128,19 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class HostStack:
-    """A stack on the host that one loop writes and another reads backwards.
+    """A stack in host memory which one loop writes and another loop reads in the opposite direction.
 
     Attributes:
       writer, reader: indices of the equations of the two loops.
-      ys, xs: the index of the stack among the ys of the writer and among the xs of the reader.
+      ys, xs: index of the stack among the ys of the writer, and among the xs of the reader.
       prefetched: iteration i of the reader reloads the row of iteration i+1.
       send_deferred: iteration i of the writer sends the value of iteration i-1, because the send would not
         finish in its own iteration. Implies `prefetched`: the last value stays on the device and starts the
         reader.
-      overwrites: with `send_deferred`, a new value is written into the buffer of the value before it, which
-        was sent by then. Otherwise the device copies the new value there after the send.
-      row_offset: rows before the first layer's row: 1 where the spare row stands first, 0 where it stands
-        last.
+      overwrites: with `send_deferred`, whether the writer's kernel writes the new value into the buffer of
+        the previous value, which is sent before. Otherwise the device copies the new value there after the
+        send.
+      row_offset: number of rows before the first layer's row: 1 if the spare row is first, 0 if it is last.
     """
 
     writer: int
@@ -155,7 +156,7 @@ class HostStack:
 def find_host_stacks(
     loops: Mapping[int, Loop], eqns: list[JaxprEqn], outvars: Iterable[Any], device: Device, large_nbytes: int
 ) -> Iterator[HostStack]:
-    """The stacks that pass from loop to loop and that nothing else reads."""
+    """Finds the host stacks from one loop to another without further readers."""
     uses = count_reads(eqns, outvars)
     written = {
         loop.eqn.outvars[loop.layout.num_carry + k]: (i, k)
@@ -163,13 +164,15 @@ def find_host_stacks(
         for k in loop.find_sends()
     }
     late_sends = {
-        i: estimate_copies(loop.to_problem(), device, large_nbytes).unfinished()
+        i: estimate_copies(loop.to_problem(), device, large_nbytes).find_late_sends()
         for i, loop in loops.items()
         if any(writer == i for writer, _ in written.values())
     }
     for i, loop in loops.items():
         reloads = loop.find_reloads()
-        late = estimate_copies(loop.to_problem(), device, large_nbytes).too_late() if reloads else []
+        late: list[Var] = []
+        if reloads:
+            late = estimate_copies(loop.to_problem(), device, large_nbytes).find_reloads_to_prefetch()
         for k, v in enumerate(loop.split(loop.eqn.invars)[2]):
             if k not in reloads or v not in written or uses[v] != 1:
                 continue
@@ -179,13 +182,14 @@ def find_host_stacks(
             sent = loops[writer].find_sends()[ys].outvars[0]
             send_deferred, overwrites = sent in late_sends[writer], late_sends[writer].get(sent, False)
             prefetched = send_deferred or reloads[k].outvars[0] in late
-            # A prefetching reader reads one row past the last; otherwise the row before the first is written.
-            in_front = (loop.step < 0) == prefetched
-            yield HostStack(writer, ys, i, k, prefetched, send_deferred, overwrites, int(in_front))
+            # A prefetching reader reads the row after its last row. Another reader writes into the previous
+            # iteration's row, and needs a row before its first row.
+            is_spare_first = (loop.step < 0) == prefetched
+            yield HostStack(writer, ys, i, k, prefetched, send_deferred, overwrites, int(is_spare_first))
 
 
-def row_nbytes(loop: Loop, xs: int) -> int:
-    """Bytes of one row of a stack that a loop reads, on all devices."""
+def count_row_nbytes(loop: Loop, xs: int) -> int:
+    """Counts the bytes of one row of a stack among a loop's xs, on all devices."""
     mesh = loop.eqn.ctx.cur_abstract_mesh
     row = loop.split(loop.body.invars)[2][xs].aval
     return compat.nbytes(row) * (1 if mesh.empty else mesh.size)
@@ -195,45 +199,45 @@ def write_out(
     loop: Loop,
     operands: list[Any],
     pieces: StackSlices,
-    given: Mapping[int, Any],
-    sends: Mapping[int, HostStack],
-    takes: Mapping[int, HostStack],
-    firsts: Mapping[int, Any],
+    initial_stacks: Mapping[int, Any],
+    sent_stacks: Mapping[int, HostStack],
+    reloaded_stacks: Mapping[int, HostStack],
+    first_rows: Mapping[int, Any],
     device: Device,
     large_nbytes: int,
     *,
-    is_whole: bool,
+    is_unsharded: bool,
 ) -> tuple[list[JaxprEqn], list[Any], dict[int, Any]]:
-    """A scan as a while loop with an ordered body.
+    """Writes out a scan as a while loop with an ordered body.
 
     Args:
       loop: the scan.
-      operands: of the scan; stacks that it takes from another loop have a spare row.
-      pieces: the rows that it reads and writes of stacks that it has pieces of; the operands are whole.
-      given: by number of the ys, stacks that another loop has written rows of.
-      sends: by number of the ys, stacks that another loop takes.
-      takes: by number of the xs, stacks that it takes from another loop.
-      firsts: by number of the xs, the values of the first iteration for what is copied back ahead.
-      device: speeds, to estimate when copies arrive.
-      large_nbytes: as for `jaxoff._schedule.order.ordered`.
-      is_whole: whether the compiler leaves its values on one device.
+      operands: the scan's operands. `reloaded_stacks` have a spare row, and stacks of `pieces` are whole.
+      pieces: the rows which the scan reads and writes in longer stacks.
+      initial_stacks: index of a ys -> stack in which another loop has written rows.
+      sent_stacks: index of a ys -> host stack which another loop reads.
+      reloaded_stacks: index of an xs -> host stack which another loop has written.
+      first_rows: index of a prefetched xs -> the row of the first iteration, on the device.
+      device: rates, to estimate when kernels and copies end.
+      large_nbytes: as for `jaxoff._schedule.decide.decide`.
+      is_unsharded: whether the compiler leaves the loop's values unsharded.
 
     Returns:
-      Equations, the results of the scan, and by number of the ys the last iteration's value on the device,
-      for stacks that are copied back ahead.
+      The new equations; the results of the scan; and index of a ys -> the last iteration's value on the
+      device, for stacks which the reader prefetches.
     """
-    iteration = _Iteration(loop, pieces, sends, takes)
+    iteration = _Iteration(loop, pieces, sent_stacks, reloaded_stacks)
 
-    def run(consts, carry, xs, begun, arrived):
+    def run(consts, carry, xs, initial_stacks, first_rows):
         stacks = [
-            begun[k] if k in begun else compat.empty(v.aval, rows, is_whole=is_whole)
-            for k, (v, rows) in enumerate(iteration.ys())
+            initial_stacks[k] if k in initial_stacks else compat.empty(v.aval, rows, is_whole=is_unsharded)
+            for k, (v, rows) in enumerate(iteration.list_ys())
         ]
-        lasts = [compat.empty(v.aval, None, is_whole=is_whole) for v in iteration.lasts]
-        state = _State(
-            jnp.int32(iteration.first_count), carry, stacks, lasts, [xs[k] for k in takes], arrived
-        )
-        body = iteration.ordered(consts, xs, state, device, large_nbytes)
+        retained = [compat.empty(v.aval, None, is_whole=is_unsharded) for v in iteration.retained_vars]
+        host_stacks = [xs[k] for k in reloaded_stacks]
+        count = jnp.int32(iteration.first_count)
+        state = _State(count, carry, stacks, retained, host_stacks, first_rows)
+        body = iteration.order(consts, xs, state, device, large_nbytes)
 
         def step(state):
             leaves, structure = jax.tree.flatten(state)
@@ -243,68 +247,73 @@ def write_out(
         return lax.while_loop(lambda state: state.count < end, step, state)
 
     consts, carry, xs = loop.split(operands)
-    args = consts, carry, xs, dict(given), [firsts[k] for k in iteration.prefetched]
+    args = consts, carry, xs, dict(initial_stacks), [first_rows[k] for k in iteration.prefetched]
     eqns, results = trace_call(run, args, like=loop.eqn)
-    end = len(carry) + len(iteration.ys())
-    return eqns, results[1 : 1 + end], dict(zip(iteration.leaves, results[1 + end :], strict=False))
+    end = len(carry) + len(iteration.list_ys())
+    return eqns, results[1 : 1 + end], dict(zip(iteration.retained, results[1 + end :], strict=False))
 
 
 class _State(NamedTuple):
-    """What an iteration hands to the next one.
+    """The state of the while loop between two iterations.
 
     Attributes:
-      count: the number of iterations that are over, and `_Turn.first_count`.
-      carry: of the scan.
-      stacks: of the ys.
-      lasts: the latest values of what the loop leaves on the device at its end.
-      taken: stacks from another loop.
-      arrived: what was copied back from them ahead.
+      count: the loop counter: `_Iteration.first_count` plus the number of iterations done.
+      carry: the carried values of the scan.
+      stacks: the stacks of the ys.
+      retained: the latest values of the ys whose last value stays on the device.
+      host_stacks: the host stacks which another loop has written.
+      prefetched: the rows reloaded for the next iteration.
     """
 
     count: Any
     carry: list[Any]
     stacks: list[Any]
-    lasts: list[Any]
-    taken: list[Any]
-    arrived: list[Any]
+    retained: list[Any]
+    host_stacks: list[Any]
+    prefetched: list[Any]
 
 
 class _Iteration:
-    """One iteration of a loop that is written out.
+    """One iteration of a written-out loop.
 
     Attributes:
-      prefetched: the xs that are reloaded one iteration ahead, in the order of `_State.arrived`.
-      leaves: the ys whose last value stays on the device, in the order of `_State.lasts`.
-      lasts: their values in the body of the scan.
-      first_count: the count of the first iteration.
+      prefetched: indices of the prefetched xs, in the order of `_State.prefetched`.
+      retained: indices of the ys whose last value stays on the device, in the order of `_State.retained`.
+      retained_vars: variables of the retained values in the scan's body.
+      first_count: loop counter of the first iteration.
     """
 
     def __init__(
-        self, loop: Loop, pieces: StackSlices, sends: Mapping[int, HostStack], takes: Mapping[int, HostStack]
+        self,
+        loop: Loop,
+        pieces: StackSlices,
+        sent_stacks: Mapping[int, HostStack],
+        reloaded_stacks: Mapping[int, HostStack],
     ):
-        self._loop, self._pieces, self._sends, self._takes = loop, pieces, sends, takes
+        self._loop, self._pieces = loop, pieces
+        self._sent_stacks, self._reloaded_stacks = sent_stacks, reloaded_stacks
         self.first_count = _FIRST_COUNT + pieces.largest_offset
-        self.prefetched = [k for k, stack in takes.items() if stack.prefetched]
-        self.leaves = [k for k, stack in sends.items() if stack.prefetched]
-        self._kept = loop.find_kept()
-        self.lasts: list[Any] = [loop.find_sends()[k].invars[0] for k in self.leaves]
+        self.prefetched = [k for k, stack in reloaded_stacks.items() if stack.prefetched]
+        self.retained = [k for k, stack in sent_stacks.items() if stack.prefetched]
+        self._read_inside = loop.find_ys_read_inside()
+        self.retained_vars: list[Any] = [loop.find_sends()[k].invars[0] for k in self.retained]
 
-    def ys(self) -> list[tuple[Any, int]]:
-        """What each stack holds, and its rows."""
+    def list_ys(self) -> list[tuple[Any, int]]:
+        """Lists the variable of each ys in the body, and the number of rows of its stack."""
         values, written = self._loop.body.outvars[self._loop.layout.num_carry :], self._pieces.written
         length = self._loop.layout.length
-        rows = dict.fromkeys(self._sends, length + 1) | {k: w.rows for k, w in written.items()}
+        rows = dict.fromkeys(self._sent_stacks, length + 1) | {k: w.rows for k, w in written.items()}
         return [(v, rows.get(k, length)) for k, v in enumerate(values)]
 
-    def ordered(
+    def order(
         self, consts: list[Any], xs: list[Any], state: _State, device: Device, large_nbytes: int
     ) -> ClosedJaxpr:
-        """The program of an iteration, in order: constants, xs and a state, to the next state."""
-        order = functools.partial(self._ordered, consts, xs, state, device, large_nbytes)
+        """Orders the program of an iteration, from constants, xs and a state to the next state."""
+        order = functools.partial(self._order, consts, xs, state, device, large_nbytes)
         body, late = order([])
         return order(late)[0] if late else body
 
-    def _ordered(
+    def _order(
         self,
         consts: list[Any],
         xs: list[Any],
@@ -313,18 +322,20 @@ class _Iteration:
         large_nbytes: int,
         moved_aside: list[int],
     ) -> tuple[ClosedJaxpr, list[int]]:
-        """The program of an iteration that copies the xs `moved_aside`, and which others come back late.
+        """Orders the program of an iteration which moves the rows of the xs `moved_aside` aside.
 
-        A copy is late if the iteration reads too long the value whose memory it takes.
+        Returns:
+          The program; and the indices of prefetched xs whose reloads are late, because the iteration reads
+          the row in their buffer too long.
         """
-        loop, (given, structure) = self._loop, jax.tree.flatten(state)
+        loop, (leaves, structure) = self._loop, jax.tree.flatten(state)
         avals = jax.tree.map(jax.typeof, (consts, xs, state))
-        closed = compat.trace_like(loop.eqn, functools.partial(self._run, moved_aside), avals)
+        closed = compat.trace_like(loop.eqn, functools.partial(self._advance, moved_aside), avals)
         jaxpr, renamed = closed.jaxpr, {}
         eqns = list(inline_calls(jaxpr.eqns, renamed))
         outs = [resolve(renamed, v) for v in jaxpr.outvars]
-        before = jax.tree.unflatten(structure, jaxpr.invars[-len(given) :])
-        outs, copies = outs[: len(given)], outs[len(given) :]
+        before = jax.tree.unflatten(structure, jaxpr.invars[-len(leaves) :])
+        outs, copies = outs[: len(leaves)], outs[len(leaves) :]
         after = jax.tree.unflatten(structure, outs)
         problem = OrderProblem(
             tuple(eqns),
@@ -334,85 +345,94 @@ class _Iteration:
             iteration=before.count,
             spare_rows={
                 v: SpareRow(
-                    self._row_at(stack.row_offset - (0 if stack.prefetched else loop.step)), loop.step
+                    self._offset_row(stack.row_offset - (0 if stack.prefetched else loop.step)), loop.step
                 )
-                for v, stack in zip(before.taken, self._takes.values(), strict=True)
+                for v, stack in zip(before.host_stacks, self._reloaded_stacks.values(), strict=True)
             },
-            reuses_buffer_of=dict(zip(after.arrived, before.arrived, strict=True)),
+            reuses_buffer_of=dict(zip(after.prefetched, before.prefetched, strict=True)),
             moved_aside=frozenset(copies),
             overwrites_after_send={
                 v: after.stacks[k]
-                for k, v in zip(self.leaves, after.lasts, strict=True)
-                if self._sends[k].overwrites
+                for k, v in zip(self.retained, after.retained, strict=True)
+                if self._sent_stacks[k].overwrites
             },
         )
         schedule = decide(problem, device, large_nbytes)
         eqns, renamed = emit(schedule, problem)
-        late = [k for k, v in zip(self.prefetched, after.arrived, strict=True) if v in schedule.late]
+        late = [k for k, v in zip(self.prefetched, after.prefetched, strict=True) if v in schedule.late]
         jaxpr = jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in outs])
         return closed.replace(jaxpr=jaxpr), late
 
-    def _row_at(self, offset: int) -> int:
-        """A row, so many behind that of the iteration, but for what depends on the count of iterations."""
+    def _offset_row(self, offset: int) -> int:
+        """Returns the index of the row `offset` rows after the iteration's row, without `step * count`."""
         return self._loop.first - self._loop.step * self.first_count + offset
 
-    def _run(
+    def _advance(
         self, moved_aside: list[int], consts: list[Any], xs: list[Any], state: _State
     ) -> tuple[_State, list[Any]]:
-        """The next state, and copies of what came back ahead."""
-        loop, index = self._loop, self._row_at(0) + self._loop.step * state.count
-        taken = dict(zip(self._takes, state.taken, strict=True))
+        """Runs an iteration: returns the next state, and the copies of the rows moved aside."""
+        loop, index = self._loop, self._offset_row(0) + self._loop.step * state.count
+        host_stacks = dict(zip(self._reloaded_stacks, state.host_stacks, strict=True))
         offsets, written = self._pieces.offsets, self._pieces.written
         inputs: dict[int, Any] = {
-            k: _row(x, index + offsets.get(k, 0)) for k, x in enumerate(xs) if k not in taken
+            k: _read_row(x, index + offsets.get(k, 0)) for k, x in enumerate(xs) if k not in host_stacks
         }
-        for k, stack in taken.items():
+        for k, stack in host_stacks.items():
             if k not in self.prefetched:
-                inputs[k] = _row(stack, index + self._takes[k].row_offset)
-        inputs |= dict(zip(self.prefetched, state.arrived, strict=True))
+                inputs[k] = _read_row(stack, index + self._reloaded_stacks[k].row_offset)
+        inputs |= dict(zip(self.prefetched, state.prefetched, strict=True))
         copies = {k: copy_aside(inputs[k], state.count) for k in moved_aside}
         inputs |= {k: lax.optimization_barrier(copy) for k, copy in copies.items()}
-        deferred = [k for k in self.leaves if self._sends[k].send_deferred]
-        body = _between_copies(loop, self.prefetched, deferred, self.lasts)
+        deferred = [k for k in self.retained if self._sent_stacks[k].send_deferred]
+        body = _remove_copies(loop, self.prefetched, deferred, self.retained_vars)
         out = compat.jaxpr_as_fun(body)(*consts, *state.carry, *(inputs[k] for k in range(len(xs))))
         carry, out = out[: loop.layout.num_carry], out[loop.layout.num_carry :]
-        stacks, lasts = list(state.stacks), out[len(state.stacks) :]
-        for j, k in enumerate(self.leaves):
-            if k in deferred and not self._sends[k].overwrites:
-                lasts[j] = copy_aside(lasts[j], state.count)
+        stacks, retained = list(state.stacks), out[len(state.stacks) :]
+        for j, k in enumerate(self.retained):
+            if k in deferred and not self._sent_stacks[k].overwrites:
+                retained[j] = copy_aside(retained[j], state.count)
         for k, y in enumerate(out[: len(stacks)]):
-            at = index + (self._sends[k].row_offset if k in self._sends else 0)
+            at = index + (self._sent_stacks[k].row_offset if k in self._sent_stacks else 0)
             at += written[k].offset if k in written else 0
-            if k in self._kept:  # or XLA computes it twice, the second time in its place in the stack
+            if k in self._read_inside:  # XLA would run the kernel twice: for the stack and for the readers
                 y = copy_aside(y, state.count)
-            if k in deferred:  # the first iteration writes something, anything, into the spare row
-                value = state.lasts[self.leaves.index(k)]
+            if k in deferred:  # the first iteration writes arbitrary contents into the spare row
+                value = state.retained[self.retained.index(k)]
                 y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
-            stacks[k] = _with_row(stacks[k], y, at)
-        following = (_row(taken[k], index + loop.step + self._takes[k].row_offset) for k in self.prefetched)
-        arrived = [jax.device_put(row, jax.memory.Space.Device) for row in following]
-        return _State(state.count + 1, carry, stacks, lasts, state.taken, arrived), list(copies.values())
+            stacks[k] = _write_row(stacks[k], y, at)
+        next_rows = (
+            _read_row(host_stacks[k], index + loop.step + self._reloaded_stacks[k].row_offset)
+            for k in self.prefetched
+        )
+        prefetched = [jax.device_put(row, jax.memory.Space.Device) for row in next_rows]
+        new_state = _State(state.count + 1, carry, stacks, retained, state.host_stacks, prefetched)
+        return new_state, list(copies.values())
 
 
-def _between_copies(loop: Loop, prefetched: list[int], deferred: list[int], lasts: list[Any]) -> ClosedJaxpr:
-    """The body, given some xs on the device, which leaves some ys there, and also returns some values."""
+def _remove_copies(
+    loop: Loop, prefetched: list[int], deferred: list[int], retained_vars: list[Any]
+) -> ClosedJaxpr:
+    """Removes copies from the body, which then also returns the retained values.
+
+    The body takes the xs `prefetched` on the device, and returns the ys `deferred` on the device.
+    """
     body, reloads, sends = loop.body, loop.find_reloads(), loop.find_sends()
     consts, carry, xs = loop.split(body.invars)
     outs = list(body.outvars)
-    gone = [reloads[k] for k in prefetched]
+    removed = [reloads[k] for k in prefetched]
     for k in prefetched:
         xs[k] = reloads[k].outvars[0]
     for k in deferred:
-        gone.append(sends[k])
+        removed.append(sends[k])
         outs[loop.layout.num_carry + k] = sends[k].invars[0]
-    eqns = [eqn for eqn in body.eqns if not any(eqn is other for other in gone)]
-    jaxpr = body.replace(invars=[*consts, *carry, *xs], eqns=eqns, outvars=[*outs, *lasts])
+    eqns = [eqn for eqn in body.eqns if not any(eqn is other for other in removed)]
+    jaxpr = body.replace(invars=[*consts, *carry, *xs], eqns=eqns, outvars=[*outs, *retained_vars])
     return loop.eqn.params["jaxpr"].replace(jaxpr=jaxpr)
 
 
-def _row(stack, index):
+def _read_row(stack, index):
     return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False, allow_negative_indices=False)
 
 
-def _with_row(stack, value, index):
+def _write_row(stack, value, index):
     return lax.dynamic_update_index_in_dim(stack, value, index, 0, allow_negative_indices=False)

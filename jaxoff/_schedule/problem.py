@@ -10,7 +10,7 @@ from jaxoff._jaxpr.compat import JaxprEqn, Var
 
 @dataclasses.dataclass(frozen=True)
 class SpareRow:
-    """The row of a host stack that no kernel reads any more, in a loop's body: `first + step * iteration`."""
+    """The row of a host stack without further readers in a loop's body: `first + step * iteration`."""
 
     first: int
     step: int
@@ -23,18 +23,18 @@ class OrderProblem:
     Attributes:
       eqns: equations in program order.
       outs: the results.
-      in_order: for each equation, whether it keeps its position among its like. The others recompute values
-        and come just before their first reader.
+      in_order: for each equation, whether the equation keeps its position among the equations in order. The
+        other equations recompute values, and come just before their first reader.
       waits_for_sends: whether the program itself waits for its copies to the host. Outside of loops XLA
-        otherwise delays a send until the value is read back; in the body of a loop sends end with the body.
-      iteration: in the body of a loop, the loop counter. XLA derives from it where a slice lies, so no
-        barrier may stand between the counter and an index.
+        otherwise delays a send until the value is read back. In the body of a loop, sends end with the body.
+      iteration: in the body of a loop, the loop counter. XLA derives the starts of slices from the counter,
+        so no barrier may stand between the counter and an index.
       spare_rows: host stack, an argument -> its spare row, which may be written.
-      reuses_buffer_of: reloaded value -> argument. The reload takes that argument's buffer and starts after
+      reuses_buffer_of: reloaded value -> argument. The reload takes the argument's buffer, and starts after
         the argument's last reader.
       moved_aside: device-to-device copies of arguments, made so that the original buffer can be reused early.
-      overwrites_after_send: new value -> host stack. The value is written into the buffer of an argument that
-        must first have been sent to this stack.
+      overwrites_after_send: new value -> host stack. The value is written into the buffer of an argument,
+        after the argument was sent to the stack.
     """
 
     eqns: tuple[JaxprEqn, ...]

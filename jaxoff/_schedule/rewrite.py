@@ -1,4 +1,4 @@
-"""Programs rewritten so that layers need less memory, and copies of residuals overlap with compute."""
+"""Rewrites a program so that layers need less memory and copies of residuals overlap with compute."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from jaxoff._jaxpr.stack_slices import find_shared_stacks, find_split_slices
 from jaxoff._schedule.collectives import chain_collectives
 from jaxoff._schedule.decide import LARGE_NBYTES, decide
 from jaxoff._schedule.emit import emit
-from jaxoff._schedule.loops import Loop, find_host_stacks, row_nbytes, write_out
+from jaxoff._schedule.loops import Loop, count_row_nbytes, find_host_stacks, write_out
 from jaxoff._schedule.problem import OrderProblem
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
-    """A program whose copies overlap.
+    """A rewritten program.
 
     Attributes:
       jaxpr: the program.
-      loops: how many loops in it are written out.
-      scanned: how many loops in it move residuals.
-      flat: whether it moves residuals outside of loops.
-      spare_nbytes: host memory that it takes beyond what the given program did, for spare rows of stacks.
+      loops: number of loops written out.
+      scanned: number of loops with offloaded residuals.
+      flat: whether the program offloads residuals outside of loops.
+      spare_nbytes: bytes of host memory for the spare rows of host stacks, which the given program lacks.
     """
 
     jaxpr: ClosedJaxpr
@@ -43,58 +43,62 @@ class Rewritten:
 def rewrite(
     closed: ClosedJaxpr, device: Device, large_nbytes: int = LARGE_NBYTES, *, one_device: bool = True
 ) -> Rewritten:
-    """Orders the bodies of all scans that move residuals or are differentiated `jaxoff.scan`s, and what moves
-    residuals outside of them.
+    """Orders a program: the bodies of its layer loops, and the equations outside of loops.
+
+    Layer loops are scans which offload residuals, and differentiated `jaxoff.scan`s. The equations outside
+    are ordered up to the last layer loop, or all if residuals are offloaded outside of loops.
 
     Args:
-      closed: a program that nothing differentiates any more.
-      device: speeds of what it will run on.
-      large_nbytes: from how many bytes on a value has a place in the order.
-      one_device: whether nothing in the program is spread over devices by the compiler.
+      closed: a program which is not differentiated any more.
+      device: rates of the target device.
+      large_nbytes: least bytes of a value whose kernel has a position in the chain.
+      one_device: whether the compiler leaves all values of the program unsharded.
 
     Returns:
-      A program of the same arguments, results and effects.
+      A program with the same arguments, results and effects.
     """
     rewriter = _Rewriter(device, large_nbytes, one_device)
-    jaxpr = compat.rewrite_jaxprs(closed.jaxpr, _with_loops_together)
-    jaxpr = compat.rewrite_jaxprs(jaxpr, rewriter.loops)
-    flat = "H2D" in _transfers(jaxpr)
+    jaxpr = compat.rewrite_jaxprs(closed.jaxpr, _inline_loop_calls)
+    jaxpr = compat.rewrite_jaxprs(jaxpr, rewriter.write_out_loops)
+    flat = "H2D" in _find_transfers(jaxpr)
     if flat and not compat.has_side_effects(jaxpr):
-        jaxpr = rewriter.flat(jaxpr)
+        jaxpr = rewriter.order_flat(jaxpr)
     return Rewritten(
-        closed.replace(jaxpr=jaxpr), rewriter.written, rewriter.scanned, flat, rewriter.spare_nbytes
+        closed.replace(jaxpr=jaxpr), rewriter.written_out, rewriter.scanned, flat, rewriter.spare_nbytes
     )
 
 
 class _Rewriter:
     def __init__(self, device: Device, large_nbytes: int, one_device: bool):
         self._device, self._large_nbytes, self._one_device = device, large_nbytes, one_device
-        self.written = self.scanned = self.spare_nbytes = 0
+        self.written_out = self.scanned = self.spare_nbytes = 0
 
-    def loops(self, jaxpr: Jaxpr) -> Jaxpr:
-        """Writes out the scans of layers; other equations stay as they are."""
+    def write_out_loops(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Writes out the layer loops, and orders the equations up to the last loop."""
         pieces = find_split_slices(jaxpr)
         layers = {
             i: eqn
             for i, eqn in enumerate(jaxpr.eqns)
-            if _is_of_layers(eqn) or (is_layer_loop(eqn) and not pieces.isdisjoint(variables(eqn)))
+            if _is_layer_scan(eqn) or (is_layer_loop(eqn) and not pieces.isdisjoint(variables(eqn)))
         }
-        loops = {i: loop for i, eqn in layers.items() if (loop := Loop.of(eqn))}
-        self.written += len(loops)
-        self.scanned += sum("H2D" in _transfers(eqn.params["jaxpr"].jaxpr) for eqn in layers.values())
+        loops = {i: loop for i, eqn in layers.items() if (loop := Loop.find(eqn))}
+        self.written_out += len(loops)
+        self.scanned += sum("H2D" in _find_transfers(eqn.params["jaxpr"].jaxpr) for eqn in layers.values())
         if not loops:
             return jaxpr
-        # Where the compiler divides values between devices, to take one element would need communication.
-        whole = {
+        # If the compiler shards a value, reading one element of the value needs communication.
+        unsharded = {
             i: loop
             for i, loop in loops.items()
             if (self._one_device if (manual := compat.is_manual(loop.eqn)) is None else manual)
         }
-        stacks = list(find_host_stacks(whole, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes))
-        self.spare_nbytes += sum(row_nbytes(loops[stack.reader], stack.xs) for stack in stacks)
+        stacks = list(
+            find_host_stacks(unsharded, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes)
+        )
+        self.spare_nbytes += sum(count_row_nbytes(loops[stack.reader], stack.xs) for stack in stacks)
         shared = find_shared_stacks(jaxpr, {i: loop.layout for i, loop in loops.items()})
         renamed: Renamed = {}
-        lasts: dict[tuple[int, int], Any] = {}
+        last_rows: dict[tuple[int, int], Any] = {}  # (loop, index of a ys) -> value of the last iteration
         eqns, end = [], 0
         for i, eqn in enumerate(jaxpr.eqns):
             if i in shared.removed:
@@ -104,61 +108,67 @@ class _Rewriter:
             if i not in loops:
                 eqns.append(eqn.replace(invars=operands))
                 continue
-            sends = {stack.ys: stack for stack in stacks if stack.writer == i}
-            takes = {stack.xs: stack for stack in stacks if stack.reader == i}
-            firsts = {k: lasts[stack.writer, stack.ys] for k, stack in takes.items() if stack.prefetched}
+            sent_stacks = {stack.ys: stack for stack in stacks if stack.writer == i}
+            reloaded_stacks = {stack.xs: stack for stack in stacks if stack.reader == i}
+            prefetched = [stack for stack in reloaded_stacks.values() if stack.prefetched]
+            first_rows = {stack.xs: last_rows[stack.writer, stack.ys] for stack in prefetched}
             pieces, layout = shared.slices[i], loops[i].layout
-            for k, whole_one in pieces.stacks.items():
-                operands[layout.num_consts + layout.num_carry + k] = resolve(renamed, whole_one)
-            begun = {k: resolve(renamed, w.prior) for k, w in pieces.written.items() if w.prior is not None}
+            for k, whole in pieces.stacks.items():
+                operands[layout.num_consts + layout.num_carry + k] = resolve(renamed, whole)
+            initial_stacks = {
+                k: resolve(renamed, written.prior)
+                for k, written in pieces.written.items()
+                if written.prior is not None
+            }
             new, results, last = write_out(
                 loops[i],
                 operands,
                 pieces,
-                begun,
-                sends,
-                takes,
-                firsts,
+                initial_stacks,
+                sent_stacks,
+                reloaded_stacks,
+                first_rows,
                 self._device,
                 self._large_nbytes,
-                is_whole=i in whole,
+                is_unsharded=i in unsharded,
             )
             eqns += new
             end = len(eqns)
             renamed.update(zip(eqn.outvars, results, strict=True))
-            lasts |= {(i, k): value for k, value in last.items()}
+            last_rows |= {(i, k): value for k, value in last.items()}
         outs = [resolve(renamed, v) for v in jaxpr.outvars]
-        return self._up_to_loops(jaxpr.replace(eqns=eqns, outvars=outs), end)
+        return self._order_up_to_last_loop(jaxpr.replace(eqns=eqns, outvars=outs), end)
 
-    def _up_to_loops(self, jaxpr: Jaxpr, end: int) -> Jaxpr:
-        """Orders what stands before and between the loops of a program, a loop one kernel.
+    def _order_up_to_last_loop(self, jaxpr: Jaxpr, end: int) -> Jaxpr:
+        """Orders the equations before and between the loops of a program; each loop counts as a kernel.
 
-        Otherwise sums start from zeros that XLA makes at the very beginning, the gradient of a model's head
-        keeps the logits through the backward loop, which needs none of it, and collectives keep memory of
-        their own. After the last loop gradients are added up over devices, in place: each as soon as its
-        collective has its iteration. What is filled there, such as the gradient of an embedding, is filled
-        after it.
+        Otherwise XLA would make the zeros for sums at the very beginning, keep the logits alive through the
+        backward loop for the gradient of a model's head, and give collectives memory of their own.
+
+        After the last loop, only collectives wait, each for the previous collective: they add up gradients
+        over devices, in place. Arrays which are filled after the last loop, for example the zeros for the
+        gradient of an embedding, wait for a result of the last loop.
 
         Args:
           jaxpr: the program.
-          end: the number of its equations up to the last loop.
+          end: number of equations up to the last loop, inclusive.
         """
         renamed: Renamed = {}
         eqns, scalars = split_scalars(inline_calls(jaxpr.eqns[:end], renamed))
         rest = chain_collectives(inline_calls(jaxpr.eqns[end:], renamed))
         outs: Any = [resolve(renamed, v) for v in jaxpr.outvars]
         read: Any = [*outs, *(v for eqn in rest for v in eqn.invars)]
-        ordered = self._ordered(
+        ordered = self._order(
             jaxpr.replace(outvars=read), eqns, {}, [True] * len(eqns), waits_for_sends=False
         )
-        rest = delay_fills(rest, _result_of_last_loop(ordered), self._large_nbytes)
+        rest = delay_fills(rest, _find_last_loop_result(ordered), self._large_nbytes)
         return jaxpr.replace(eqns=[*scalars, *ordered.eqns, *rest], outvars=outs)
 
-    def flat(self, jaxpr: Jaxpr) -> Jaxpr:
-        """Orders a program whose layers are not in a loop.
+    def order_flat(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Orders a program with layers outside of loops.
 
-        Its backward pass begins where the first differentiated `jax.checkpoint` stands. From there on, what
-        does not depend on that checkpoint's newest operand, the cotangent, is computed again.
+        The backward pass begins at the first differentiated `jax.checkpoint`, whose newest operand is the
+        cotangent. From there on, equations without a dependency on the cotangent recompute values.
         """
         calls: Renamed = {}
         outer = list(inline_calls(jaxpr.eqns, calls, checkpoints=False))
@@ -174,18 +184,18 @@ class _Rewriter:
         in_order = [True] * len(head) + mark_dependents(tail, newest)
         # The result of an inner `jax.jit` may be the result of a checkpoint in it.
         jaxpr = jaxpr.replace(outvars=[resolve(calls, v) for v in jaxpr.outvars])
-        return self._ordered(jaxpr, head + tail, renamed, in_order, waits_for_sends=True)
+        return self._order(jaxpr, head + tail, renamed, in_order, waits_for_sends=True)
 
-    def _ordered(self, jaxpr, eqns, renamed, in_order, *, waits_for_sends) -> Jaxpr:
+    def _order(self, jaxpr, eqns, renamed, in_order, *, waits_for_sends) -> Jaxpr:
         outs = [resolve(renamed, v) for v in jaxpr.outvars]
         results = frozenset(v for v in outs if isinstance(v, Var))
-        program = OrderProblem(tuple(eqns), results, tuple(in_order), waits_for_sends)
-        eqns, _ = emit(decide(program, self._device, self._large_nbytes), program)
+        problem = OrderProblem(tuple(eqns), results, tuple(in_order), waits_for_sends)
+        eqns, _ = emit(decide(problem, self._device, self._large_nbytes), problem)
         return jaxpr.replace(eqns=eqns, outvars=outs)
 
 
-def _result_of_last_loop(jaxpr: Jaxpr) -> Var | None:
-    """The smallest array of floats on the device that the last loop of a program changes, if one is read."""
+def _find_last_loop_result(jaxpr: Jaxpr) -> Var | None:
+    """Finds the smallest float array on the device among the read results which the last loop changes."""
     read = {v for v in jaxpr.outvars if isinstance(v, Var)}
     for eqn in reversed(jaxpr.eqns):
         if (changed := compat.find_changed_results(eqn)) is not None:
@@ -196,16 +206,13 @@ def _result_of_last_loop(jaxpr: Jaxpr) -> Var | None:
     return None
 
 
-def _with_loops_together(jaxpr: Jaxpr) -> Jaxpr:
-    """Puts the equations of calls that hold a loop of layers in their place.
-
-    So that a loop which writes a stack and the one which reads it back stand side by side.
-    """
+def _inline_loop_calls(jaxpr: Jaxpr) -> Jaxpr:
+    """Inlines calls with a layer loop, so that the writer and the reader of a host stack are in one jaxpr."""
     renamed: Renamed = {}
     eqns = []
     for eqn in jaxpr.eqns:
         call = compat.inlinable_call(eqn)
-        if call is not None and not call.checkpoint and any(map(_is_of_layers, call.jaxpr.eqns)):
+        if call is not None and not call.checkpoint and any(map(_is_layer_scan, call.jaxpr.eqns)):
             body, results = instantiate(call.jaxpr, [resolve(renamed, v) for v in eqn.invars], like=eqn)
             eqns += body
             renamed.update(zip(eqn.outvars, results, strict=True))
@@ -214,19 +221,19 @@ def _with_loops_together(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
 
 
-def _is_of_layers(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scan that moves residuals, or that of a differentiated `jaxoff.scan`."""
+def _is_layer_scan(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a scan which offloads residuals, or a differentiated `jaxoff.scan`."""
     if compat.scan_in(eqn) is None or is_plain_loop(eqn):
         return False
-    return (is_layer_loop(eqn) and is_differentiated(eqn)) or bool(_transfers(eqn.params["jaxpr"].jaxpr))
+    return (is_layer_loop(eqn) and is_differentiated(eqn)) or bool(_find_transfers(eqn.params["jaxpr"].jaxpr))
 
 
-def _transfers(jaxpr: Jaxpr) -> set[str]:
-    """The ways, "D2H" and "H2D", in which a program copies, in what it calls too but not in its loops."""
+def _find_transfers(jaxpr: Jaxpr) -> set[str]:
+    """Finds the directions of copies, "D2H" and "H2D", in a program and its calls, without its loops."""
     found = set()
     for eqn in jaxpr.eqns:
         if kind := compat.transfer_in(eqn):
             found.add(kind)
         elif call := compat.inlinable_call(eqn):
-            found |= _transfers(call.jaxpr)
+            found |= _find_transfers(call.jaxpr)
     return found

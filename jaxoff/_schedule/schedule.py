@@ -1,7 +1,7 @@
 """The output of a decision: actions on the equations of a program, as data that prints and compares.
 
-An action names equations by index and values by variable. `Added` values are those that an action makes, in
-place of a variable of the program; `jaxoff._schedule.emit` turns each into a variable.
+An action names equations by index and values by variable. An action makes `Added` values in place of
+variables of the program; `jaxoff._schedule.emit` turns each `Added` value into a variable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxoff._schedule.problem import OrderProblem, SpareRow
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Added:
-    """A value that an action makes; its consumers read it in place of, or for news about, `of`."""
+    """A value made by an action. Its consumers read it in place of `of`, or to wait for `of`."""
 
     of: Var
 
@@ -30,10 +30,11 @@ class Run:
     """Runs a kernel.
 
     Attributes:
-      equations: the fused equations that the kernel computes inside, and the kernel's own equation, the last.
-      operands: variable -> value that the equations read in its place.
-      waits_for: for a collective, bits of results of earlier collectives, known before it may start.
-      elements: for a collective that waits, operand -> one element of it that is written back once the bits
+      equations: indices of the fused equations inside the kernel, and of the kernel's own equation, the last.
+      operands: variable -> value to read in its place.
+      waits_for: for a collective, bits of the results of earlier collectives; the collective starts once the
+        bits are known.
+      elements: for a waiting collective, operand -> its first element, which is written back once the bits
         are known. A later kernel waits for the element rather than for the whole operand.
     """
 
@@ -50,7 +51,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Barrier:
-    """Makes kernel `kernel` wait: `results` are the two operands, each available once both are."""
+    """Makes kernel `kernel` wait: `results` are the two operands, available once both operands are made."""
 
     kernel: int
     operands: tuple[Value, Value]
@@ -59,7 +60,7 @@ class Barrier:
 
 @dataclasses.dataclass(frozen=True)
 class DelayReload:
-    """Makes reload `kernel` wait for a value: writes an element of `after` into the stack's spare row."""
+    """Makes reload `kernel` wait for `after`: writes an element of `after` into the stack's spare row."""
 
     kernel: int
     stack: Value
@@ -70,7 +71,7 @@ class DelayReload:
 
 @dataclasses.dataclass(frozen=True)
 class DelayIteration:
-    """Makes the slices that kernel `kernel` reads wait for a value, through the loop counter."""
+    """Makes the slices among the operands of kernel `kernel` wait for `after`, by the loop counter."""
 
     kernel: int
     after: Value
@@ -94,8 +95,8 @@ class Schedule:
 
     Attributes:
       actions: the actions in program order.
-      renamed: variable of the program -> value that holds it at the end, for host stacks with a spare row.
-      late: reloaded values that would outlive the iteration, because the argument whose buffer they take is
+      renamed: host stack with a spare row -> value with its contents at the end of the program.
+      late: results of the reloads which would outlive the iteration, because the argument in their buffer is
         read too long; see `OrderProblem.reuses_buffer_of`.
     """
 
@@ -109,7 +110,7 @@ class Schedule:
         return tuple(action.kernel for action in self.actions if isinstance(action, Run))
 
     def describe(self, problem: OrderProblem) -> str:
-        """One line an action: the kernel, its result and the kernels that it was made to wait for."""
+        """Describes each kernel in a line: its result, and the kernels for which it waits by an action."""
         return "\n".join(_describe(self.actions, problem.eqns))
 
 

@@ -19,7 +19,7 @@ ROWS, WIDTH = 16, 8
 EVEN = Device(flops=1e9, memory_gbps=1e9, d2h_gbps=6.4e-2, h2d_gbps=6.4e-2)
 
 
-def straight_of(fun, *args, waits_for_sends=False):
+def trace_problem(fun, *args, waits_for_sends=False):
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
     outs = frozenset(jaxpr.outvars)
     return jaxpr, OrderProblem(
@@ -29,8 +29,8 @@ def straight_of(fun, *args, waits_for_sends=False):
 
 def in_order(fun, *args, **kwargs):
     """The ordered program, after a look at its results."""
-    jaxpr, straight = straight_of(fun, *args, **kwargs)
-    eqns, _ = emit(decide(straight, EVEN, large_nbytes=4 * ROWS * WIDTH), straight)
+    jaxpr, problem = trace_problem(fun, *args, **kwargs)
+    eqns, _ = emit(decide(problem, EVEN, large_nbytes=4 * ROWS * WIDTH), problem)
     closed = jax.make_jaxpr(fun)(*args).replace(jaxpr=jaxpr.replace(eqns=eqns))
     got = jax.jit(compat.jaxpr_as_fun(closed))(*args)
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fun)(*args)))
@@ -58,8 +58,8 @@ def test_a_sum_that_several_units_read_is_stored_if_that_frees_memory(terms):
         total = -sum(x @ (w * i) for i in range(1, 1 + terms))
         return (total * 2) @ w, total * 3
 
-    jaxpr, straight = straight_of(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
-    graph = KernelGraph(straight.eqns, straight.outs)
+    jaxpr, problem = trace_problem(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    graph = KernelGraph(problem.eqns, problem.outs)
     (total,) = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "neg"]
     assert (total in graph.kernels) == (terms > 1)
     readers = [i for i in graph.kernels if total in graph.fused[i]]
@@ -68,8 +68,8 @@ def test_a_sum_that_several_units_read_is_stored_if_that_frees_memory(terms):
 
 def stored(fun, *args):
     """The equations whose results are stored."""
-    _, straight = straight_of(fun, *args)
-    return [straight.eqns[i] for i in KernelGraph(straight.eqns, straight.outs).kernels]
+    _, problem = trace_problem(fun, *args)
+    return [problem.eqns[i] for i in KernelGraph(problem.eqns, problem.outs).kernels]
 
 
 def test_a_sum_that_is_rounded_for_its_readers_is_stored_narrow():

@@ -43,8 +43,8 @@ def in_order(local, *, check_vma=False):
     jaxpr, renamed = mapped.params["jaxpr"], {}
     eqns = list(inline_calls(jaxpr.eqns, renamed))
     outs = [resolve(renamed, v) for v in jaxpr.outvars]
-    straight = OrderProblem(tuple(eqns), frozenset(outs), (True,) * len(eqns), waits_for_sends=False)
-    found, _ = emit(decide(straight, EVEN, LARGE_NBYTES), straight)
+    problem = OrderProblem(tuple(eqns), frozenset(outs), (True,) * len(eqns), waits_for_sends=False)
+    found, _ = emit(decide(problem, EVEN, LARGE_NBYTES), problem)
     program = compat.jaxpr_as_fun(compat.ClosedJaxpr(jaxpr.replace(eqns=found, outvars=outs), ()))
     got = jax.jit(fun(lambda *args: tuple(program(*args))))(*args)
     assert_equal(list(got), jax.tree.leaves(jax.jit(fun(local))(*args)))

@@ -1,4 +1,4 @@
-"""When copies of a program in order are in time, alone and together."""
+"""When the copies of an ordered program are in time, alone and together."""
 
 import functools
 
@@ -12,18 +12,18 @@ from jaxoff._schedule.copy_times import CopyTimes
 
 DEVICE = Device(flops=1, memory_gbps=1, d2h_gbps=1e-3, h2d_gbps=1e-3)  # a kilobyte takes a millisecond
 
-REST = 8  # products after those that read
+REST = 8  # products after the two that read q and k
 
 
 def iteration(large, small, q, k, x):
-    """Reads q and k of this iteration, fetches them for the next one, and goes on."""
+    """Reads q and k of this iteration, reloads both for the next iteration, and goes on."""
     on_device = jax.memory.Space.Device
     rest = functools.reduce(lambda y, _: y @ x, range(REST), x)
     return jax.device_put(large, on_device), jax.device_put(small, on_device), q @ x, k @ x, rest
 
 
-def timed(read_at, end, rest_at=None):
-    """An iteration's times, two copies of 4 ms and of 1, and what each replaces: read until some time."""
+def estimate_times(read_at, end, rest_at=None):
+    """Returns an iteration's times, its reloads of 4 and 1 ms, and reload -> argument in its buffer."""
     host = jax.memory.Space.Host
     on_host = [jax.typeof(jax.device_put(jnp.ones(n, jnp.uint8), host)) for n in (4000, 1000)]
     sizes = ((4, 8), (2, 8), (8, 8))
@@ -52,16 +52,18 @@ def timed(read_at, end, rest_at=None):
         ((10.0, 10.0), 10.9, ["large", "small"]),
     ],
 )
-def test_copies_that_are_not_in_time_together_leave_the_small_one(read_at, end, found):
-    times, _, follows = timed(read_at, end)
-    late = times.late(follows)
-    assert [name for name, copy in zip(("large", "small"), follows, strict=True) if copy in late] == found
+def test_of_reloads_in_time_alone_but_not_together_the_small_one_is_late(read_at, end, found):
+    times, _, reuses_buffer_of = estimate_times(read_at, end)
+    late = times.find_late_reloads(reuses_buffer_of)
+    assert [
+        name for name, copy in zip(("large", "small"), reuses_buffer_of, strict=True) if copy in late
+    ] == found
 
 
 @pytest.mark.parametrize("read_at", [(9.0, 5.0), (5.0, 9.0)])
-def test_of_copies_for_the_next_turn_that_which_has_to_wait_longer_goes_last(read_at):
-    times, (large, small), follows = timed(read_at, 20.0)
-    starts = times.reloads(follows).starts
+def test_of_reloads_for_the_next_iteration_the_one_whose_buffer_is_free_last_goes_last(read_at):
+    times, (large, small), reuses_buffer_of = estimate_times(read_at, 20.0)
+    starts = times.plan_reloads(reuses_buffer_of).starts
     assert (starts[large] < starts[small]) == (read_at[0] < read_at[1])
 
 
@@ -84,11 +86,11 @@ def leave(x, *values):
         ({"first": 4.5, "second": 5.0, "third": 5.5}, {"second": False, "third": False}),
     ],
 )
-def test_what_is_sent_a_turn_later_gives_up_its_memory_if_that_is_in_time_even_as_the_last(made_at, found):
-    """Copies of 3.3 ms to the host, by when their values are made, in an iteration of 10 ms.
+def test_a_late_send_gives_up_its_buffer_if_the_send_is_in_time_even_as_the_last(made_at, found):
+    """Sends of 3.3 ms, as name -> time when the value is made, in an iteration of 10 ms.
 
-    Those found end after it. True: the copy of the iteration before is done before the value is made, though
-    of copies that wait at one time it goes last.
+    The sends found end after the iteration. True: the previous iteration's send ends before the value is
+    made, even if the send goes last of all waiting sends.
     """
     jaxpr = jax.make_jaxpr(leave)(jnp.ones((8, 8)), *(jnp.ones(3000, jnp.uint8) for _ in made_at)).jaxpr
     times = CopyTimes(jaxpr.eqns, KernelGraph(jaxpr.eqns, frozenset(jaxpr.outvars)), DEVICE)
@@ -96,22 +98,22 @@ def test_what_is_sent_a_turn_later_gives_up_its_memory_if_that_is_in_time_even_a
     products = [i for i in range(len(jaxpr.eqns)) if i not in sends]
     times.add(products[-1], 10.0)
     for i, time in zip(sends, made_at.values(), strict=True):
-        times.sent[i] = time
+        times.send_starts[i] = time
     names = dict(zip((jaxpr.eqns[i].outvars[0] for i in sends), made_at, strict=True))
-    assert {names[v]: in_place for v, in_place in times.unfinished().items()} == found
+    assert {names[v]: in_place for v, in_place in times.find_late_sends().items()} == found
 
 
 @pytest.mark.parametrize("small_ms", [0.01, 0.05])
 def test_small_kernels_before_a_large_one_do_not_start_a_copy(small_ms):
-    """What starts it finds no room beside the large one, and would run at 30 ms."""
+    """The small kernels which start the copy would find no room beside the large kernel, and run at 30 ms."""
     small_ones = [5.0 + small_ms * n for n in range(1, REST)]
-    times, (large, _), follows = timed((3.0, 5.0), 30.0, rest_at=[*small_ones, 30.0])
-    assert times.reloads(follows).starts[large] == 1  # behind the place that ends at 3 ms
+    times, (large, _), reuses_buffer_of = estimate_times((3.0, 5.0), 30.0, rest_at=[*small_ones, 30.0])
+    assert times.plan_reloads(reuses_buffer_of).starts[large] == 1  # after the kernel which ends at 3 ms
 
 
 def test_a_copy_starts_before_a_large_kernel_whose_end_is_early_enough():
-    times, (large, _), follows = timed(
+    times, (large, _), reuses_buffer_of = estimate_times(
         (3.0, 5.0), 30.0, rest_at=[10.0, 15.0, 20.0, 22.2, 22.3, 24.0, 27.0, 30.0]
     )
     # At 22.5 ms it is planned; at 24.0 it is still in time.
-    assert times.reloads(follows).starts[large] == 5
+    assert times.plan_reloads(reuses_buffer_of).starts[large] == 5

@@ -1,4 +1,4 @@
-"""Which light kernels are put beside each other, and the memory that an order holds."""
+"""Which move kernels are placed next to each other for a fusion, and the memory held by an order."""
 
 import jax.numpy as jnp
 import pytest
@@ -7,28 +7,28 @@ from jax import lax
 from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
-from jaxoff._schedule.liveness import find_fusion_pairs, held_nbytes
-from tests.jaxoff.jaxpr.test_kernels import ROWS, WIDTH, depends, in_order, place, straight_of
+from jaxoff._schedule.liveness import count_held_nbytes, find_fusion_pairs
+from tests.jaxoff.jaxpr.test_kernels import ROWS, WIDTH, depends, in_order, place, trace_problem
 from tests.jaxoff.policy.matrix import inputs
 
 ROW_NBYTES = 4 * WIDTH
 
 
-def units_of(fun, *args):
-    _, straight = straight_of(fun, *args)
-    graph = KernelGraph(straight.eqns, straight.outs)
-    return straight, graph, graph.kernels
+def trace_kernels(fun, *args):
+    _, problem = trace_problem(fun, *args)
+    graph = KernelGraph(problem.eqns, problem.outs)
+    return problem, graph, graph.kernels
 
 
-def test_a_value_is_held_from_the_unit_that_makes_it_to_the_last_that_reads_it():
+def test_a_value_is_held_from_its_maker_to_its_last_reader():
     def fun(x, w):
         a = x @ w  # held to the end: a result
         b = a @ w
         c = b @ w
         return a, c @ w
 
-    straight, graph, order = units_of(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
-    held = held_nbytes(order, straight.eqns, graph, straight.outs)
+    problem, graph, order = trace_kernels(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    held = count_held_nbytes(order, problem.eqns, graph, problem.outs)
     assert [n // (ROWS * ROW_NBYTES) for n in held] == [1, 2, 3, 3]
 
 
@@ -66,9 +66,9 @@ def test_rows_by_the_same_indices_are_gathered_side_by_side():
 
 @pytest.mark.parametrize(("between", "after", "pairs"), [(1, 8 * WIDTH, 1), (8 * WIDTH, 1, 0)])
 def test_only_where_the_order_holds_as_much_elsewhere(between, after, pairs):
-    straight, graph, order = units_of(gathered_twice, *arguments(between, after))
-    names = {i: straight.eqns[i].primitive.name for i in order}
-    found = find_fusion_pairs(order, straight, graph, large_nbytes=4 * ROWS * WIDTH)
+    problem, graph, order = trace_kernels(gathered_twice, *arguments(between, after))
+    names = {i: problem.eqns[i].primitive.name for i in order}
+    found = find_fusion_pairs(order, problem, graph, large_nbytes=4 * ROWS * WIDTH)
     assert [(names[a], names[b]) for a, b in found.items()] == [("gather", "gather")] * pairs
 
 
@@ -79,11 +79,11 @@ def test_neither_reads_what_the_other_makes():
         return rows @ spread @ spread.T, again @ w
 
     x, _, w, order, _, spread = arguments(1, 8 * WIDTH)
-    straight, graph, all_units = units_of(fun, x, w, order % ROWS, spread)
-    assert find_fusion_pairs(all_units, straight, graph, large_nbytes=4) == {}
+    problem, graph, all_kernels = trace_kernels(fun, x, w, order % ROWS, spread)
+    assert find_fusion_pairs(all_kernels, problem, graph, large_nbytes=4) == {}
 
 
-def test_a_light_kernel_and_one_of_its_readers_can_be_one():
+def test_no_barrier_parts_a_move_kernel_from_a_reader_that_can_be_fused():
     """An activation and its gradient: the first is read by a product as well."""
 
     def fun(x, y, w):

@@ -16,7 +16,7 @@ from jaxoff._jaxpr.inline import inline_calls
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._layers.scan import scan_by_strategy
-from jaxoff._schedule.copy_times import Reloads
+from jaxoff._schedule.copy_times import ReloadPlan
 from jaxoff._schedule.decide import Draft
 from jaxoff._schedule.problem import OrderProblem, SpareRow
 from jaxoff._schedule.rewrite import rewrite
@@ -263,7 +263,7 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
     jaxpr = jax.make_jaxpr(iteration)(stack, jnp.ones((4, *size)), jnp.ones(size), 1).jaxpr
     (reload,) = (i for i, eqn in enumerate(jaxpr.eqns) if compat.transfer_in(eqn) == "H2D")
     outs = frozenset(v for v in jaxpr.outvars if isinstance(v, compat.Var))
-    program = OrderProblem(
+    problem = OrderProblem(
         tuple(jaxpr.eqns),
         outs,
         (True,) * len(jaxpr.eqns),
@@ -271,8 +271,8 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
         iteration=jaxpr.invars[3],
         spare_rows={jaxpr.invars[0]: SpareRow(0, 1)},
     )
-    reloads = Reloads((reload,), {reload: 2})
-    schedule = Draft(program, KernelGraph(program.eqns, outs), H200, 1 << 10, reloads, {}).run()
+    reloads = ReloadPlan((reload,), {reload: 2})
+    schedule = Draft(problem, KernelGraph(problem.eqns, outs), H200, 1 << 10, reloads, {}).run()
     names = [jaxpr.eqns[i].primitive.name for i in schedule.kernels]
     began = schedule.kernels.index(reload)
     assert names.index("dot_general") < names.index("dynamic_update_slice")
