@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._jaxpr import compat, meshes
+from jaxoff._jaxpr.saved_twin import build_saved_twin
 from jaxoff._report.finding import Finding
 from jaxoff._runtime import flags
 from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, parse_xla_flags
@@ -51,17 +52,19 @@ def jit(
     XLA's own rematerialization is off in a program in order. Differentiate inside, as in
     `jaxoff.jit(jax.value_and_grad(loss))`: outside of the differentiation there is no backward pass to see.
 
-    A program that offloads residuals is compiled by one of three recipes:
+    A program that offloads residuals is compiled by one of four recipes:
 
     - "concurrent" (loops only): jaxoff's order in CUDA graphs with edges by the use of data, the copies and
       the collectives among them;
     - "ordered": jaxoff's order under XLA's own scheduler, the copies of loops outside of CUDA graphs;
-    - "stock": the program as given, the copies of loops outside of CUDA graphs.
+    - "stock": the program as given, the copies of loops outside of CUDA graphs;
+    - "saved": the program without its copies, its residuals on the device.
 
-    On a GPU, the first call with new types of arguments compiles "stock" as well, and runs the first recipe
-    that takes no more device memory than "stock" (1% tolerance). If that is not the first recipe, a warning
-    and `findings` of the result say so, with the bytes. Compilation takes twice as long, or three times;
-    JAX's persistent compilation cache keeps the programs.
+    On a GPU, the first call with new types of arguments compiles "stock" and "saved" as well. It runs the
+    first recipe that takes no more device memory than either (1% tolerance), or "saved" if the copies win no
+    memory. Unless that is the first recipe, a warning and `findings` of the result say so, with the bytes.
+    Compilation takes three times as long, or four times; JAX's persistent compilation cache keeps the
+    programs.
 
     Args:
       fun: as for `jax.jit`; without it, a decorator.
@@ -118,6 +121,17 @@ class _Traced:
     given: compat.ClosedJaxpr
     shapes: Any
     program: Rewritten
+
+    @functools.cached_property
+    def twin(self) -> compat.ClosedJaxpr | None:
+        """The saved twin of the user's program, if there is one."""
+        return build_saved_twin(self.given)
+
+    def follow(self, recipe: Recipe) -> compat.ClosedJaxpr:
+        """The program by a recipe."""
+        if recipe is Recipe.SAVED and self.twin is not None:
+            return self.twin
+        return self.given if recipe is Recipe.STOCK else self.program.jaxpr
 
     @property
     def is_reusable(self) -> bool:
@@ -182,10 +196,10 @@ class Jitted:
         if call.key in self._chosen:
             return self._find_instance(call, self._chosen[call.key]).lower(*args, **kwargs)
         with self._probe(call) as traced:
-            settings = self._list_settings(traced.program)
+            settings = self._list_settings(call, traced)
             self._latest = settings[0]
             lowered = self._find_instance(call, settings[0]).lower(*args, **kwargs)
-        if len(settings) == 1 or not call.is_on_gpu:
+        if len(settings) == 1:
             return lowered
         mesh = meshes.current_mesh()
 
@@ -199,7 +213,7 @@ class Jitted:
         """As `jax.jit(fun).trace`, of the program in its new order."""
         call = _Call.of(args, kwargs, self._kwargs)
         with self._probe(call) as traced:
-            setting = self._chosen.get(call.key) or self._list_settings(traced.program)[0]
+            setting = self._chosen.get(call.key) or self._list_settings(call, traced)[0]
             self._latest = setting
             return self._find_instance(call, setting).trace(*args, **kwargs)
 
@@ -259,8 +273,8 @@ class Jitted:
 
     def _choose(self, call: _Call, traced: _Traced) -> _Setting:
         """The setting of the recipe that a program runs by; compiles the candidates if there are several."""
-        settings = self._list_settings(traced.program)
-        if len(settings) == 1 or not call.is_on_gpu:
+        settings = self._list_settings(call, traced)
+        if len(settings) == 1:
             return settings[0]
 
         def compile_setting(recipe: Recipe) -> jax.stages.Compiled:
@@ -274,23 +288,29 @@ class Jitted:
             warnings.warn(str(finding), stacklevel=5)
         return next(s for s in settings if s.recipe is recipe)
 
-    def _list_settings(self, program: Rewritten) -> list[_Setting]:
-        """The settings for a program, the preferred one first."""
+    def _list_settings(self, call: _Call, traced: _Traced) -> list[_Setting]:
+        """The settings for a program, the preferred one first; a single one where nothing is to choose."""
+        program = traced.program
         xla_flags = parse_xla_flags(os.environ.get("XLA_FLAGS", ""))
         capture = self._given.get(COMMAND_BUFFER, xla_flags.get(COMMAND_BUFFER))
         recipes = list_recipes(
             loops=program.loops,
             scanned=program.scanned,
             flat=program.flat,
+            has_twin=(call.is_on_gpu or self._recipe is Recipe.SAVED) and traced.twin is not None,
             graphs="FUSION" in flags.parse_captured_commands(capture),
         )
         if self._recipe is not None:
             recipes = (self._recipe,) if self._recipe in recipes else recipes[:1]
+        elif not call.is_on_gpu:
+            recipes = recipes[:1]
         disabled = xla_flags.get(DISABLED_PASSES, "")
         return [_Setting(recipe, self._choose_options(recipe, program, disabled)) for recipe in recipes]
 
     @staticmethod
     def _choose_options(recipe: Recipe, program: Rewritten, disabled: str) -> Options:
+        if recipe is Recipe.SAVED:
+            return ()
         if recipe is Recipe.STOCK:
             return flags.COPIES_OUTSIDE_GRAPHS if program.scanned else ()
         return flags.choose_options(
@@ -336,8 +356,7 @@ class Jitted:
             if setting is None:
                 raise _ProbedError(made)
             self._check(made.given, made.program)
-            chosen = made.given if setting.recipe is Recipe.STOCK else made.program.jaxpr
-            results = compat.jaxpr_as_fun(chosen)(*(leaves[i] for i in traced))
+            results = compat.jaxpr_as_fun(made.follow(setting.recipe))(*(leaves[i] for i in traced))
             return jax.tree.unflatten(jax.tree.structure(made.shapes), results)
 
         return overlapped

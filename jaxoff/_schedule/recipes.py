@@ -3,13 +3,14 @@
 No recipe is best for every program (bench/LOG.md, "2026-11-25: recipes"). CONCURRENT hides copies best, but
 XLA then shares memory between whole values only: a program with one very large value outside of its loops
 takes more memory than `jax.jit`. So the choice is by compilation: the first recipe whose program takes no
-more device memory than the program as given.
+more device memory than the program as given, and no more than its saved twin.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -29,11 +30,13 @@ class Recipe(enum.StrEnum):
     CONCURRENT: jaxoff's order; the copies are in CUDA graphs, whose edges follow the use of data.
     ORDERED: jaxoff's order, scheduled by XLA's default mode; the copies are outside of CUDA graphs.
     STOCK: the program as given; the copies are outside of CUDA graphs.
+    SAVED: the program without its copies to and from host memory; residuals stay on the device.
     """
 
     CONCURRENT = "concurrent"
     ORDERED = "ordered"
     STOCK = "stock"
+    SAVED = "saved"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,34 +70,51 @@ def checked_recipe(name: str | None) -> Recipe | None:
         ) from None
 
 
-def list_recipes(*, loops: int, scanned: int, flat: bool, graphs: bool = True) -> tuple[Recipe, ...]:
-    """The recipes for a program, fastest first; the last one is the program as given.
+def list_recipes(
+    *, loops: int, scanned: int, flat: bool, has_twin: bool, graphs: bool = True
+) -> tuple[Recipe, ...]:
+    """The recipes for a program, the preferred one first.
 
     Args:
-      graphs: whether kernels are captured into CUDA graphs; without graphs nothing is concurrent in them.
       loops: the number of loops written out.
       scanned: the number of loops with offloaded residuals.
       flat: whether residuals are offloaded outside of loops.
+      has_twin: whether the program has a saved twin.
+      graphs: whether kernels are captured into CUDA graphs; without graphs nothing is concurrent in them.
     """
-    if scanned and graphs:
-        return (Recipe.CONCURRENT, Recipe.ORDERED, Recipe.STOCK)
-    return (Recipe.ORDERED, Recipe.STOCK) if loops or scanned or flat else (Recipe.ORDERED,)
+    if not (loops or scanned or flat):
+        return (Recipe.ORDERED,)
+    ordered = (Recipe.CONCURRENT, Recipe.ORDERED) if scanned and graphs else (Recipe.ORDERED,)
+    return (*ordered, Recipe.STOCK, *((Recipe.SAVED,) if has_twin and (scanned or flat) else ()))
 
 
 def choose_recipe(
     recipes: Sequence[Recipe], compile_recipe: Callable[[Recipe], jax.stages.Compiled]
 ) -> tuple[Recipe, list[Candidate]]:
-    """The first recipe that takes no more memory than the last one, and the candidates compiled for that."""
-    stock = _try_candidate(recipes[-1], compile_recipe)
-    tried: list[Candidate] = []
-    for recipe in recipes[:-1]:
-        candidate = _try_candidate(recipe, compile_recipe)
-        tried.append(candidate)
-        if candidate.nbytes is None:
-            continue
-        if stock.nbytes is None or candidate.nbytes <= (1 + TOLERANCE) * stock.nbytes:
-            return recipe, [*tried, stock]
-    return recipes[-1], [*tried, stock]
+    """Chooses the recipe of a program by the memory of its compiled candidates.
+
+    The limit is the memory of the program as given or of its saved twin, the smaller one. The first recipe
+    within the limit wins, or the saved twin if the recipe does not take less memory than the twin.
+
+    Returns:
+      The recipe, the first one if nothing compiles; and the candidates compiled, in the order of `recipes`.
+    """
+    candidates = {r: _try_candidate(r, compile_recipe) for r in recipes if r in (Recipe.STOCK, Recipe.SAVED)}
+    known = [c.nbytes for c in candidates.values() if c.nbytes is not None]
+    limit = (1 + TOLERANCE) * min(known, default=math.inf)
+    chosen: Candidate | None = None
+    for recipe in recipes:
+        if recipe not in candidates:
+            candidates[recipe] = _try_candidate(recipe, compile_recipe)
+        candidate = candidates[recipe]
+        if candidate.nbytes is not None and candidate.nbytes <= limit:
+            chosen = candidate
+            break
+    twin = candidates.get(Recipe.SAVED)
+    if chosen is not None and chosen.nbytes is not None and twin is not None and twin.nbytes is not None:
+        chosen = twin if twin.nbytes <= (1 + TOLERANCE) * chosen.nbytes else chosen
+    tried = [candidates[recipe] for recipe in recipes if recipe in candidates]
+    return (chosen or tried[0]).recipe, tried
 
 
 def _try_candidate(recipe: Recipe, compile_recipe: Callable[[Recipe], jax.stages.Compiled]) -> Candidate:
@@ -112,8 +132,13 @@ def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> Finding | 
         return None
     took = f"took {format_nbytes(first.nbytes)}" if first.nbytes is not None else f"failed: {first.reason}"
     now = "" if own.nbytes is None else f" of {format_nbytes(own.nbytes)}"
+    loss = (
+        "Offloading wins no memory here, so nothing is offloaded"
+        if chosen is Recipe.SAVED
+        else "Its copies may be hidden less well"
+    )
     return Finding(
         FindingCode.RECIPE_REPLACED,
-        f"the program runs by the recipe {chosen.value!r}{now}: by {first.recipe.value!r} it {took}. "
-        f"Its copies may be hidden less well; recipe={first.recipe.value!r} in jaxoff.jit takes the memory.",
+        f"the program runs by the recipe {chosen.value!r}{now}: by {first.recipe.value!r} it {took}. {loss}; "
+        f"recipe={first.recipe.value!r} in jaxoff.jit insists.",
     )

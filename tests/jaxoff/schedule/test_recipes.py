@@ -1,0 +1,161 @@
+"""Recipes: the choice by compiled memory, and the saved twin of a program."""
+
+import functools
+import types
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxoff
+from jaxoff import FindingCode
+from jaxoff._jaxpr.saved_twin import build_saved_twin
+from jaxoff._schedule.recipes import Recipe, choose_recipe, find_fallback, list_recipes
+from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_equal
+
+EVERY = tuple(Recipe)
+
+
+def compiled_of(nbytes):
+    """A stand-in for the account of a compiled program: all that the choice reads."""
+    memory = types.SimpleNamespace(
+        argument_size_in_bytes=0, output_size_in_bytes=0, temp_size_in_bytes=nbytes, alias_size_in_bytes=0
+    )
+    return types.SimpleNamespace(memory_analysis=lambda: memory)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "expected"),
+    [
+        ({"concurrent": 12.4, "ordered": 12.0, "stock": 13.3, "saved": 18.0}, "concurrent"),
+        ({"concurrent": 55.8, "ordered": 47.7, "stock": 48.4, "saved": 50.4}, "ordered"),
+        ({"concurrent": 55.8, "ordered": 49.0, "stock": 48.4, "saved": 50.4}, "stock"),
+        ({"concurrent": 46.4, "ordered": 46.4, "stock": 43.9, "saved": 43.9}, "saved"),
+        ({"concurrent": 43.8, "ordered": 46.4, "stock": 44.0, "saved": 43.9}, "saved"),
+        ({"concurrent": 55.8, "ordered": 50.9, "stock": 51.0, "saved": 50.4}, "saved"),
+        ({"concurrent": None, "ordered": 47.7, "stock": None, "saved": 50.4}, "ordered"),
+        ({"concurrent": None, "ordered": None, "stock": None, "saved": 50.4}, "saved"),
+        ({"concurrent": None, "ordered": None, "stock": None, "saved": None}, "concurrent"),
+    ],
+)
+def test_the_first_recipe_within_the_smallest_memory_runs(gigabytes, expected):
+    compilations = []
+
+    def compile_recipe(recipe):
+        compilations.append(recipe)
+        if gigabytes[recipe] is None:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
+        return compiled_of(int(gigabytes[recipe] * 1e9))
+
+    chosen, candidates = choose_recipe(EVERY, compile_recipe)
+    assert chosen == expected
+    assert len(compilations) == len(set(compilations)) == len(candidates)
+    finding = find_fallback(chosen, candidates)
+    assert (finding is None) == (expected == "concurrent")
+    if finding is not None:
+        assert finding.code is FindingCode.RECIPE_REPLACED
+        first = gigabytes["concurrent"]
+        assert ("out of memory" if first is None else f"{first:.2f} GB") in finding.message
+        assert repr(expected) in finding.message
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ({"loops": 0, "scanned": 0, "flat": False}, ["ordered"]),
+        ({"loops": 2, "scanned": 0, "flat": False}, ["ordered", "stock"]),
+        ({"loops": 2, "scanned": 2, "flat": False}, ["concurrent", "ordered", "stock", "saved"]),
+        ({"loops": 2, "scanned": 2, "flat": False, "graphs": False}, ["ordered", "stock", "saved"]),
+        ({"loops": 0, "scanned": 0, "flat": True}, ["ordered", "stock", "saved"]),
+    ],
+)
+def test_recipes_of_a_program(program, expected):
+    assert list(list_recipes(has_twin=True, **program)) == expected
+    assert list(list_recipes(has_twin=False, **program)) == [r for r in expected if r != "saved"]
+
+
+def offloading(layers):
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["act"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def layer(x, w):
+        return jnp.sin(checkpoint_name(x @ w, "act")), None
+
+    def scanned(w, x):
+        return lax.scan(jax.checkpoint(layer, policy=policy, prevent_cse=False), x, w)[0].sum()
+
+    def flat(w, x):
+        for row in w:
+            x, _ = jax.checkpoint(layer, policy=policy)(x, row)
+        return x.sum()
+
+    return jax.value_and_grad({"scan": scanned, "flat": flat}[layers])
+
+
+def arguments():
+    w, x = jax.random.split(jax.random.key(0))
+    return jax.random.normal(w, (3, 16, 16)), jax.random.normal(x, (8, 16))
+
+
+@pytest.mark.parametrize("layers", ["scan", "flat"])
+def test_a_saved_twin_has_no_host_memory_and_equal_results(layers):
+    fun = offloading(layers)
+    closed = jax.make_jaxpr(fun)(*arguments())
+    assert "<host>" in str(closed)
+    twin = build_saved_twin(closed)
+    assert twin is not None
+    assert "<host>" not in str(twin)
+    assert "device_put" not in str(twin)
+    got = jax.jit(jax.extend.core.jaxpr_as_fun(twin), compiler_options=SAME_PRODUCTS)(*arguments())
+    assert_equal(got, jax.tree.leaves(jax.jit(fun, compiler_options=SAME_PRODUCTS)(*arguments())))
+
+
+def test_a_program_with_arguments_on_the_host_has_no_twin():
+    on_host = jax.device_put(jnp.ones(4), jax.memory.Space.Host)
+    closed = jax.make_jaxpr(lambda x: jax.device_put(x, jax.memory.Space.Device) * 2)(on_host)
+    assert build_saved_twin(closed) is None
+
+
+@pytest.mark.parametrize("recipe", [recipe.value for recipe in Recipe])
+def test_every_recipe_computes_the_same(recipe):
+    step = jaxoff.jit(offloading("scan"), recipe=recipe, compiler_options=SAME_PRODUCTS)
+    stock = jax.jit(offloading("scan"), compiler_options=SAME_PRODUCTS)
+    assert_equal(jax.tree.leaves(step(*arguments())), jax.tree.leaves(stock(*arguments())))
+    assert step.recipe == recipe
+    assert ("<host>" in str(step.trace(*arguments()).jaxpr)) == (recipe != "saved")
+    assert step.findings == ()
+
+
+def test_an_unknown_recipe_is_refused():
+    with pytest.raises(ValueError, match=r"recipe is one of .* got 'orderd'\. Did you mean 'ordered'"):
+        jaxoff.jit(lambda x: x, recipe="orderd")
+
+
+def test_without_graphs_the_order_runs_under_xlas_scheduler():
+    step = jaxoff.jit(offloading("scan"), compiler_options={"xla_gpu_enable_command_buffer": ""})
+    step.trace(*arguments())
+    assert step.recipe == "ordered"
+
+
+def test_a_method_binds_its_instance_and_no_device_is_the_default():
+    class Trainer:
+        scale = 2
+
+        @functools.partial(jaxoff.jit, static_argnums=0, device=None)
+        def step(self, x):
+            return x * self.scale
+
+    assert float(Trainer().step(jnp.float32(3))) == 6
+    assert Trainer.step._cache_size() == 1
+
+
+def test_jax_jit_can_be_replaced(monkeypatch):
+    monkeypatch.setattr(jax, "jit", jaxoff.jit)
+    assert float(jax.jit(lambda x: x + 1)(jnp.float32(1))) == 2
