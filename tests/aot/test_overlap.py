@@ -11,6 +11,7 @@ import jaxoff
 from jaxoff._layers.scan import scan_by_strategy
 from pallas_kernels import grouped_mlp
 from tests.aot.programs import LAYERS, layer_with_a_norm
+from tests.recipes import jit_in_order
 
 pytestmark = pytest.mark.aot
 
@@ -56,7 +57,7 @@ def compiled(kind, policy, overlapped=True, **options):
     fun = {"scan": scanned, "layers": one_by_one}[kind](policy)
     given = weights(LAYERS) if kind == "scan" else [weights() for _ in range(LAYERS)]
     stock = jax.jit(fun, compiler_options=options or None)
-    jitted = jaxoff.jit(fun, device=FAST_LINK) if overlapped else stock
+    jitted = jit_in_order(fun, device=FAST_LINK) if overlapped else stock
     program = jaxoff.target("h200").compile(jitted, given, struct(ROWS, WIDTH))
     return program, getattr(jitted, "options", options)
 
@@ -132,7 +133,7 @@ def test_the_gradient_of_an_embedding_is_filled_with_zeros_behind_the_loops():
         return re.findall(rf"= \w+\[{vocab},{WIDTH}\]\S* broadcast\(%([a-z]+)", program.as_text() or "")
 
     assert filled_with(jax.jit) == ["constant"]
-    assert filled_with(jaxoff.jit) == ["param"]
+    assert filled_with(jit_in_order) == ["param"]
 
 
 def test_layers_in_a_loop_hold_less_than_in_stock_order():
@@ -166,7 +167,7 @@ def test_the_gradient_of_a_head_does_not_keep_logits_through_the_backward_loop()
         args = weights(LAYERS), struct(WIDTH, vocab), struct(ROWS, WIDTH)
         return jaxoff.target("h200").compile(jitted, *args).memory_analysis().temp_size_in_bytes
 
-    ours = temp_bytes(jaxoff.jit(loss(POLICY), device=FAST_LINK))
+    ours = temp_bytes(jit_in_order(loss(POLICY), device=FAST_LINK))
     saved = temp_bytes(jax.jit(loss(POLICY.on_device())))
     assert ours <= saved - 2 * X_NBYTES, (ours, saved)
 
@@ -196,7 +197,7 @@ def test_a_product_that_is_saved_and_read_is_computed_once():
 
     given = weights(LAYERS)
     cublas = {"xla_gpu_enable_triton_gemm": False}
-    jitted = jaxoff.jit(jax.value_and_grad(loss, (0, 1)), device=FAST_LINK, compiler_options=cublas)
+    jitted = jit_in_order(jax.value_and_grad(loss, (0, 1)), device=FAST_LINK, compiler_options=cublas)
     program = jaxoff.target("h200").compile(
         jitted, {name: given[name] for name in ("up", "down")}, struct(ROWS, WIDTH)
     )
@@ -218,7 +219,7 @@ def test_rows_of_experts_are_not_converted_at_once():
     def rows(*shape):
         return jax.ShapeDtypeStruct((LAYERS, experts, *shape), jnp.float32)
 
-    jitted = jaxoff.jit(jax.value_and_grad(loss, (0, 1)))
+    jitted = jit_in_order(jax.value_and_grad(loss, (0, 1)))
     given = (rows(width, hidden), rows(hidden, width)), struct(4096, width)
     text = jaxoff.target("h200").compile(jitted, *given).as_text()
     row = re.compile(rf"bf16\[1,{experts},(?:{width},{hidden}|{hidden},{width})\]")
@@ -234,7 +235,7 @@ def test_a_norm_is_the_same_kernels_where_its_input_moves():
         def loss(w, x):
             return jaxoff.scan(layer_with_a_norm, x, w, policy=policy)[0].astype(jnp.float32).sum()
 
-        jitted = jaxoff.jit(jax.value_and_grad(loss), device=FAST_LINK)
+        jitted = jit_in_order(jax.value_and_grad(loss), device=FAST_LINK)
         program = jaxoff.target("h200").compile(jitted, weights(LAYERS), struct(ROWS, WIDTH))
         return len(re.findall(rf"= f32\[{ROWS}[,\]].* fusion\(", program.as_text() or ""))
 
@@ -244,7 +245,7 @@ def test_a_norm_is_the_same_kernels_where_its_input_moves():
 
 def test_a_plain_loop_is_left_to_xla():
     program = jaxoff.target("h200").compile(
-        jaxoff.jit(scanned(POLICY, strategy="plain")), weights(LAYERS), struct(ROWS, WIDTH)
+        jit_in_order(scanned(POLICY, strategy="plain")), weights(LAYERS), struct(ROWS, WIDTH)
     )
     stock, _ = compiled("scan", POLICY, False)
     assert jaxoff.verify(program).device_temp_bytes == jaxoff.verify(stock).device_temp_bytes

@@ -15,6 +15,7 @@ from models import Config
 from models.divided import DividedModel, Layout
 from models.mesh import BATCH, MeshShape
 from models.sharding import shardings_of
+from tests.recipes import jit_in_order
 
 pytestmark = pytest.mark.aot
 
@@ -51,7 +52,7 @@ def step(policy):
         jnp.int32,
         sharding=NamedSharding(mesh, P(None, BATCH)),
     )
-    jitted = jaxoff.jit(divided.gradients, device=FAST_LINK, out_shardings=(shardings, None))
+    jitted = jit_in_order(divided.gradients, device=FAST_LINK, out_shardings=(shardings, None))
     return jitted, params, tokens
 
 

@@ -20,6 +20,7 @@ from jaxoff._plan.layer import Label
 from jaxoff._plan.plan import Planner
 from jaxoff._runtime.flags import DISABLED_PASSES
 from tests.aot import programs, swiglu
+from tests.recipes import jit_in_order
 
 pytestmark = pytest.mark.aot
 
@@ -71,7 +72,7 @@ def planned(**fixed):
 
 
 def compiled(policy):
-    return compiled_step(jaxoff.jit(jax.value_and_grad(loss(policy), (0, 1))), *arguments())
+    return compiled_step(jit_in_order(jax.value_and_grad(loss(policy), (0, 1))), *arguments())
 
 
 def compiled_step(step, *args):
@@ -116,7 +117,7 @@ def test_what_is_planned_fits_its_budget_and_xla_leaves_it_so(gigabytes, tmp_pat
     card = programs.h200_with(budget, tmp_path)
     for passes, computed_again in ((None, False), ("", True)):
         options = None if passes is None else {DISABLED_PASSES: passes}
-        step = jaxoff.jit(jax.value_and_grad(loss(found.policy), (0, 1)), compiler_options=options)
+        step = jit_in_order(jax.value_and_grad(loss(found.policy), (0, 1)), compiler_options=options)
         facts = jaxoff.verify(card.compile(step, *arguments()), compiler_options=step.options)
         assert bool(facts.computed_again) == computed_again  # a card of that size: XLA would
         assert facts.device_peak_bytes <= budget
@@ -145,7 +146,7 @@ def test_layers_one_after_the_other_fit_under_a_plan_by_layer(part):
     budget = least + part * (most - least)
     found = plan(budget, first_layers=True)
     assert found.first_layers and found.step_ms < plan(budget).step_ms
-    step = jaxoff.jit(jax.value_and_grad(loss(found.policy), (0, 1)))
+    step = jit_in_order(jax.value_and_grad(loss(found.policy), (0, 1)))
     facts = jaxoff.verify(jaxoff.target("h200").compile(step, weights, x), compiler_options=step.options)
     assert facts.device_peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
     assert facts.device_peak_bytes <= budget
@@ -193,7 +194,7 @@ def test_what_is_planned_and_compiled_fits_and_needs_no_margin(gigabytes):
     held = []
 
     def compile_step(policy):
-        step = jaxoff.jit(jax.value_and_grad(loss(policy), (0, 1)))
+        step = jit_in_order(jax.value_and_grad(loss(policy), (0, 1)))
         program = jaxoff.target("h200").compile(step, *arguments())
         held.append(jaxoff.verify(program, compiler_options=step.options).device_peak_bytes)
         return program
@@ -249,7 +250,7 @@ def test_the_peak_of_a_train_step_is_that_of_the_compiled_program(fixed):
     args = (weights, jax.eval_shape(OPTIMIZER.init, weights)), jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
 
     def jitted(policy):
-        return jaxoff.jit(functools.partial(train_step, policy=policy), donate_argnums=0)
+        return jit_in_order(functools.partial(train_step, policy=policy), donate_argnums=0)
 
     others = dict.fromkeys(("qkv", "pre", "(dots)"), "recompute")
     found = jaxoff.plan(jitted(jaxoff.policy()), *args, device_bytes=1e12, fixed=others | fixed)
@@ -301,7 +302,7 @@ def check_frontier(planned, step, args, precision):
 @pytest.mark.skipif(not HAS_CUDNN, reason="needs cuDNN: pip install 'jax[cuda13]' (no GPU needed)")
 def test_the_peaks_of_a_train_step_of_another_model_are_those_of_its_compiled_programs():
     def step(policy):
-        return jaxoff.jit(functools.partial(swiglu.train_step, policy=policy), donate_argnums=0)
+        return jit_in_order(functools.partial(swiglu.train_step, policy=policy), donate_argnums=0)
 
     check_frontier(step(jaxoff.policy()), step, swiglu.arguments(), 0.015)
 
@@ -313,7 +314,7 @@ def test_the_peaks_of_a_loss_of_another_model_are_those_of_its_compiled_programs
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
 
     def step(policy):
-        return jaxoff.jit(jax.value_and_grad(functools.partial(swiglu.loss, policy=policy)))
+        return jit_in_order(jax.value_and_grad(functools.partial(swiglu.loss, policy=policy)))
 
     fun = functools.partial(swiglu.loss, policy=jaxoff.policy())
     check_frontier(fun, step, (params, tokens), PRECISION)
@@ -342,7 +343,7 @@ def test_a_loop_within_a_layer_is_planned_with_what_it_holds(checkpointed):
         found = jaxoff.plan(
             functools.partial(of_policy, policy=jaxoff.policy()), *args, device_bytes=1e12, fixed=fixed
         )
-        step = jaxoff.jit(jax.value_and_grad(functools.partial(of_policy, policy=found.policy)))
+        step = jit_in_order(jax.value_and_grad(functools.partial(of_policy, policy=found.policy)))
         peak, host = compiled_step(step, *args)
         assert found.peak_bytes == pytest.approx(peak, rel=PRECISION)
         assert found.host_bytes == host

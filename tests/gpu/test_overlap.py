@@ -7,6 +7,7 @@ import pytest
 
 import jaxoff
 from tests.aot.programs import layer_with_a_norm
+from tests.recipes import jit_in_order
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +40,7 @@ def check_beside_kernels(taken, layers):
 
 
 def test_a_residual_that_a_whole_turn_reads_comes_back_beside_kernels():
-    step = jaxoff.jit(jax.value_and_grad(loss(jaxoff.policy(offload=["x_in"]))))
+    step = jit_in_order(jax.value_and_grad(loss(jaxoff.policy(offload=["x_in"]))))
     check_beside_kernels(jaxoff.measure(step, *arguments()), LAYERS)
 
 
@@ -49,7 +50,7 @@ def test_the_first_layers_move_beside_kernels_and_the_others_keep():
     policy = jaxoff.FirstLayers(first, moved, rest=moved.on_device())
 
     def step(policy):
-        return jaxoff.jit(jax.value_and_grad(loss(policy)), compiler_options=DETERMINISTIC)
+        return jit_in_order(jax.value_and_grad(loss(policy)), compiler_options=DETERMINISTIC)
 
     check_beside_kernels(jaxoff.measure(step(policy), *args), first)
     programs = [step(p).lower(*args).compile() for p in (policy, moved.on_device())]
@@ -70,13 +71,13 @@ def test_products_without_a_name_move_as_planned():
     )
     assert plan.policy == jaxoff.policy("plan", save=["x_in"], unmarked="offload_dots")
     programs = [
-        jaxoff.jit(jax.value_and_grad(loss(policy))).lower(*args).compile()
+        jit_in_order(jax.value_and_grad(loss(policy))).lower(*args).compile()
         for policy in (plan.policy, plan.policy.on_device())
     ]
     ours, theirs = (program.memory_analysis() for program in programs)
     assert ours.host_temp_size_in_bytes == plan.host_bytes == (LAYERS + 1) * each
     assert ours.temp_size_in_bytes < theirs.temp_size_in_bytes - 2 * each
-    (gpu,) = jaxoff.measure(jaxoff.jit(jax.value_and_grad(loss(plan.policy))), *args).gpus
+    (gpu,) = jaxoff.measure(jit_in_order(jax.value_and_grad(loss(plan.policy))), *args).gpus
     assert min(gpu.d2h.nbytes, gpu.h2d.nbytes) >= (LAYERS - 1) * each
     moved, saved = (jax.device_get(program(*args)) for program in programs)
     for x, y in zip(jax.tree.leaves(moved), jax.tree.leaves(saved), strict=True):

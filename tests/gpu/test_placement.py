@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import jaxoff
+from tests.recipes import jit_in_order
 
 pytestmark = pytest.mark.gpu
 
@@ -90,7 +91,7 @@ def test_saving_offloading_and_recomputing_give_the_same_bits(dtype, options):
 
 def test_a_pinned_pool_that_is_too_small_is_refused_before_anything_runs(monkeypatch):
     args, policy = arguments(), MOVING["lists"]
-    step = jaxoff.jit(jax.grad(stack(policy)))
+    step = jit_in_order(jax.grad(stack(policy)))
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "0")  # XLA has read it before
     for use in (step, step.lower):
         with pytest.raises(RuntimeError, match=r"HOST_MEMORY_LIMIT_GB is 0.*set it to 2 or more"):
