@@ -33,6 +33,9 @@ class _CopiesTogetherError(Exception):
 
 
 def _move_to_device(jaxpr: Jaxpr) -> Jaxpr:
+    values = (*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
+    if not any(compat.is_host(v.aval) for v in values):
+        return jaxpr
     renamed: Renamed = {}
 
     def move(v: Var) -> Var:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import jaxoff
-from tests.recipes import jit_in_order
 from jaxoff._profile import gpu_trace
 from jaxoff._profile import measure as measuring
 from jaxoff._profile.gpu_trace import read
 from jaxoff._profile.measure import Measurement, measure
+from tests.recipes import jit_in_order
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 W, X = np.full((8, 8), 0.1, np.float32), np.ones((4, 8), np.float32)
