@@ -1,9 +1,10 @@
 """Recipes: the ways to compile a program that offloads residuals, and the choice between them.
 
-No recipe is best for every program (bench/LOG.md, "2026-11-25: recipes"). CONCURRENT hides copies best, but
-XLA then shares memory between whole values only: a program with one very large value outside of its loops
-takes more memory than `jax.jit`. So the choice is by compilation: the first recipe whose program takes no
-more device memory than the program as given, and no more than its saved twin.
+No recipe is best for every program (bench/LOG.md, "2026-11-25, night: recipes, chosen by compiled memory").
+CONCURRENT hides copies best, but XLA then shares memory between whole values only: a program with one very
+large value outside of its loops takes more memory than under `jax.jit`. So the choice is by compilation: the
+first recipe whose program takes no more device memory than the program as given, and no more than its saved
+twin.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class Candidate:
     recipe: Recipe
     nbytes: int | None
     reason: str = ""
+
+    def takes_at_most(self, nbytes: float) -> bool:
+        """Whether the program compiled and takes no more device memory than a number of bytes."""
+        return self.nbytes is not None and self.nbytes <= nbytes
 
 
 def checked_recipe(name: str | None) -> Recipe | None:
@@ -106,13 +111,13 @@ def choose_recipe(
     for recipe in recipes:
         if recipe not in candidates:
             candidates[recipe] = _try_candidate(recipe, compile_recipe)
-        candidate = candidates[recipe]
-        if candidate.nbytes is not None and candidate.nbytes <= limit:
-            chosen = candidate
+        if candidates[recipe].takes_at_most(limit):
+            chosen = candidates[recipe]
             break
     twin = candidates.get(Recipe.SAVED)
-    if chosen is not None and chosen.nbytes is not None and twin is not None and twin.nbytes is not None:
-        chosen = twin if twin.nbytes <= (1 + TOLERANCE) * chosen.nbytes else chosen
+    if chosen and chosen.nbytes is not None and twin is not None:
+        wins_nothing = twin.takes_at_most(min(limit, (1 + TOLERANCE) * chosen.nbytes))
+        chosen = twin if wins_nothing else chosen
     tried = [candidates[recipe] for recipe in recipes if recipe in candidates]
     return (chosen or tried[0]).recipe, tried
 

@@ -36,6 +36,7 @@ def compiled_of(nbytes):
         ({"concurrent": 46.4, "ordered": 46.4, "stock": 43.9, "saved": 43.9}, "saved"),
         ({"concurrent": 43.8, "ordered": 46.4, "stock": 44.0, "saved": 43.9}, "saved"),
         ({"concurrent": 55.8, "ordered": 50.9, "stock": 51.0, "saved": 50.4}, "saved"),
+        ({"concurrent": 8.0, "ordered": 7.59, "stock": 7.53, "saved": 7.61}, "ordered"),
         ({"concurrent": None, "ordered": 47.7, "stock": None, "saved": 50.4}, "ordered"),
         ({"concurrent": None, "ordered": None, "stock": None, "saved": 50.4}, "saved"),
         ({"concurrent": None, "ordered": None, "stock": None, "saved": None}, "concurrent"),
