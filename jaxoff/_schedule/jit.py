@@ -242,7 +242,7 @@ class Jitted:
 
     @property
     def recipe(self) -> str:
-        """The recipe of the latest call: "concurrent", "ordered" or "stock"."""
+        """The recipe of the latest call: "concurrent", "ordered", "stock" or "saved"."""
         return self._latest.recipe.value
 
     @contextlib.contextmanager
@@ -396,37 +396,43 @@ class _Call:
     """The arguments of a call.
 
     Attributes:
+      args, kwargs: the arguments.
+      given: the keywords of `jit`.
       key: the types of the arguments: equal keys mean programs of equal types and devices.
-      devices: the number of devices that the arguments, and the shardings given to `jit`, are over.
       is_traced: whether an argument belongs to a trace around the call.
-      is_on_gpu: whether the call compiles for GPUs.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    given: Any
     key: Hashable
-    devices: int
     is_traced: bool
-    is_on_gpu: bool
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> _Call:
         """The call with given arguments of a function that was given to `jit` with keywords."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return _Call(args, kwargs, None, 1, is_traced=True, is_on_gpu=False)
-        shardings = [
-            s for leaf in (*leaves, *jax.tree.leaves(given)) if (s := _sharding_of(leaf)) is not None
-        ]
-        platforms = {device.platform for s in shardings for device in _devices_of(s)}
-        return _Call(
-            args,
-            kwargs,
-            (tree, tuple(map(_type_of, leaves)), meshes.current_mesh()),
-            max((s.num_devices for s in shardings), default=1),
-            is_traced=False,
-            is_on_gpu=not (platforms or {jax.default_backend()}).isdisjoint({"gpu", "cuda", "rocm"}),
-        )
+            return _Call(args, kwargs, given, None, is_traced=True)
+        key = tree, tuple(map(_type_of, leaves)), meshes.current_mesh()
+        return _Call(args, kwargs, given, key, is_traced=False)
+
+    # Asked for at the first call of a key only, these are left out of every later call.
+    @functools.cached_property
+    def _shardings(self) -> list[jax.sharding.Sharding]:
+        found = map(_sharding_of, jax.tree.leaves((self.args, self.kwargs, self.given)))
+        return [sharding for sharding in found if sharding is not None]
+
+    @functools.cached_property
+    def devices(self) -> int:
+        """The number of devices that the arguments, and the shardings given to `jit`, are over."""
+        return max((sharding.num_devices for sharding in self._shardings), default=1)
+
+    @functools.cached_property
+    def is_on_gpu(self) -> bool:
+        """Whether the call compiles for GPUs."""
+        platforms = {device.platform for s in self._shardings for device in _devices_of(s)}
+        return not (platforms or {jax.default_backend()}).isdisjoint({"gpu", "cuda", "rocm"})
 
 
 def _type_of(leaf: Any) -> Hashable:
