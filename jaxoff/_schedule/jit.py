@@ -10,7 +10,7 @@ import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from jaxoff._runtime import flags
 from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, parse_xla_flags
 from jaxoff._runtime.pinned_pool import refuse_small_pool
 from jaxoff._runtime.versions import refuse_wrong_jaxlib
+from jaxoff._schedule.call import Call, find_statics
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.recipes import Recipe, checked_recipe, choose_recipe, find_fallback, list_recipes
 from jaxoff._schedule.rewrite import Rewritten, rewrite
@@ -176,6 +177,7 @@ class Jitted:
         self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
         self._recipe = recipe
         self._inner: Any = _jax_jit(fun, **kwargs)
+        self._statics = find_statics(fun, kwargs)
         self._chosen: dict[Hashable, _Setting] = {}  # types of a call's arguments -> setting
         self._instances: dict[Hashable, Any] = {}  # types and setting -> the `jax.jit` function
         self._latest = _Setting(Recipe.ORDERED, ())
@@ -184,7 +186,7 @@ class Jitted:
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
     def __call__(self, *args, **kwargs):
-        call = _Call.of(args, kwargs, self._kwargs)
+        call = Call.of(args, kwargs, self._kwargs, self._statics)
         if call.is_traced:
             return self._inner(*args, **kwargs)
         with self._settle(call) as jitted:
@@ -192,7 +194,7 @@ class Jitted:
 
     def lower(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).lower`; `compile` uses the recipe and the options chosen."""
-        call = _Call.of(args, kwargs, self._kwargs)
+        call = Call.of(args, kwargs, self._kwargs, self._statics)
         if call.key in self._chosen:
             return self._find_instance(call, self._chosen[call.key]).lower(*args, **kwargs)
         with self._probe(call) as traced:
@@ -211,7 +213,7 @@ class Jitted:
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).trace`, of the program in its new order."""
-        call = _Call.of(args, kwargs, self._kwargs)
+        call = Call.of(args, kwargs, self._kwargs, self._statics)
         with self._probe(call) as traced:
             setting = self._chosen.get(call.key) or self._list_settings(call, traced)[0]
             self._latest = setting
@@ -246,7 +248,7 @@ class Jitted:
         return self._latest.recipe.value
 
     @contextlib.contextmanager
-    def _settle(self, call: _Call, traced: _Traced | None = None) -> Iterator[Any]:
+    def _settle(self, call: Call, traced: _Traced | None = None) -> Iterator[Any]:
         """Yields the `jax.jit` function for a call, and chooses its setting the first time."""
         if call.key in self._chosen:
             self._latest = self._chosen[call.key]
@@ -257,7 +259,7 @@ class Jitted:
             yield self._find_instance(call, self._latest)
 
     @contextlib.contextmanager
-    def _probe(self, call: _Call, traced: _Traced | None = None) -> Iterator[_Traced]:
+    def _probe(self, call: Call, traced: _Traced | None = None) -> Iterator[_Traced]:
         """Traces the user's function for a call; the traces in the context take the program over."""
         if traced is None:
             try:
@@ -271,7 +273,7 @@ class Jitted:
         finally:
             self._probed.traced = None
 
-    def _choose(self, call: _Call, traced: _Traced) -> _Setting:
+    def _choose(self, call: Call, traced: _Traced) -> _Setting:
         """The setting of the recipe that a program runs by; compiles the candidates if there are several."""
         settings = self._list_settings(call, traced)
         if len(settings) == 1:
@@ -288,7 +290,7 @@ class Jitted:
             warnings.warn(str(finding), stacklevel=5)
         return next(s for s in settings if s.recipe is recipe)
 
-    def _list_settings(self, call: _Call, traced: _Traced) -> list[_Setting]:
+    def _list_settings(self, call: Call, traced: _Traced) -> list[_Setting]:
         """The settings for a program, the preferred one first; a single one where nothing is to choose."""
         program = traced.program
         xla_flags = parse_xla_flags(os.environ.get("XLA_FLAGS", ""))
@@ -322,7 +324,7 @@ class Jitted:
             disabled=disabled,
         )
 
-    def _find_instance(self, call: _Call, setting: _Setting | None) -> Any:
+    def _find_instance(self, call: Call, setting: _Setting | None) -> Any:
         """The `jax.jit` function for a call's types and a setting; without a setting, a probe."""
         key = call.key, setting
         if key not in self._instances:
@@ -389,67 +391,3 @@ class LoweredByRecipe:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lowered, name)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The arguments of a call.
-
-    Attributes:
-      args, kwargs: the arguments.
-      given: the keywords of `jit`.
-      key: the types of the arguments: equal keys mean programs of equal types and devices.
-      is_traced: whether an argument belongs to a trace around the call.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    given: Any
-    key: Hashable
-    is_traced: bool
-
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> _Call:
-        """The call with given arguments of a function that was given to `jit` with keywords."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return _Call(args, kwargs, given, None, is_traced=True)
-        key = tree, tuple(map(_type_of, leaves)), meshes.current_mesh()
-        return _Call(args, kwargs, given, key, is_traced=False)
-
-    # Asked for at the first call of a key only, these are left out of every later call.
-    @functools.cached_property
-    def _shardings(self) -> list[jax.sharding.Sharding]:
-        found = map(_sharding_of, jax.tree.leaves((self.args, self.kwargs, self.given)))
-        return [sharding for sharding in found if sharding is not None]
-
-    @functools.cached_property
-    def devices(self) -> int:
-        """The number of devices that the arguments, and the shardings given to `jit`, are over."""
-        return max((sharding.num_devices for sharding in self._shardings), default=1)
-
-    @functools.cached_property
-    def is_on_gpu(self) -> bool:
-        """Whether the call compiles for GPUs."""
-        platforms = {device.platform for s in self._shardings for device in _devices_of(s)}
-        return not (platforms or {jax.default_backend()}).isdisjoint({"gpu", "cuda", "rocm"})
-
-
-def _type_of(leaf: Any) -> Hashable:
-    """The type of an argument; of an object that can only be static, the object itself."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return tuple(leaf.shape), leaf.dtype, getattr(leaf, "weak_type", False), _sharding_of(leaf)
-    is_object = isinstance(leaf, Hashable) and not isinstance(leaf, (bool, int, float, complex))
-    return leaf if is_object else type(leaf)
-
-
-def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
-    """A sharding, or the sharding of an array or a struct."""
-    sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, jax.sharding.Sharding) else None
-
-
-def _devices_of(sharding: jax.sharding.Sharding) -> Collection[Any]:
-    """The devices of a sharding; none for a sharding over an abstract mesh."""
-    is_abstract = isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
-    return () if is_abstract else sharding.device_set

@@ -160,3 +160,19 @@ def test_a_method_binds_its_instance_and_no_device_is_the_default():
 def test_jax_jit_can_be_replaced(monkeypatch):
     monkeypatch.setattr(jax, "jit", jaxoff.jit)
     assert float(jax.jit(lambda x: x + 1)(jnp.float32(1))) == 2
+
+
+@pytest.mark.parametrize("static", [{"static_argnums": 2}, {"static_argnames": "moves"}])
+def test_each_value_of_a_static_argument_gets_its_own_setting(static):
+    fun = offloading("scan")
+
+    def step(w, x, moves):
+        return fun(w, x) if moves else (w.sum(), w)
+
+    jitted = jaxoff.jit(step, **static)
+    jitted(*arguments(), False)
+    assert jitted.options == {}
+    jitted(*arguments(), True)
+    assert jitted.recipe == "concurrent"
+    jitted(*arguments(), moves=False)
+    assert jitted.options == {}

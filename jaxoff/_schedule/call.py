@@ -1,0 +1,95 @@
+"""A call of a `jaxoff.jit` function: what tells calls of different programs apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from jaxoff._jaxpr import meshes
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of a call.
+
+    Attributes:
+      args, kwargs: the arguments.
+      given: the keywords of `jit`.
+      key: the types of the arguments and the values of static arguments: equal keys mean equal programs.
+      is_traced: whether an argument belongs to a trace around the call.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: Any
+    key: Hashable
+    is_traced: bool
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, statics: Collection[int | str]) -> Call:
+        """The call of a function that was given to `jit` with keywords; `statics` name static arguments."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            return Call(args, kwargs, given, None, is_traced=True)
+        named = (*enumerate(args), *kwargs.items())
+        values = [value for name, value in named if name in statics and isinstance(value, Hashable)]
+        key = tree, tuple(map(_type_of, leaves)), tuple(values), meshes.current_mesh()
+        return Call(args, kwargs, given, key, is_traced=False)
+
+    # Asked for at the first call of a key only, these are left out of every later call.
+    @functools.cached_property
+    def _shardings(self) -> list[jax.sharding.Sharding]:
+        found = map(_sharding_of, jax.tree.leaves((self.args, self.kwargs, self.given)))
+        return [sharding for sharding in found if sharding is not None]
+
+    @functools.cached_property
+    def devices(self) -> int:
+        """The number of devices that the arguments, and the shardings given to `jit`, are over."""
+        return max((sharding.num_devices for sharding in self._shardings), default=1)
+
+    @functools.cached_property
+    def is_on_gpu(self) -> bool:
+        """Whether the call compiles for GPUs."""
+        platforms = {device.platform for s in self._shardings for device in _devices_of(s)}
+        return not (platforms or {jax.default_backend()}).isdisjoint({"gpu", "cuda", "rocm"})
+
+
+def find_statics(fun: Callable[..., Any], given: Mapping[str, Any]) -> frozenset[int | str]:
+    """The positions and names of a function's static arguments, each by position and by name as JAX does."""
+    numbers, names = given.get("static_argnums"), given.get("static_argnames")
+    found: set[int | str] = {numbers} if isinstance(numbers, int) else {*(numbers or ())}
+    found |= {names} if isinstance(names, str) else {*(names or ())}
+    try:
+        parameters = list(inspect.signature(fun).parameters)
+    except (TypeError, ValueError):  # a callable without a signature
+        return frozenset(found)
+    count = len(parameters)
+    found = {name + count if isinstance(name, int) and name < 0 else name for name in found}
+    pairs = [pair for pair in enumerate(parameters) if not found.isdisjoint(pair)]
+    return frozenset(found.union(*pairs))
+
+
+def _type_of(leaf: Any) -> Hashable:
+    """The type of an argument; of an object that can only be static, the object itself."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return tuple(leaf.shape), leaf.dtype, getattr(leaf, "weak_type", False), _sharding_of(leaf)
+    is_object = isinstance(leaf, Hashable) and not isinstance(leaf, (bool, int, float, complex))
+    return leaf if is_object else type(leaf)
+
+
+def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
+    """A sharding, or the sharding of an array or a struct."""
+    sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, jax.sharding.Sharding) else None
+
+
+def _devices_of(sharding: jax.sharding.Sharding) -> Collection[Any]:
+    """The devices of a sharding; none for a sharding over an abstract mesh."""
+    is_abstract = isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
+    return () if is_abstract else sharding.device_set
