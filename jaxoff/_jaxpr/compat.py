@@ -35,6 +35,8 @@ from jax.interpreters import mlir as _mlir
 from jax.interpreters.partial_eval import convert_constvars_jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
 
+from jaxoff._jaxpr.shares import apply_to_shares
+
 name_p = _primitives.name_p
 remat_p = _primitives.remat_p
 
@@ -351,14 +353,13 @@ def varying_axes(aval: Any) -> tuple[str, ...]:
     return tuple(sorted(getattr(getattr(aval, "mat", None), "varying", ())))
 
 
-def empty(aval: Any, rows: int | None, *, is_whole: bool) -> jax.Array:
+def empty(aval: Any, rows: int | None, *, is_divided: bool) -> jax.Array:
     """Makes an array with arbitrary contents.
 
     Args:
       aval: the abstract array, or of a stack the abstract row.
       rows: number of rows of a stack; None for an array of type `aval`.
-      is_whole: whether the compiler leaves the array undivided on one device. Only then can XLA allocate
-        without a write.
+      is_divided: whether the compiler may divide the array over devices.
     """
     scalar = _primitives.empty2_p.bind(dtype=aval.dtype, memory_space=aval.memory_space)
     if varying := varying_axes(aval):
@@ -366,8 +367,12 @@ def empty(aval: Any, rows: int | None, *, is_whole: bool) -> jax.Array:
     lead = () if rows is None else (rows,)
     shape, spec = (*lead, *aval.shape), jax.P(*(None for _ in lead), *aval.sharding.spec)
     sharding = aval.sharding.update(spec=spec)
-    if not is_whole or not shape or is_host(aval) or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return jax.lax.broadcast(scalar, shape, out_sharding=sharding)
+    fill = functools.partial(jax.lax.broadcast, sizes=shape, out_sharding=sharding)
+    if not shape or is_host(aval) or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return fill(scalar)
+    if is_divided:  # each device allocates its share
+        whole = jax.typeof(scalar).sharding.update(spec=jax.P(*[None] * len(shape)))
+        return apply_to_shares(functools.partial(allocate, sharding=whole), [scalar], like=fill)
     return allocate(scalar, shape, sharding)
 
 

@@ -28,14 +28,14 @@ _FUSED_NAMES = """
 abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type copy cos
 cosh div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log
 log1p logistic lt max min mul name ne neg not optimization_barrier or pad pow pvary reduce_precision rem
-reshape round rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh
-transpose xor
+reshape round rsqrt select_n sharding_constraint sign sin sinh slice split sqrt square squeeze
+stop_gradient sub tan tanh transpose xor
 """
 # XLA computes these equations inside the kernels that read their result.
 _FUSED = frozenset(_FUSED_NAMES.split())
 _ARGUMENT_VIEW_NAMES = """
 convert_element_type dynamic_slice expand_dims name optimization_barrier pvary reduce_precision reshape
-slice split squeeze transpose
+sharding_constraint slice split squeeze transpose
 """
 # Views of an argument (a layer of stacked weights, for example). XLA reads the view in place, or copies the
 # view just before the reader.

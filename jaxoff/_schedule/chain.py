@@ -117,7 +117,8 @@ class Chain:
         if not tied and (len(loose) == len(reads) or first_sent is not None):
             tied = sorted(others, key=lambda v: compat.nbytes(v.aval))[:1]
         last = self._before_last if self._can_fuse_with_last(i) else self._last
-        behind = self.tie(tied, i, (first_sent, last))
+        behind = self._wait_for_gathers(i) if not is_compute(self._eqns[i]) else {}
+        behind = behind | self.tie([v for v in tied if v not in behind], i, (first_sent, last))
         if awaited and others:
             # The operand tied to the end of the chain; XLA drops a wait through any other operand.
             latest = max(others, key=lambda v: (self._level.get(behind.get(v, v), 0), v not in behind))
@@ -137,6 +138,27 @@ class Chain:
             self.small_results = [v for v in pending if self._graph.maker[v] not in before]
             awaited += self.small_results
         return awaited
+
+    def _wait_for_gathers(self, i: int) -> Substitutes:
+        """Makes the last reader of a large value wait for the gathers that take small results from the value.
+
+        Otherwise XLA may run such a gather, of the logits of the labels for example, after kernel `i`: the
+        large value lives on while the kernel's result is made. Other small results, sums for example, XLA may
+        compute in the same kernel.
+        """
+        tied: Substitutes = {}
+        for small in self.small_results:
+            maker = self._graph.maker[small]
+            if self._eqns[maker].primitive.name != "gather" or small in self.substitutes:
+                continue
+            ended = set(self._graph.reads[maker]).intersection(self._graph.reads[i])
+            for v in (v for v in self._graph.reads[i] if v in ended and self._is_large(v)):
+                if self.unread[v] == 1 and v not in self.substitutes and v not in self._problem.outs:
+                    tied[v], self.substitutes[small] = self.add_barrier(tied.get(v, v), small, i)
+        return tied
+
+    def _is_large(self, v: Var) -> bool:
+        return v in self._graph.maker and compat.nbytes(v.aval) >= self._large_nbytes
 
     def _can_fuse_with_last(self, i: int) -> bool:
         """Whether XLA can fuse kernel `i` with the last kernel of the chain: then no barrier parts the two.

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoff._jaxpr.shares import apply_to_shares
+
 
 def copy_aside(value, iteration):
     """Copies a value into a buffer of its own, by a select on the loop counter.
@@ -22,12 +24,13 @@ def copy_aside(value, iteration):
     return lax.select(iteration >= 0, value, lax.full_like(value, 0))
 
 
-def delay_iteration(iteration, value):
+def delay_iteration(iteration, value, *, is_divided: bool = False):
     """Makes the loop counter, which is never negative, depend on a value.
 
     A barrier is not possible: XLA evaluates the starts of slices itself, and cannot evaluate a barrier.
     """
-    return jnp.maximum(iteration, -read_bit(value).astype(iteration.dtype))
+    bit = read_bit_of_shares(value) if is_divided else read_bit(value)
+    return jnp.maximum(iteration, -bit.astype(iteration.dtype))
 
 
 def delay_values(values, bits):
@@ -57,13 +60,40 @@ def read_bit(value):
     return element != element if jnp.issubdtype(value.dtype, jnp.floating) else element.astype(bool)
 
 
+def read_bit_of_shares(value):
+    """Computes, on each device, a bit from the first element of the device's share of a divided value."""
+    return apply_to_shares(
+        lambda share, *, shape: read_bit(share),
+        [value],
+        like=lambda value: jnp.zeros((), bool),
+        is_replicated=True,
+    )
+
+
 def _read_first_element(value):
     return lax.slice(value, [0] * value.ndim, [1] * value.ndim).reshape(())
 
 
-def write_element(first: int, step: int, stack, value, iteration):
-    """Writes the first element of a value into row `first + step * iteration` of a host stack."""
-    element = _read_first_element(value).reshape([1] * stack.ndim).astype(stack.dtype)
-    on_host = jax.device_put(element, jax.memory.Space.Host)
+def write_element(first: int, step: int, stack, value, iteration, *, is_divided: bool = False):
+    """Writes the first element of a value into row `first + step * iteration` of a host stack.
+
+    If the compiler divides the stack and the value, each device writes an element of its own share.
+    """
+    if is_divided:
+        operands = [stack, value, first + step * iteration]
+        return apply_to_shares(_write_share, operands, like=lambda stack, *_: stack, follows_first=True)
+    on_host = _read_element_to_host(value, stack)
     start = [first + step * iteration] + [0] * (stack.ndim - 1)
     return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)
+
+
+def _write_share(stack, value, row, *, shape):
+    del shape
+    stack = jax.device_put(stack, jax.memory.Space.Host)  # types in `apply_to_shares` have no memory space
+    on_host = _read_element_to_host(value, stack)
+    return lax.dynamic_update_slice(stack, on_host, [row, *[0] * (stack.ndim - 1)])
+
+
+def _read_element_to_host(value, stack):
+    element = _read_first_element(value).reshape([1] * stack.ndim).astype(stack.dtype)
+    return jax.device_put(element, jax.memory.Space.Host)

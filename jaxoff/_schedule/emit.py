@@ -63,11 +63,14 @@ class _Emitter:
                 self.eqns.append(barrier)
                 self.variables |= dict(zip(results, outs, strict=True))
             case DelayReload(stack=stack, row=row, after=after, result=result):
-                write = functools.partial(write_element, row.first, row.step)
+                write = functools.partial(
+                    write_element, row.first, row.step, is_divided=self._problem.is_divided
+                )
                 operands = [self._find(stack), self._find(after), self._problem.iteration]
                 self._call(write, operands, result, like)
             case DelayIteration(after=after, result=result):
-                self._call(delay_iteration, [self._problem.iteration, self._find(after)], result, like)
+                delay = functools.partial(delay_iteration, is_divided=self._problem.is_divided)
+                self._call(delay, [self._problem.iteration, self._find(after)], result, like)
             case ReadBit(result=result):
                 self._call(read_bit, [like.outvars[0]], result, like)
 

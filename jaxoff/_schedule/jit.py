@@ -27,7 +27,8 @@ from jaxoff._runtime.versions import refuse_wrong_jaxlib
 from jaxoff._schedule.call import Call, find_statics
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.recipes import Recipe, checked_recipe, choose_recipe, find_fallback, list_recipes
-from jaxoff._schedule.rewrite import Rewritten, rewrite
+from jaxoff._schedule.rewrite import Rewritten, replace_layer_loops, rewrite
+from jaxoff._schedule.sharding_marks import find_loop_shardings
 
 type Options = tuple[tuple[str, Any], ...]
 
@@ -149,10 +150,10 @@ class _Setting:
 
 
 class _ProbedError(Exception):
-    """Ends a trace whose only purpose was the program."""
+    """Ends a trace whose only purpose was the program: `(signature, given, shapes)` of a `_Traced`."""
 
-    def __init__(self, traced: _Traced):
-        self.traced = traced
+    def __init__(self, *found: Any):
+        self.found = found
 
 
 class Jitted:
@@ -266,12 +267,36 @@ class Jitted:
                 self._find_instance(call, None).trace(*call.args, **call.kwargs)
                 raise AssertionError("a probe ends with _ProbedError")
             except _ProbedError as error:
-                traced = error.traced
+                found = error.found
+            signature, given, shapes = found
+            traced = _Traced(signature, given, shapes, self._rewrite(call, signature, given, shapes))
         self._probed.traced = traced if traced.is_reusable else None
         try:
             yield traced
         finally:
             self._probed.traced = None
+
+    def _rewrite(self, call: Call, signature: Any, given: compat.ClosedJaxpr, shapes: Any) -> Rewritten:
+        """Rewrites a call's program; asks the compiler how it divides the loops, where it may."""
+        rewrite_for = functools.partial(
+            rewrite, given, self._share_link(call.devices), one_device=call.devices == 1
+        )
+        if call.devices == 1 or any(isinstance(const, Tracer) for const in given.consts):
+            return rewrite_for()
+
+        def compile_marked(marked: compat.ClosedJaxpr) -> None:
+            program = Rewritten(marked, loops=0, scanned=0, flat=False, spare_nbytes=0)
+            self._probed.traced = _Traced(signature, marked, shapes, program)
+            setting = _Setting(Recipe.STOCK, ())
+            _jax_jit(self._overlapped(call.devices, setting), **self._kwargs).lower(
+                *call.args, **call.kwargs
+            ).compile()
+
+        return rewrite_for(shardings=find_loop_shardings(given, replace_layer_loops, compile_marked))
+
+    def _share_link(self, devices: int) -> Device:
+        """The rates of one of several devices."""
+        return self._device.sharing(max(1, devices // jax.process_count()))
 
     def _choose(self, call: Call, traced: _Traced) -> _Setting:
         """The setting of the recipe that a program runs by; compiles the candidates if there are several."""
@@ -335,8 +360,6 @@ class Jitted:
         return self._instances[key]
 
     def _overlapped(self, devices: int, setting: _Setting | None) -> Callable[..., Any]:
-        device = self._device.sharing(max(1, devices // jax.process_count()))
-
         @functools.wraps(self._fun)
         def overlapped(*args, **kwargs):
             leaves, tree = jax.tree.flatten((args, kwargs))
@@ -353,10 +376,12 @@ class Jitted:
             made: _Traced | None = getattr(self._probed, "traced", None)
             if made is None or made.signature != signature:
                 closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
-                program = rewrite(closed, device, one_device=devices == 1)
+                if setting is None:
+                    raise _ProbedError(signature, closed, shapes)
+                program = rewrite(closed, self._share_link(devices), one_device=devices == 1)
                 made = _Traced(signature, closed, shapes, program)
             if setting is None:
-                raise _ProbedError(made)
+                raise AssertionError("a probe has no program to take over")
             self._check(made.given, made.program)
             results = compat.jaxpr_as_fun(made.follow(setting.recipe))(*(leaves[i] for i in traced))
             return jax.tree.unflatten(jax.tree.structure(made.shapes), results)

@@ -34,6 +34,7 @@ from jaxoff._schedule.collectives import cast_before_gathers
 from jaxoff._schedule.decide import decide, estimate_copies
 from jaxoff._schedule.dependency_kernels import copy_aside
 from jaxoff._schedule.emit import emit
+from jaxoff._schedule.loop_shardings import LoopShardings, pin
 from jaxoff._schedule.problem import OrderProblem, SpareRow
 
 # The loop counter starts here, above all row offsets, so that the index of a row never equals the counter
@@ -205,8 +206,9 @@ def write_out(
     first_rows: Mapping[int, Any],
     device: Device,
     large_nbytes: int,
+    shardings: LoopShardings | None = None,
     *,
-    is_unsharded: bool,
+    is_divided: bool,
 ) -> tuple[list[JaxprEqn], list[Any], dict[int, Any]]:
     """Writes out a scan as a while loop with an ordered body.
 
@@ -220,20 +222,23 @@ def write_out(
       first_rows: index of a prefetched xs -> the row of the first iteration, on the device.
       device: rates, to estimate when kernels and copies end.
       large_nbytes: as for `jaxoff._schedule.decide.decide`.
-      is_unsharded: whether the compiler leaves the loop's values unsharded.
+      shardings: how the compiler divides the loop's values, if that is known.
+      is_divided: whether the compiler may divide the loop's values over devices.
 
     Returns:
       The new equations; the results of the scan; and index of a ys -> the last iteration's value on the
       device, for stacks which the reader prefetches.
     """
-    iteration = _Iteration(loop, pieces, sent_stacks, reloaded_stacks)
+    iteration = _Iteration(
+        loop, pieces, sent_stacks, reloaded_stacks, shardings or LoopShardings(), is_divided=is_divided
+    )
 
     def run(consts, carry, xs, initial_stacks, first_rows):
         stacks = [
-            initial_stacks[k] if k in initial_stacks else compat.empty(v.aval, rows, is_whole=is_unsharded)
+            initial_stacks[k] if k in initial_stacks else compat.empty(v.aval, rows, is_divided=is_divided)
             for k, (v, rows) in enumerate(iteration.list_ys())
         ]
-        retained = [compat.empty(v.aval, None, is_whole=is_unsharded) for v in iteration.retained_vars]
+        retained = [compat.empty(v.aval, None, is_divided=is_divided) for v in iteration.retained_vars]
         host_stacks = [xs[k] for k in reloaded_stacks]
         count = jnp.int32(iteration.first_count)
         state = _State(count, carry, stacks, retained, host_stacks, first_rows)
@@ -289,8 +294,12 @@ class _Iteration:
         pieces: StackSlices,
         sent_stacks: Mapping[int, HostStack],
         reloaded_stacks: Mapping[int, HostStack],
+        shardings: LoopShardings,
+        *,
+        is_divided: bool,
     ):
         self._loop, self._pieces = loop, pieces
+        self._shardings, self._is_divided = shardings, is_divided
         self._sent_stacks, self._reloaded_stacks = sent_stacks, reloaded_stacks
         self.first_count = _FIRST_COUNT + pieces.largest_offset
         self.prefetched = [k for k, stack in reloaded_stacks.items() if stack.prefetched]
@@ -356,6 +365,7 @@ class _Iteration:
                 for k, v in zip(self.retained, after.retained, strict=True)
                 if self._sent_stacks[k].overwrites
             },
+            is_divided=self._is_divided,
         )
         schedule = decide(problem, device, large_nbytes)
         eqns, renamed = emit(schedule, problem)
@@ -380,12 +390,16 @@ class _Iteration:
         for k, stack in host_stacks.items():
             if k not in self.prefetched:
                 inputs[k] = _read_row(stack, index + self._reloaded_stacks[k].row_offset)
-        inputs |= dict(zip(self.prefetched, state.prefetched, strict=True))
+        pinned = self._shardings
+        inputs |= {
+            k: pin(row, pinned.xs, k) for k, row in zip(self.prefetched, state.prefetched, strict=True)
+        }
+        carry = [pin(value, pinned.carry, k) for k, value in enumerate(state.carry)]
         copies = {k: copy_aside(inputs[k], state.count) for k in moved_aside}
         inputs |= {k: lax.optimization_barrier(copy) for k, copy in copies.items()}
         deferred = [k for k in self.retained if self._sent_stacks[k].send_deferred]
         body = _remove_copies(loop, self.prefetched, deferred, self.retained_vars)
-        out = compat.jaxpr_as_fun(body)(*consts, *state.carry, *(inputs[k] for k in range(len(xs))))
+        out = compat.jaxpr_as_fun(body)(*consts, *carry, *(inputs[k] for k in range(len(xs))))
         carry, out = out[: loop.layout.num_carry], out[loop.layout.num_carry :]
         stacks, retained = list(state.stacks), out[len(state.stacks) :]
         for j, k in enumerate(self.retained):
@@ -399,7 +413,9 @@ class _Iteration:
             if k in deferred:  # the first iteration writes arbitrary contents into the spare row
                 value = state.retained[self.retained.index(k)]
                 y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
-            stacks[k] = _write_row(stacks[k], y, at)
+            stacks[k] = _write_row(
+                stacks[k], y if compat.is_host(jax.typeof(y)) else pin(y, pinned.ys, k), at
+            )
         next_rows = (
             _read_row(host_stacks[k], index + loop.step + self._reloaded_stacks[k].row_offset)
             for k in self.prefetched

@@ -35,6 +35,7 @@ class OrderProblem:
       moved_aside: device-to-device copies of arguments, made so that the original buffer can be reused early.
       overwrites_after_send: new value -> host stack. The value is written into the buffer of an argument,
         after the argument was sent to the stack.
+      is_divided: whether the compiler may divide values over devices.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -46,3 +47,4 @@ class OrderProblem:
     reuses_buffer_of: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
     moved_aside: frozenset[Var] = frozenset()
     overwrites_after_send: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
+    is_divided: bool = False

@@ -19,6 +19,7 @@ import jax
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.near_miss import near_miss
 from jaxoff._report.tables import format_nbytes
+from jaxoff._runtime.exchange import exchanged_nbytes
 from jaxoff._runtime.program_memory import program_nbytes
 
 # A recipe may take this part more device memory than the program as given: buffer assignment varies.
@@ -48,11 +49,13 @@ class Candidate:
       recipe: the recipe.
       nbytes: device memory of the compiled program in bytes; None if XLA refused to compile it.
       reason: the error of a refusal, or "".
+      exchanged: bytes that the program's collectives exchange on a device.
     """
 
     recipe: Recipe
     nbytes: int | None
     reason: str = ""
+    exchanged: int = 0
 
     def takes_at_most(self, nbytes: float) -> bool:
         """Whether the program compiled and takes no more device memory than a number of bytes."""
@@ -99,7 +102,9 @@ def choose_recipe(
     """Chooses the recipe of a program by the memory of its compiled candidates.
 
     The limit is the memory of the program as given or of its saved twin, the smaller one. The first recipe
-    within the limit wins, or the saved twin if the recipe does not take less memory than the twin.
+    within the limit wins, or the saved twin if the recipe does not take less memory than the twin. A program
+    in another order may need more communication, where the compiler divides values over devices: a recipe
+    whose collectives exchange more bytes than those of the program as given does not win.
 
     Returns:
       The recipe, the first one if nothing compiles; and the candidates compiled, in the order of `recipes`.
@@ -111,7 +116,13 @@ def choose_recipe(
     for recipe in recipes:
         if recipe not in candidates:
             candidates[recipe] = _try_candidate(recipe, compile_recipe)
-        if candidates[recipe].takes_at_most(limit):
+        stock = candidates.get(Recipe.STOCK)
+        exchanges_more = (
+            stock is not None
+            and stock.nbytes is not None
+            and candidates[recipe].exchanged > (1 + TOLERANCE) * stock.exchanged
+        )
+        if candidates[recipe].takes_at_most(limit) and (recipe is Recipe.SAVED or not exchanges_more):
             chosen = candidates[recipe]
             break
     twin = candidates.get(Recipe.SAVED)
@@ -124,7 +135,10 @@ def choose_recipe(
 
 def _try_candidate(recipe: Recipe, compile_recipe: Callable[[Recipe], jax.stages.Compiled]) -> Candidate:
     try:
-        return Candidate(recipe, program_nbytes(compile_recipe(recipe)))
+        compiled = compile_recipe(recipe)
+        return Candidate(
+            recipe, program_nbytes(compiled), exchanged=exchanged_nbytes(compiled.as_text() or "")
+        )
     except jax.errors.JaxRuntimeError as error:  # out of memory at compilation, or a program that XLA refuses
         return Candidate(recipe, None, str(error).splitlines()[0])
 
@@ -136,6 +150,9 @@ def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> Finding | 
     if first.recipe is chosen:
         return None
     took = f"took {format_nbytes(first.nbytes)}" if first.nbytes is not None else f"failed: {first.reason}"
+    stock = by_recipe.get(Recipe.STOCK)
+    if stock and first.exchanged > (1 + TOLERANCE) * stock.exchanged:
+        took += f" and exchanged {format_nbytes(first.exchanged)} for {format_nbytes(stock.exchanged)}"
     now = "" if own.nbytes is None else f" of {format_nbytes(own.nbytes)}"
     loss = (
         "Offloading wins no memory here, so nothing is offloaded"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +19,8 @@ from jaxoff._jaxpr.stack_slices import find_shared_stacks, find_split_slices
 from jaxoff._schedule.collectives import chain_collectives
 from jaxoff._schedule.decide import LARGE_NBYTES, decide
 from jaxoff._schedule.emit import emit
-from jaxoff._schedule.loops import Loop, count_row_nbytes, find_host_stacks, write_out
+from jaxoff._schedule.loop_shardings import LoopShardings
+from jaxoff._schedule.loops import HostStack, Loop, count_row_nbytes, find_host_stacks, write_out
 from jaxoff._schedule.problem import OrderProblem
 
 
@@ -41,7 +44,12 @@ class Rewritten:
 
 
 def rewrite(
-    closed: ClosedJaxpr, device: Device, large_nbytes: int = LARGE_NBYTES, *, one_device: bool = True
+    closed: ClosedJaxpr,
+    device: Device,
+    large_nbytes: int = LARGE_NBYTES,
+    *,
+    one_device: bool = True,
+    shardings: Mapping[int, LoopShardings] | None = None,
 ) -> Rewritten:
     """Orders a program: the bodies of its layer loops, and the equations outside of loops.
 
@@ -53,11 +61,12 @@ def rewrite(
       device: rates of the target device.
       large_nbytes: least bytes of a value whose kernel has a position in the chain.
       one_device: whether the compiler leaves all values of the program unsharded.
+      shardings: number of a layer loop -> how the compiler divides its values, from `find_loop_shardings`.
 
     Returns:
       A program with the same arguments, results and effects.
     """
-    rewriter = _Rewriter(device, large_nbytes, one_device)
+    rewriter = _Rewriter(device, large_nbytes, one_device, shardings or {})
     jaxpr = compat.rewrite_jaxprs(closed.jaxpr, _inline_loop_calls)
     jaxpr = compat.rewrite_jaxprs(jaxpr, rewriter.write_out_loops)
     flat = "H2D" in _find_transfers(jaxpr)
@@ -68,33 +77,44 @@ def rewrite(
     )
 
 
+def replace_layer_loops(closed: ClosedJaxpr, replace: Callable[[Loop, int], JaxprEqn]) -> ClosedJaxpr:
+    """Replaces each layer loop of a program, given with its number, by another equation.
+
+    `rewrite` numbers the loops in the same way.
+    """
+    numbers = itertools.count()
+
+    def replace_loops(jaxpr: Jaxpr) -> Jaxpr:
+        layers, eqns = _find_layer_loops(jaxpr), []
+        for i, eqn in enumerate(jaxpr.eqns):
+            loop = Loop.find(eqn) if i in layers else None
+            number = next(numbers) if i in layers else 0
+            eqns.append(replace(loop, number) if loop else eqn)
+        return jaxpr.replace(eqns=eqns)
+
+    jaxpr = compat.rewrite_jaxprs(closed.jaxpr, _inline_loop_calls)
+    return closed.replace(jaxpr=compat.rewrite_jaxprs(jaxpr, replace_loops))
+
+
 class _Rewriter:
-    def __init__(self, device: Device, large_nbytes: int, one_device: bool):
+    def __init__(
+        self, device: Device, large_nbytes: int, one_device: bool, shardings: Mapping[int, LoopShardings]
+    ):
         self._device, self._large_nbytes, self._one_device = device, large_nbytes, one_device
+        self._shardings, self._numbers = shardings, itertools.count()
         self.written_out = self.scanned = self.spare_nbytes = 0
 
     def write_out_loops(self, jaxpr: Jaxpr) -> Jaxpr:
         """Writes out the layer loops, and orders the equations up to the last loop."""
-        pieces = find_split_slices(jaxpr)
-        layers = {
-            i: eqn
-            for i, eqn in enumerate(jaxpr.eqns)
-            if _is_layer_scan(eqn) or (is_layer_loop(eqn) and not pieces.isdisjoint(variables(eqn)))
-        }
+        layers = _find_layer_loops(jaxpr)
+        shardings = {i: self._shardings.get(number) for i, number in zip(layers, self._numbers, strict=False)}
         loops = {i: loop for i, eqn in layers.items() if (loop := Loop.find(eqn))}
         self.written_out += len(loops)
         self.scanned += sum("H2D" in _find_transfers(eqn.params["jaxpr"].jaxpr) for eqn in layers.values())
         if not loops:
             return jaxpr
-        # If the compiler shards a value, reading one element of the value needs communication.
-        unsharded = {
-            i: loop
-            for i, loop in loops.items()
-            if (self._one_device if (manual := compat.is_manual(loop.eqn)) is None else manual)
-        }
-        stacks = list(
-            find_host_stacks(unsharded, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes)
-        )
+        known = {i: loop for i, loop in loops.items() if shardings[i] or not self._may_divide(loop)}
+        stacks = list(find_host_stacks(known, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes))
         self.spare_nbytes += sum(count_row_nbytes(loops[stack.reader], stack.xs) for stack in stacks)
         shared = find_shared_stacks(jaxpr, {i: loop.layout for i, loop in loops.items()})
         renamed: Renamed = {}
@@ -130,7 +150,8 @@ class _Rewriter:
                 first_rows,
                 self._device,
                 self._large_nbytes,
-                is_unsharded=i in unsharded,
+                _add_xs(shardings, i, reloaded_stacks) if self._may_divide(loops[i]) else None,
+                is_divided=self._may_divide(loops[i]),
             )
             eqns += new
             end = len(eqns)
@@ -138,6 +159,11 @@ class _Rewriter:
             last_rows |= {(i, k): value for k, value in last.items()}
         outs = [resolve(renamed, v) for v in jaxpr.outvars]
         return self._order_up_to_last_loop(jaxpr.replace(eqns=eqns, outvars=outs), end)
+
+    def _may_divide(self, loop: Loop) -> bool:
+        """Whether the compiler may divide the values of a loop over devices."""
+        manual = compat.is_manual(loop.eqn)
+        return not (self._one_device if manual is None else manual)
 
     def _order_up_to_last_loop(self, jaxpr: Jaxpr, end: int) -> Jaxpr:
         """Orders the equations before and between the loops of a program; each loop counts as a kernel.
@@ -194,6 +220,19 @@ class _Rewriter:
         return jaxpr.replace(eqns=eqns, outvars=outs)
 
 
+def _add_xs(
+    shardings: Mapping[int, LoopShardings | None], reader: int, reloaded_stacks: Mapping[int, HostStack]
+) -> LoopShardings | None:
+    """Adds the shardings of the rows that a loop reloads, which are the writers'."""
+    own = shardings[reader]
+    xs = {
+        k: writer.ys[stack.ys]
+        for k, stack in reloaded_stacks.items()
+        if (writer := shardings[stack.writer]) and stack.ys in writer.ys
+    }
+    return dataclasses.replace(own, xs=xs) if own else None
+
+
 def _find_last_loop_result(jaxpr: Jaxpr) -> Var | None:
     """Finds the smallest float array on the device among the read results which the last loop changes."""
     read = {v for v in jaxpr.outvars if isinstance(v, Var)}
@@ -219,6 +258,16 @@ def _inline_loop_calls(jaxpr: Jaxpr) -> Jaxpr:
         else:
             eqns.append(eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars]))
     return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
+
+
+def _find_layer_loops(jaxpr: Jaxpr) -> dict[int, JaxprEqn]:
+    """Finds the layer loops among the equations of a program: index -> equation."""
+    pieces = find_split_slices(jaxpr)
+    return {
+        i: eqn
+        for i, eqn in enumerate(jaxpr.eqns)
+        if _is_layer_scan(eqn) or (is_layer_loop(eqn) and not pieces.isdisjoint(variables(eqn)))
+    }
 
 
 def _is_layer_scan(eqn: JaxprEqn) -> bool:

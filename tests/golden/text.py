@@ -17,6 +17,8 @@ _STRING = r'"((?:[^"\\]|\\.)*)"'
 _KERNEL = re.compile(rf"kernel_hash = {_STRING}, module = {_STRING}")
 _OPERATION = re.compile(r"(?:^|= |^\s+)\"?([a-z_]+\.[a-z_.]+|call|return|while)\"?[\s(]")
 _NUMBER = re.compile(r"%[\w#:]+")
+# The address of the callback of a `custom_partitioning`.
+_CALLBACK = re.compile(r'(?<=api_version = 2 : i32), backend_config = "\d+"')
 # Mosaic counts the kernels of a process in this name.
 _DUMP_NAME = re.compile(r", mosaic_gpu\.dump_basename = \"[^\"]*\"")
 
@@ -25,9 +27,10 @@ def stable_text(lowered: Any) -> str:
     """The StableHLO text of a lowered program.
 
     A Mosaic kernel is a serialized module with source locations. The text has the kernel's name, the number
-    of lines of that module, and a digest of the module without locations.
+    of lines of that module, and a digest of the module without locations. The addresses of callbacks are left
+    out.
     """
-    return _KERNEL.sub(_kernel, lowered.as_text())
+    return _CALLBACK.sub("", _KERNEL.sub(_kernel, lowered.as_text()))
 
 
 def digest(text: str) -> str:

@@ -19,12 +19,12 @@ from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_equal
 EVERY = tuple(Recipe)
 
 
-def compiled_of(nbytes):
-    """A stand-in for the account of a compiled program: all that the choice reads."""
+def compiled_of(nbytes, text=""):
+    """A stand-in for the account and the text of a compiled program: all that the choice reads."""
     memory = types.SimpleNamespace(
         argument_size_in_bytes=0, output_size_in_bytes=0, temp_size_in_bytes=nbytes, alias_size_in_bytes=0
     )
-    return types.SimpleNamespace(memory_analysis=lambda: memory)
+    return types.SimpleNamespace(memory_analysis=lambda: memory, as_text=lambda: text)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,21 @@ def test_the_first_recipe_within_the_smallest_memory_runs(gigabytes, expected):
         first = gigabytes["concurrent"]
         assert ("out of memory" if first is None else f"{first:.2f} GB") in finding.message
         assert repr(expected) in finding.message
+
+
+def test_a_recipe_that_exchanges_more_than_the_program_as_given_does_not_run():
+    gather = "ENTRY %main (x: f32[8]) -> f32[64] {{\n  %g = f32[{rows},8]{{1,0}} all-gather(%x)\n}}\n"
+    rows = {"concurrent": 16, "ordered": 16, "stock": 8, "saved": 8}
+
+    def compile_recipe(recipe):
+        nbytes = {"saved": 50_000_000}.get(recipe, 40_000_000)
+        return compiled_of(nbytes, gather.format(rows=1_000_000 * rows[recipe]))
+
+    chosen, candidates = choose_recipe(EVERY, compile_recipe)
+    assert chosen == "stock"
+    finding = find_fallback(chosen, candidates)
+    assert finding is not None
+    assert "exchanged 512.00 MB for 256.00 MB" in finding.message
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""Functions that each device applies to its own shares of arrays, where the compiler divides the arrays.
+
+A slice of a divided array would need communication: the slice is on one device. These functions work on what
+a device has. Their results are arbitrary (an allocation) or only waited for (an element), so that the results
+may differ from device to device. To JAX they are `custom_partitioning` functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def apply_to_shares(
+    fun: Callable[..., jax.Array],
+    operands: Sequence[jax.Array],
+    *,
+    like: Callable[..., jax.Array],
+    follows_first: bool = False,
+    is_replicated: bool = False,
+) -> jax.Array:
+    """Applies a function to each device's shares of the operands.
+
+    Args:
+      fun: (*shares, shape=shape of the result's share) -> the result's share.
+      operands: arrays, divided in any way.
+      like: (*operands) -> an array of the result's type; only its type counts where arrays are divided.
+      follows_first: whether the result is divided like the first operand, whose rows stay whole.
+      is_replicated: whether each device has a value of the whole result's shape. Otherwise, and without
+        `follows_first`, the result is divided like what it is combined with.
+
+    Returns:
+      The result. On a single device, `like` of the operands.
+    """
+    ranks = [operand.ndim for operand in operands]
+    factors = [tuple(f"v{k}d{i}" for i in range(rank)) for k, rank in enumerate(ranks)]
+    result = jax.eval_shape(like, *operands)
+    own = tuple(f"r{i}" for i in range(result.ndim))
+    results = () if is_replicated else factors[0] if follows_first else own
+
+    def infer(mesh, arguments, shape):
+        del shape
+        return arguments[0].sharding if follows_first else NamedSharding(mesh, P())
+
+    def partition(mesh, arguments, shape):
+        shardings = tuple(_strip_memory_kind(argument.sharding) for argument in arguments)
+        sharding = shardings[0] if follows_first else _strip_memory_kind(shape.sharding)
+        share = sharding.shard_shape(shape.shape)
+        return mesh, lambda *shares: fun(*shares, shape=share), sharding, shardings
+
+    applied = custom_partitioning(lambda *operands: like(*operands))
+    applied.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=SdyShardingRule(
+            tuple(ArrayMapping(*names) for names in factors), (ArrayMapping(*results),)
+        ),
+    )
+    return applied(*operands)
+
+
+def _strip_memory_kind(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def record_sharding(value: jax.Array, record: Callable[[NamedSharding], None]) -> jax.Array:
+    """The value; when the compiler divides the program, `record` gets the value's sharding."""
+
+    def infer(mesh, arguments, shape):
+        del mesh, shape
+        return arguments[0].sharding
+
+    def partition(mesh, arguments, shape):
+        del shape
+        sharding = _strip_memory_kind(arguments[0].sharding)
+        record(sharding)
+        return mesh, lambda share: share, sharding, (sharding,)
+
+    factors = ArrayMapping(*(f"d{i}" for i in range(value.ndim)))
+    marked = custom_partitioning(lambda value: value)
+    marked.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=SdyShardingRule((factors,), (factors,)),
+    )
+    return marked(value)
