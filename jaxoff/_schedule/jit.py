@@ -28,7 +28,7 @@ from jaxoff._runtime.versions import refuse_wrong_jaxlib
 from jaxoff._schedule.call import Call, find_statics
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.recipes import Recipe, checked_recipe, choose_recipe, find_fallback, list_recipes
-from jaxoff._schedule.requests import Watch, find_lost_order
+from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 
 type Options = tuple[tuple[str, Any], ...]
@@ -297,13 +297,19 @@ class Jitted:
         if len(settings) == 1:
             return settings[0]
 
+        vanished: dict[Recipe, tuple[Finding, ...]] = {}
+
         def compile_setting(recipe: Recipe) -> jax.stages.Compiled:
             setting = next(s for s in settings if s.recipe is recipe)
-            return self._find_instance(call, setting).lower(*call.args, **call.kwargs).compile()
+            compiled = self._find_instance(call, setting).lower(*call.args, **call.kwargs).compile()
+            vanished[recipe] = tuple(find_vanished(traced.given, call.devices, compiled))
+            return compiled
 
         recipe, candidates = choose_recipe([s.recipe for s in settings], compile_setting)
         finding = find_fallback(recipe, candidates)
         self._report([finding] if finding is not None else [])
+        if recipe is not Recipe.SAVED:  # of which the fallback says it
+            self._report(vanished.get(recipe, ()))
         return next(s for s in settings if s.recipe is recipe)
 
     def _report(self, findings: Iterable[Finding]) -> None:

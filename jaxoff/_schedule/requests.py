@@ -18,7 +18,7 @@ import jax
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.primitives import DOTS
+from jaxoff._jaxpr.primitives import DOTS, LEAVES
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._policy.combinators import KeepFirst, unwrap_keep_first
 from jaxoff._policy.decision import RuleKind
@@ -28,6 +28,8 @@ from jaxoff._policy.protocol import ask_policy
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import format_nbytes
 from jaxoff._residuals.findings.finding import STOCK_OFFLOADED, list_entries, list_sides, read_attributes
+from jaxoff._runtime.program_memory import program_host_nbytes
+from jaxoff._schedule.host_memory import peak_host_nbytes
 
 _EXPLAIN = "jaxoff.explain(loss, *args) lists every residual, its placement and the rule behind it."
 
@@ -84,6 +86,12 @@ class _Requests:
     def _walk(self, jaxpr: Jaxpr, count: int, *, in_backward: bool, in_branch: bool) -> None:
         made: dict[Var, JaxprEqn] = {}  # named value -> its equation
         for eqn in jaxpr.eqns:
+            if eqn.primitive.name in LEAVES:
+                continue
+            if eqn.primitive.name in DOTS:
+                if not in_backward:
+                    self.dots.append(eqn)
+                continue
             name, way = compat.name_in(eqn), compat.transfer_in(eqn)
             self.has_copies |= way is not None
             if name is not None:
@@ -91,8 +99,6 @@ class _Requests:
                 made[eqn.outvars[0]] = eqn
             elif way == "D2H" and not in_backward and eqn.invars[0] in made:
                 self.copied.add(id(made[eqn.invars[0]]))
-            elif eqn.primitive.name in DOTS and not in_backward:
-                self.dots.append(eqn)
             backward = self._add_checkpoint(eqn, in_backward=in_backward)
             layout = compat.scan_in(eqn)
             for inner in compat.sub_jaxprs(eqn):
@@ -281,6 +287,32 @@ def find_lost_order(jaxpr: Jaxpr, name: str) -> Iterator[Finding]:
             "as jax.jit, jax.grad or jax.vmap: there it is a plain jax.jit, and its copies get no order and "
             "no compiler options, so they may stall the step. Put jaxoff.jit in place of the outer jax.jit: "
             "jaxoff.jit(jax.value_and_grad(loss)), jaxoff.jit(step).",
+        )
+
+
+# A program may keep this part less in host memory than asked for: the last layer's residuals may stay.
+_TOLERANCE = 0.1
+
+
+def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compiled) -> Iterator[Finding]:
+    """Finds a compiled program with fewer residuals in host memory than the traced program offloads.
+
+    Args:
+      closed: the user's program.
+      devices: the number of devices that its arrays are divided over.
+      compiled: the compiled program.
+    """
+    jaxpr = compat.as_open(closed)
+    given = {v for v in (*jaxpr.invars, *jaxpr.outvars) if isinstance(v, Var) and compat.is_host(v.aval)}
+    asked = (peak_host_nbytes(closed) - compat.nbytes_of(given)) // devices
+    kept = program_host_nbytes(compiled)
+    if kept < (1 - _TOLERANCE) * asked:
+        yield Finding(
+            FindingCode.OFFLOAD_VANISHED,
+            f"the program offloads {format_nbytes(asked)}, and the compiled program keeps "
+            f"{format_nbytes(kept)} in host memory; the rest stays on the device. Outside of loops XLA folds "
+            "a copy to the host with its reload where no kernel between the two is long enough. Scan the "
+            "layers (jaxoff.scan), or give each more work.",
         )
 
 

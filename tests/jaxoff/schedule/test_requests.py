@@ -1,7 +1,9 @@
 """No silence of `jaxoff.jit`: rules without a match, offloads that do not happen, lost orders and updates."""
 
 import functools
+import types
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
+from jaxoff._schedule.requests import find_vanished
 from tests.jaxoff.policy.matrix import assert_close
 
 W, X = jnp.ones((3, 8, 8)), jnp.ones((4, 8))
@@ -195,6 +198,18 @@ def test_sound_programs_of_many_forms_have_no_findings():
     assert codes_of(jax.grad(in_a_scan(by_name_of_jax, OFFLOAD_A)), W, X) == []
     assert codes_of(sharded, W, X) == []
     assert codes_of(jax.grad(by_layer), W, X) == []
+
+
+@pytest.mark.parametrize(("kept", "vanished"), [(384, False), (350, False), (256, True), (0, True)])
+def test_a_compiled_program_that_keeps_less_on_the_host_is_said(kept, vanished):
+    closed = jax.make_jaxpr(jax.grad(in_a_scan(layer, OFFLOAD_A)))(W, X)
+    memory = types.SimpleNamespace(host_temp_size_in_bytes=kept)
+    compiled: Any = types.SimpleNamespace(memory_analysis=lambda: memory)
+    found = list(find_vanished(closed, 1, compiled))
+    assert [finding.code for finding in found] == [jaxoff.FindingCode.OFFLOAD_VANISHED] * vanished
+    if vanished:
+        assert f"offloads 384 B, and the compiled program keeps {kept} B in host" in found[0].message
+    assert bool(list(find_vanished(closed, 4, compiled))) == (kept == 0)  # 96 B on each of 4 devices
 
 
 INSIDE = {
