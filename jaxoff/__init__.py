@@ -48,5 +48,6 @@ from jaxoff._runtime.doctor import diagnose as diagnose
 from jaxoff._runtime.environment import Environment as Environment
 from jaxoff._runtime.environment import collect as collect_environment
 from jaxoff._schedule.jit import jit as jit
+from jaxoff._schedule.nnx_jit import nnx_jit as nnx_jit
 
 __version__ = "0.1.0"

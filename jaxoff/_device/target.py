@@ -22,6 +22,11 @@ from jaxoff._report.near_miss import near_miss
 
 # Of a description's file in `data/`.
 _SUFFIX = ".txtpb"
+# Beginnings of JAX's errors for shardings of `jax.jit` over other devices than those of the arguments.
+_OTHER_DEVICES = (
+    "Received incompatible devices for jitted computation",
+    "Memory kinds passed to jax.jit does not match memory kind",
+)
 # Modules of jax's CUDA plugins.
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
@@ -142,7 +147,8 @@ class Target:
           The `jax.stages.Lowered`.
 
         Raises:
-          ValueError: for arguments without any array.
+          ValueError: for arguments without any array, and for a function of `jax.jit` with shardings over the
+            devices of this process.
         """
         jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun)
         args, kwargs = self.place((args, kwargs))
@@ -151,8 +157,17 @@ class Target:
                 "a function is compiled for the devices of its arguments; got no array among them: pass at "
                 "least one array or jax.ShapeDtypeStruct."
             )
-        with self.tracing():
-            return jitted.lower(*args, **kwargs)
+        try:
+            with self.tracing():
+                return jitted.lower(*args, **kwargs)
+        except ValueError as error:
+            if not str(error).startswith(_OTHER_DEVICES):
+                raise
+            raise ValueError(
+                "the shardings given to jit are over devices of this process, and the program is to be "
+                "compiled for the target's: give jit shardings over target.mesh(axis_shapes, axis_names), or "
+                f"none, with shardings on the arguments instead. JAX says: {error}"
+            ) from error
 
     def compile(
         self,

@@ -50,6 +50,8 @@ reduce_prod reduce_sum rev scatter scatter-add scatter_add sort top_k unwritten
 """
 # Kernels that move or add up their operands. They are short, so the schedule holds nothing back for them.
 _MOVE = frozenset(_MOVE_NAMES.split())
+# Equations without a program inside, a name or a copy between memories: a walk skips these first.
+LEAVES = (_FUSED | _MOVE) - {"name", "device_put"}
 
 
 class KernelClass(enum.Enum):

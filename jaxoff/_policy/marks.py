@@ -135,6 +135,11 @@ def record_labels() -> Iterator[set[str]]:
         _recorder.reset(token)
 
 
+def is_recording() -> bool:
+    """Whether jaxoff itself traces at this moment: every trace of a user's function collects labels."""
+    return _recorder.get() is not None
+
+
 type TagKey = tuple[str | None, Mark | None]
 
 

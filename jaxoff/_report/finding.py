@@ -32,7 +32,11 @@ class FindingCode(enum.StrEnum):
     # `explain`: the link
     LINK_TOO_SLOW = "link-too-slow"
     OFFLOAD_LATE = "offload-late"
-    # `jit`: the recipe of the compiled program
+    # `jit`: requests of the program, the call, and the recipe of the compiled program
+    NOTHING_OFFLOADED = "nothing-offloaded"
+    OFFLOAD_NOT_DONE = "offload-not-done"
+    CALLED_INSIDE_TRANSFORM = "called-inside-transform"
+    UPDATES_LOST = "updates-lost"
     RECIPE_REPLACED = "recipe-replaced"
     # `verify`: the compiled program
     OFFLOAD_VANISHED = "offload-vanished"

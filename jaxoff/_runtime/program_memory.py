@@ -1,4 +1,4 @@
-"""The device memory of a compiled program, by the compiler's own account."""
+"""The memory of a compiled program, by the compiler's own account."""
 
 from __future__ import annotations
 
@@ -12,3 +12,9 @@ def program_nbytes(compiled: jax.stages.Compiled) -> int:
     memory: Any = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return held - memory.alias_size_in_bytes
+
+
+def program_host_nbytes(compiled: jax.stages.Compiled) -> int:
+    """Host memory of a program's temporaries: the residuals in pinned host memory, on each device."""
+    memory: Any = compiled.memory_analysis()
+    return memory.host_temp_size_in_bytes

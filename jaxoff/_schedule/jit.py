@@ -10,7 +10,7 @@ import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.saved_twin import build_saved_twin
+from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._runtime import flags
 from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, parse_xla_flags
@@ -27,6 +28,7 @@ from jaxoff._runtime.versions import refuse_wrong_jaxlib
 from jaxoff._schedule.call import Call, find_statics
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.recipes import Recipe, checked_recipe, choose_recipe, find_fallback, list_recipes
+from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
 from jaxoff._schedule.rewrite import Rewritten, replace_layer_loops, rewrite
 from jaxoff._schedule.sharding_marks import find_loop_shardings
 
@@ -34,6 +36,11 @@ type Options = tuple[tuple[str, Any], ...]
 
 # `jax.jit = jaxoff.jit` must not make this module call itself.
 _jax_jit = jax.jit
+# Beginnings of paths of jaxoff, of JAX and of context managers: a warning names the caller of these.
+_OWN_FILES = (
+    *(os.path.dirname(package) for package in (os.path.dirname(__file__), jax.__file__)),
+    contextlib.__file__.removesuffix(".py"),
+)
 _JAXLIB = importlib.metadata.version("jaxlib")
 
 
@@ -82,6 +89,11 @@ def jit(
       `findings` describe the latest program. Called inside another
       transformation it is an inner `jax.jit` and leaves the choice to what is around it.
 
+    Warns:
+      UserWarning: of each finding, once: a policy's rule that matches no name, a value that a policy offloads
+        and that stays on the device, a call with copies inside another transformation, updates of flax.nnx
+        objects that are lost (`jaxoff.nnx_jit` keeps them), another recipe than the first.
+
     Raises:
       TypeError: for a device that is no `jaxoff.Device`.
       ValueError: for an unknown recipe.
@@ -117,12 +129,14 @@ class _Traced:
       given: the user's program.
       shapes: its results.
       program: the rewritten program.
+      findings: its unmet requests.
     """
 
     signature: tuple[Any, ...]
     given: compat.ClosedJaxpr
     shapes: Any
     program: Rewritten
+    findings: tuple[Finding, ...] = ()
 
     @functools.cached_property
     def twin(self) -> compat.ClosedJaxpr | None:
@@ -150,7 +164,7 @@ class _Setting:
 
 
 class _ProbedError(Exception):
-    """Ends a trace whose only purpose was the program: `(signature, given, shapes)` of a `_Traced`."""
+    """Ends a trace whose only purpose was the program: `(signature, given, shapes, findings)`, as in `_Traced`."""
 
     def __init__(self, *found: Any):
         self.found = found
@@ -164,7 +178,7 @@ class Jitted:
     tried, and the setting that is chosen, take over the traced program. The user's function runs once.
 
     Attributes:
-      findings: the findings of programs that do not run by their first recipe.
+      findings: the findings of the calls so far, each once.
     """
 
     def __init__(
@@ -189,6 +203,9 @@ class Jitted:
     def __call__(self, *args, **kwargs):
         call = Call.of(args, kwargs, self._kwargs, self._statics)
         if call.is_traced:
+            if not is_recording():
+                traced = self._inner.trace(*args, **kwargs)  # of JAX's cache, which the call reads, too
+                self._report(find_lost_order(traced.jaxpr.jaxpr, getattr(self, "__name__", "the function")))
             return self._inner(*args, **kwargs)
         with self._settle(call) as jitted:
             return jitted(*args, **kwargs)
@@ -267,9 +284,10 @@ class Jitted:
                 self._find_instance(call, None).trace(*call.args, **call.kwargs)
                 raise AssertionError("a probe ends with _ProbedError")
             except _ProbedError as error:
-                found = error.found
-            signature, given, shapes = found
-            traced = _Traced(signature, given, shapes, self._rewrite(call, signature, given, shapes))
+                signature, given, shapes, findings = error.found
+            program = self._rewrite(call, signature, given, shapes)
+            traced = _Traced(signature, given, shapes, program, findings)
+            self._report(traced.findings)
         self._probed.traced = traced if traced.is_reusable else None
         try:
             yield traced
@@ -304,16 +322,27 @@ class Jitted:
         if len(settings) == 1:
             return settings[0]
 
+        vanished: dict[Recipe, tuple[Finding, ...]] = {}
+
         def compile_setting(recipe: Recipe) -> jax.stages.Compiled:
             setting = next(s for s in settings if s.recipe is recipe)
-            return self._find_instance(call, setting).lower(*call.args, **call.kwargs).compile()
+            compiled = self._find_instance(call, setting).lower(*call.args, **call.kwargs).compile()
+            vanished[recipe] = tuple(find_vanished(traced.given, call.devices, compiled))
+            return compiled
 
         recipe, candidates = choose_recipe([s.recipe for s in settings], compile_setting)
         finding = find_fallback(recipe, candidates)
-        if finding is not None:
-            self.findings += (finding,)
-            warnings.warn(str(finding), stacklevel=5)
+        self._report([finding] if finding is not None else [])
+        if recipe is not Recipe.SAVED:  # of which the fallback says it
+            self._report(vanished.get(recipe, ()))
         return next(s for s in settings if s.recipe is recipe)
+
+    def _report(self, findings: Iterable[Finding]) -> None:
+        """Adds findings to `findings`, and warns of each the first time, on the line of the user's call."""
+        for finding in findings:
+            if finding not in self.findings:
+                self.findings += (finding,)
+                warnings.warn(str(finding), skip_file_prefixes=_OWN_FILES)
 
     def _list_settings(self, call: Call, traced: _Traced) -> list[_Setting]:
         """The settings for a program, the preferred one first; a single one where nothing is to choose."""
@@ -364,20 +393,24 @@ class Jitted:
         def overlapped(*args, **kwargs):
             leaves, tree = jax.tree.flatten((args, kwargs))
             traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
+            watch = Watch()
 
             def of_traced(*values):
                 filled = list(leaves)  # static arguments stay as they are
                 for i, value in zip(traced, values, strict=True):
                     filled[i] = value
                 positional, named = jax.tree.unflatten(tree, filled)
-                return self._fun(*positional, **named)
+                return watch.call(self._fun, positional, named)
 
             signature = tree, tuple(traced), tuple(jax.typeof(leaves[i]) for i in traced)
             made: _Traced | None = getattr(self._probed, "traced", None)
             if made is None or made.signature != signature:
-                closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*(leaves[i] for i in traced))
+                with watch:
+                    closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(
+                        *(leaves[i] for i in traced)
+                    )
                 if setting is None:
-                    raise _ProbedError(signature, closed, shapes)
+                    raise _ProbedError(signature, closed, shapes, watch.find(closed))
                 program = rewrite(closed, self._share_link(devices), one_device=devices == 1)
                 made = _Traced(signature, closed, shapes, program)
             if setting is None:

@@ -1,8 +1,10 @@
 """Whole train steps as their users write them: `jaxoff.jit` takes no more memory than `jax.jit`."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,6 +39,22 @@ def shard(tree, mesh):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec)))
 
     return jax.tree.map(shard_leaf, tree)
+
+
+def test_copies_that_xla_folds_in_a_python_loop_are_said():
+    def layer(w, x):
+        return jnp.tanh(jaxoff.name(jnp.tanh(x @ w), "act") @ w.T) + x
+
+    def loss(w, x):
+        block = jax.checkpoint(layer, policy=jaxoff.policy(offload=["act"]))
+        return functools.reduce(lambda x, w: block(w, x), w, x).sum()
+
+    step = jaxoff.jit(jax.grad(loss))
+    w, x = jax.ShapeDtypeStruct((4, 1024, 1024), "float32"), jax.ShapeDtypeStruct((4096, 1024), "float32")
+    with pytest.warns(UserWarning, match="offload-vanished: the program offloads 67.11 MB, and the compiled"):
+        compiled = jaxoff.target("h200").compile(step, w, x)
+    assert jaxoff.verify(compiled).d2h_bytes < 0.9 * 4 * 4096 * 1024 * 4
+    assert [finding.code for finding in step.findings] == [FindingCode.OFFLOAD_VANISHED]
 
 
 @pytest.mark.parametrize(

@@ -107,3 +107,15 @@ def test_a_description_of_ones_own(tmp_path):
     mine = target(file)
     assert (mine.name, mine.num_cores) == (str(file), 114)
     assert verify(mine.compile(step(scanned(BOTH)), *arguments())).d2h_bytes > 0
+
+
+@pytest.mark.parametrize("kind", [None, "device"])
+def test_shardings_of_jit_over_other_devices_are_an_error_with_the_remedy(kind):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"), memory_kind=kind)
+    for options in (dict(in_shardings=sharding), dict(out_shardings=sharding)):
+        with pytest.raises(ValueError, match=r"give jit shardings over target\.mesh\(axis_shapes"):
+            target("h200").compile(jax.jit(lambda x: 2 * x, **options), jnp.ones((8, 8)))
+    own = target("h200").mesh((1,), ("data",))
+    here = NamedSharding(own, PartitionSpec("data"), memory_kind=kind)
+    target("h200").compile(jax.jit(lambda x: 2 * x, in_shardings=here), jnp.ones((8, 8)))

@@ -12,6 +12,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+# Under "te_v1" and "megatron" some programs offload less than asked: no backward pass reads a marked value.
+@pytest.mark.filterwarnings("ignore:(nothing-offloaded|offload-not-done):UserWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_program_is_the_stored_one(name):
     if not store.index():

@@ -38,7 +38,11 @@ FLOORS = (
     {"_cli"},
 )
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
-EXTRA = {"jaxoff/__main__.py": {"typer"}, "jaxoff/_plan/frontier.py": {"matplotlib"}}
+EXTRA = {
+    "jaxoff/__main__.py": {"typer"},
+    "jaxoff/_plan/frontier.py": {"matplotlib"},
+    "jaxoff/_schedule/nnx_jit.py": {"flax"},
+}
 
 
 def imported(source: str, package: str) -> set[str]:

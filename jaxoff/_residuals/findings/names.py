@@ -11,10 +11,13 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.provenance import trace_origin
 from jaxoff._policy.combinators import unwrap_keep_first
 from jaxoff._policy.marks import key_of_tag
-from jaxoff._policy.policy import LISTS, matches
 from jaxoff._report.finding import Finding, FindingCode
-from jaxoff._report.near_miss import near_miss
-from jaxoff._residuals.findings.finding import describe_site, list_offloaded, policies_in
+from jaxoff._residuals.findings.finding import (
+    describe_site,
+    list_entries,
+    list_offloaded,
+    policies_in,
+)
 from jaxoff._residuals.residuals import Analysis, Row
 from jaxoff._residuals.traced_function import Site, collect_labels, iterate_sites
 
@@ -25,23 +28,8 @@ def find_unmatched_rules(analysis: Analysis) -> Iterator[Finding]:
     in_rules = analysis.kept.labels - collect_labels(inside)
     for policy in dict.fromkeys(map(unwrap_keep_first, analysis.function.policies)):
         labels = collect_labels(s for s in inside if unwrap_keep_first(s.policy) == policy) | in_rules
-        listed = (
-            f"The names there are {', '.join(sorted(labels))}." if labels else "There are no names there."
-        )
-        for field, pattern in _list_entries(policy):
-            if not any(matches(pattern, label) for label in labels):
-                yield Finding(
-                    FindingCode.RULE_MATCHED_NOTHING,
-                    f"{field}={pattern!r} matches no name inside its "
-                    f"jax.checkpoint.{near_miss(pattern, labels)} {listed}",
-                )
-
-
-def _list_entries(policy) -> Iterator[tuple[str, str]]:
-    for part in policies_in(policy):
-        for field in LISTS:
-            for pattern in getattr(part, field):
-                yield field, pattern
+        for entry in list_entries(policy):
+            yield from entry.find_unmatched(labels, "inside its jax.checkpoint")
 
 
 def find_marks_without_residual(analysis: Analysis) -> Iterator[Finding]:

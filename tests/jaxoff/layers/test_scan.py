@@ -13,6 +13,7 @@ from tests.jaxoff.policy import placement
 from tests.jaxoff.policy.matrix import assert_close, assert_equal, inputs
 from tests.jaxoff.schedule.test_order import BOTH, HIDDEN, LAYERS, ROWS, WIDTH, arguments, layer, loss_of
 
+X_IN = jaxoff.policy(offload=["x_in"])
 STRATEGIES = ["auto", "captured", "ordered", "plain"]
 
 
@@ -39,7 +40,7 @@ def test_it_does_what_lax_scan_does(strategy, reverse, block):
         return jnp.sum(h) + jnp.sum(ys["mean"] ** 2), (h, count, ys)
 
     def ours(xs):
-        more = dict(strategy=strategy, reverse=reverse, block=block, policy=BOTH)
+        more = dict(strategy=strategy, reverse=reverse, block=block, policy=X_IN)
         return run(lambda xs: scan_by_strategy(body, init, xs, **more), xs)
 
     def plain(xs):
@@ -93,7 +94,7 @@ def test_layers_may_differ():
     each = [inputs(i, o) for i, o in itertools.pairwise([WIDTH, *widths])]
 
     def loss(each, x):
-        return jnp.sum(jaxoff.layers(lambda w, x: jnp.tanh(jaxoff.name(x, "x_in") @ w), x, each, policy=BOTH))
+        return jnp.sum(jaxoff.layers(lambda w, x: jnp.tanh(jaxoff.name(x, "x_in") @ w), x, each, policy=X_IN))
 
     x = inputs(ROWS, WIDTH)
     got = jaxoff.jit(jax.grad(loss))(each, x)

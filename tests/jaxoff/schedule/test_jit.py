@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
+from jaxoff import FindingCode
 from jaxoff._runtime import flags, versions
 from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
 from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_close, assert_equal, inputs
@@ -205,7 +206,8 @@ def test_lower_compile_trace_and_eval_shape():
 def test_inside_other_transformations_it_is_an_inner_jit():
     loss, w, x = loss_of(BOTH), *arguments()
     inner = jaxoff.jit(loss)
-    assert_close(jax.grad(inner)(w, x), jax.grad(loss)(w, x))
+    with pytest.warns(UserWarning, match=FindingCode.CALLED_INSIDE_TRANSFORM):
+        assert_close(jax.grad(inner)(w, x), jax.grad(loss)(w, x))
     assert_close(jaxoff.jit(jax.grad(inner))(w, x), jax.grad(loss)(w, x))
     assert_close(jax.jit(inner)(w, x), loss(w, x))
     xs = np.stack([x, x + 1])
