@@ -24,6 +24,20 @@ TINY = Sizes(
     length=64,
 )
 DECODER = Sizes()
+SHORT = dataclasses.replace(DECODER, layers=6)
+TWO_BATCHES = dataclasses.replace(SHORT, batch=4)
+VIT = Sizes(
+    layers=40,
+    width=1536,
+    hidden=6144,
+    heads=12,
+    kv_heads=12,
+    head_size=128,
+    vocabulary=1000,
+    batch=128,
+    length=256,
+)
+SSM = Sizes(layers=24, width=2048, hidden=4096, vocabulary=50304, batch=4, length=8192)
 TE_V2 = jaxoff.policy("te_v2")
 DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 SAVED_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -79,23 +93,26 @@ def _by_policy(module: str, builder: str, policy: jaxoff.Policy, **keywords: Any
 
 PROGRAMS = {
     "decoder-scan": _by_names("decoder", "build_decoder", options={"loop": "scan"}),
-    "decoder-python": _by_names("decoder", "build_decoder", options={"loop": "python"}),
-    "layer-axis": _by_names("layer_axis", "build_layer_axis"),
+    "decoder-python": _by_names("decoder", "build_decoder", options={"loop": "python"}, sizes=SHORT),
+    "layer-axis": _by_names("layer_axis", "build_layer_axis", sizes=SHORT),
     "groups": _by_names("groups", "build_groups"),
-    "accumulation": _by_names("accumulation", "build_accumulation"),
-    "inner-jit": Program("inner_jit", "build_inner_jit", DOTS, SAVED_DOTS),
+    "accumulation": _by_names(
+        "accumulation", "build_accumulation", sizes=dataclasses.replace(SHORT, batch=4)
+    ),
+    "inner-jit": Program("inner_jit", "build_inner_jit", DOTS, SAVED_DOTS, SHORT),
     "linen-scan": _by_names("linen", "build_linen"),
-    "nnx-list": _by_policy("nnx", "build_nnx", TE_V2, options={"stacked": False}),
+    "nnx-list": _by_policy("nnx", "build_nnx", TE_V2, options={"stacked": False}, sizes=SHORT),
     "nnx-scan": _by_policy(
         "nnx", "build_nnx", jaxoff.policy(offload="block_in", save="attn"), options={"stacked": True}
     ),
     "equinox": _by_policy("stacked_equinox", "build_equinox", TE_V2),
-    "vit": _by_policy("vit", "build_vit", jaxoff.policy(offload="vit.*")),
-    "ssm": _by_names("ssm", "build_ssm", "ssm.block_in", "ssm.in"),
+    "vit": _by_policy("vit", "build_vit", jaxoff.policy(offload="vit.*"), sizes=VIT),
+    "ssm": _by_names("ssm", "build_ssm", "ssm.block_in", "ssm.in", sizes=SSM),
     "ssm-chunks": _by_policy(
         "ssm",
         "build_ssm",
         jaxoff.policy(offload=["ssm.block_in", "ssm.in"], save="ssm.states"),
+        sizes=SSM,
         options={"recurrence": "chunks"},
     ),
 }
