@@ -1,6 +1,7 @@
 """Train steps of other people's that once ran worse under `jaxoff.jit` than under `jax.jit`."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -62,54 +63,53 @@ def arguments(batch=BATCH):
     return w, jax.ShapeDtypeStruct((batch, LENGTH, WIDTH), jnp.bfloat16)
 
 
-def ways_of(facts):
-    return {copy.via for copy in facts.copies if copy.direction == "H2D"}
+def shard(devices, batch):
+    """A mesh; structs of arguments and keywords of `jit` for weights and a batch divided by "fsdp"."""
+    mesh = jaxoff.target("h200", devices=devices).mesh((1, devices), ("data", "fsdp"))
+    w, x = arguments(batch)
+    by_fsdp = jax.tree.map(lambda _: NamedSharding(mesh, P(None, "fsdp")), w)
+    shardings = {"in_shardings": (by_fsdp, NamedSharding(mesh, P("fsdp"))), "out_shardings": by_fsdp}
+    return mesh, (w, x), {"donate_argnums": 0, **shardings}
 
 
-@pytest.mark.parametrize("prevent_cse", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_reloads_of_tensors_around_attention_are_no_kernels(prevent_cse):
-    jitted = jit_in_order(step_of(OFFLOAD, prevent_cse=prevent_cse), donate_argnums=0)
-    compiled = jaxoff.target("h200").compile(jitted, *arguments())
-    facts = jaxoff.verify(compiled, compiler_options=jitted.options)
-    assert ways_of(facts) == {"dma"}
-    assert FindingCode.KERNEL_TOUCHES_HOST not in {finding.code for finding in facts.findings}
+def compile_on(mesh, jitted, args):
+    with jax.set_mesh(mesh):
+        compiled = jitted.lower(*args).compile()
+    return jaxoff.verify(compiled, compiler_options=getattr(jitted, "options", None))
 
 
-@pytest.mark.parametrize("constrained", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_reloads_on_a_mesh_of_one_device_are_no_kernels(constrained):
-    mesh = jaxoff.target("h200").mesh((1, 1), ("data", "fsdp"))
+@pytest.mark.parametrize(
+    ("devices", "prevent_cse", "constrained"),
+    [
+        (2, False, False),
+        pytest.param(1, True, False, marks=pytest.mark.long),
+        pytest.param(1, False, True, marks=pytest.mark.long),
+    ],
+)
+def test_reloads_of_tensors_around_attention_are_no_kernels(devices, prevent_cse, constrained):
+    mesh, args, options = shard(devices, devices * BATCH)
 
     def constrained_layer(x, w):
         x, _ = layer(x, w)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data"))), None
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("fsdp"))), None
 
-    step = step_of(OFFLOAD, body=constrained_layer if constrained else layer)
-    w, x = arguments()
-    by_fsdp = jax.tree.map(lambda _: NamedSharding(mesh, P(None, "fsdp")), w)
-    by_data = NamedSharding(mesh, P("data"))
-    jitted = jit_in_order(step, donate_argnums=0, in_shardings=(by_fsdp, by_data), out_shardings=by_fsdp)
-    with jax.set_mesh(mesh):
-        compiled = jitted.lower(w, x).compile()
-    assert ways_of(jaxoff.verify(compiled, compiler_options=jitted.options)) == {"dma"}
+    step = step_of(OFFLOAD, prevent_cse=prevent_cse, body=constrained_layer if constrained else layer)
+    facts = compile_on(mesh, jit_in_order(step, **options), args)
+    assert {copy.via for copy in facts.copies if copy.direction == "H2D"} == {"dma"}
+    assert FindingCode.KERNEL_TOUCHES_HOST not in {finding.code for finding in facts.findings}
 
 
 @pytest.mark.long
 def test_weights_sharded_by_the_compiler_take_no_more_memory():
-    mesh = jaxoff.target("h200", devices=2).mesh((1, 2), ("data", "fsdp"))
-    w, x = arguments(batch=2 * BATCH)
-    by_fsdp = jax.tree.map(lambda _: NamedSharding(mesh, P(None, "fsdp")), w)
-    shardings = {"in_shardings": (by_fsdp, NamedSharding(mesh, P("fsdp"))), "out_shardings": by_fsdp}
-
-    def peak_of(transform, policy):
-        jitted = transform(step_of(policy), donate_argnums=0, **shardings)
-        with jax.set_mesh(mesh):
-            compiled = jitted.lower(w, x).compile()
-        options = getattr(jitted, "options", None)
-        return jitted, jaxoff.verify(compiled, compiler_options=options).device_peak_bytes
-
-    stock, saved = peak_of(jax.jit, OFFLOAD)[1], peak_of(jax.jit, SAVE)[1]
-    jitted, peak = peak_of(jaxoff.jit, OFFLOAD)
-    assert peak <= 1.01 * min(stock, saved)
+    mesh, args, options = shard(2, 2 * BATCH)
+    stock = compile_on(mesh, jax.jit(step_of(OFFLOAD), **options), args)
+    saved = compile_on(mesh, jax.jit(step_of(SAVE), **options), args)
+    jitted = jaxoff.jit(step_of(OFFLOAD), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        facts = compile_on(mesh, jitted, args)
+    assert facts.device_peak_bytes <= 1.01 * min(stock.device_peak_bytes, saved.device_peak_bytes)
+    assert [str(warning.message) for warning in caught] == [str(finding) for finding in jitted.findings]
     assert all(finding.code is FindingCode.RECIPE_REPLACED for finding in jitted.findings)
 
 
@@ -130,7 +130,9 @@ def test_layers_in_a_python_loop_that_cannot_leave_in_time_take_no_more_memory()
         return jitted, jaxoff.verify(compiled, compiler_options=getattr(jitted, "options", None))
 
     stock, saved = facts_of(jax.jit, policy)[1], facts_of(jax.jit, policy.on_device())[1]
-    with pytest.warns(UserWarning, match=FindingCode.RECIPE_REPLACED):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         jitted, facts = facts_of(jaxoff.jit, policy)
+    assert [str(warning.message) for warning in caught] == [str(finding) for finding in jitted.findings]
     assert facts.device_peak_bytes <= 1.01 * min(stock.device_peak_bytes, saved.device_peak_bytes)
     assert (jitted.recipe == "saved") == (facts.d2h_bytes == 0)
