@@ -2,6 +2,7 @@
 
     python -m bench.clients --program decoder-scan --out results.json
 
+`--sizes tiny` runs on a CPU. `bench.client_steps.PROGRAMS` has the programs.
 Variants alternate in one process, each sample a few steps; times are medians. Peaks are the compiler's.
 """
 
@@ -20,14 +21,14 @@ from typing import Any
 import jax
 
 import jaxoff
-from bench.client_steps import ClientStep, Sizes, build_decoder, offload, save
+from bench.client_steps import PROGRAMS, ClientStep
+from bench.options import one_of
 from bench.provenance import provenance
+from bench.rounds import time_in_rounds
 from jaxoff._runtime.flags import COMMAND_BUFFER
 
-NAMES = ("block_in", "attn")
-TINY = Sizes(
-    layers=3, width=64, hidden=128, heads=4, kv_heads=2, head_size=16, vocabulary=512, batch=2, length=64
-)
+WARMUPS = 2
+"""Rounds before the samples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +49,6 @@ VARIANTS = {
     "ordered": Variant(True, jaxoff.jit, {"recipe": "ordered"}),
     "recipe-stock": Variant(True, jaxoff.jit, {"recipe": "stock"}),
 }
-
-
-def build(program: str, sizes: Sizes, *, offloads: bool, attention: str) -> ClientStep:
-    """The train step of a program, its residuals offloaded or saved."""
-    style = program.removeprefix("decoder-")
-    return build_decoder(sizes, (offload if offloads else save)(*NAMES), loop=style, attention=attention)
 
 
 def compile_variant(variant: Variant, step: ClientStep, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
@@ -87,44 +82,70 @@ def compile_variant(variant: Variant, step: ClientStep, state: Any, batch: Any) 
     return jitted, row
 
 
-def main() -> None:
-    """Runs a program in all variants and writes their rows."""
+def time_variants(
+    functions: dict[str, Callable[..., Any]], state: Any, batch: Any, steps: int, samples: int
+) -> dict[str, dict[str, Any]]:
+    """Times functions that alternate; each takes over the state that the previous function left.
+
+    Returns:
+      name -> ms of a step, the median; the samples; the last loss.
+    """
+    losses: dict[str, jax.Array] = {}
+
+    def make_call(name: str) -> Callable[[], jax.Array]:
+        def call() -> jax.Array:
+            nonlocal state
+            for _ in range(steps):
+                state, losses[name] = functions[name](state, batch)
+            return losses[name]
+
+        return call
+
+    calls = {name: make_call(name) for name in functions}
+    time_in_rounds(calls, WARMUPS)
+    times = {name: [ms / steps for ms in found] for name, found in time_in_rounds(calls, samples).items()}
+    return {
+        name: {"ms": statistics.median(found), "samples_ms": found, "loss": float(losses[name])}
+        for name, found in times.items()
+    }
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--program", choices=["decoder-scan", "decoder-python"], default="decoder-scan")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--program", choices=PROGRAMS, default="decoder-scan")
+    parser.add_argument("--variants", type=one_of(VARIANTS), default=tuple(VARIANTS))
+    parser.add_argument(
+        "--sizes", choices=["full", "tiny"], default="full", help="full: an 80 GB card; tiny: a CPU"
+    )
     parser.add_argument("--layers", type=int, help="the number of layers")
     parser.add_argument("--steps", type=int, default=3, help="steps of a sample")
     parser.add_argument("--samples", type=int, default=6)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    sizes = TINY if options.tiny else Sizes()
-    if options.layers:
-        sizes = dataclasses.replace(sizes, layers=options.layers)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a program in all variants and writes their rows."""
+    options = parse(arguments)
+    program = PROGRAMS[options.program]
+    if options.sizes == "tiny":
+        program = program.shrink()
+    sizes = dataclasses.replace(program.sizes, layers=options.layers or program.sizes.layers)
     attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    steps = {n: build(options.program, sizes, offloads=n, attention=attention) for n in (False, True)}
-    tokens = jax.random.randint(jax.random.key(1), steps[True].batch.shape, 0, sizes.vocabulary)
+    steps = {n: program.build(sizes, offloads=n, attention=attention) for n in (False, True)}
+    batch = steps[True].make_batch(jax.random.key(1))
     state = jax.jit(steps[True].initialize)(jax.random.key(0))
     functions, rows = {}, {}
-    for name in options.variants.split(","):
+    for name in options.variants:
         functions[name], rows[name] = compile_variant(
-            VARIANTS[name], steps[VARIANTS[name].offloads], state, tokens
+            VARIANTS[name], steps[VARIANTS[name].offloads], state, batch
         )
         print(name, rows[name], flush=True)
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    losses = {}
-    for sample in range(options.samples + 2):
-        for name, function in functions.items():
-            started = time.perf_counter()
-            for _ in range(options.steps):
-                state, loss = function(state, tokens)
-            losses[name] = float(loss)
-            if sample > 1:  # the first samples warm up
-                times[name].append((time.perf_counter() - started) / options.steps * 1e3)
-    for name, samples in times.items():
-        rows[name] |= {"ms": statistics.median(samples), "samples_ms": samples, "loss": losses[name]}
+    for name, figures in time_variants(functions, state, batch, options.steps, options.samples).items():
+        rows[name] |= figures
         peak = rows[name].get("peak_bytes", 0) / 1e9
         print(f"{name:16s} {rows[name]['ms']:8.1f} ms {peak:6.2f} GB {rows[name]['recipe']}")
     if options.out:

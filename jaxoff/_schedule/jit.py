@@ -70,10 +70,11 @@ def jit(
     - "saved": the program without its copies, its residuals on the device.
 
     On a GPU, the first call with new types of arguments compiles "stock" and "saved" as well. It runs the
-    first recipe that takes no more device memory than either (1% tolerance), or "saved" if the copies win no
-    memory. Unless that is the first recipe, a warning and `findings` of the result say so, with the bytes.
-    Compilation takes three times as long, or four times; JAX's persistent compilation cache keeps the
-    programs.
+    first recipe that takes no more device memory than either (1% tolerance) and exchanges no more bytes
+    between devices than "stock", or "saved" if the copies win no memory. Unless that is the first recipe, a
+    warning and `findings` of the result say so, with the bytes. Compilation takes three to four times as
+    long. JAX's persistent compilation cache keeps the programs, but programs whose loops the compiler divides
+    over devices only under `jax_remove_custom_partitioning_ptr_from_cache_key`.
 
     Args:
       fun: as for `jax.jit`; without it, a decorator.
@@ -86,8 +87,7 @@ def jit(
 
     Returns:
       A function like that of `jax.jit`, with `lower`, `trace` and `eval_shape`; `recipe`, `options` and
-      `findings` describe the latest program. Called inside another
-      transformation it is an inner `jax.jit` and leaves the choice to what is around it.
+      `findings` describe the latest program. Called inside another transformation it is an inner `jax.jit`.
 
     Warns:
       UserWarning: of each finding, once: a policy's rule that matches no name, a value that a policy offloads
@@ -164,7 +164,7 @@ class _Setting:
 
 
 class _ProbedError(Exception):
-    """Ends a trace whose only purpose was the program: `(signature, given, shapes, findings)`, as in `_Traced`."""
+    """Ends a trace whose only purpose was the program, with `(signature, given, shapes, findings)`."""
 
     def __init__(self, *found: Any):
         self.found = found
@@ -296,9 +296,8 @@ class Jitted:
 
     def _rewrite(self, call: Call, signature: Any, given: compat.ClosedJaxpr, shapes: Any) -> Rewritten:
         """Rewrites a call's program; asks the compiler how it divides the loops, where it may."""
-        rewrite_for = functools.partial(
-            rewrite, given, self._share_link(call.devices), one_device=call.devices == 1
-        )
+        device, one_device = self._share_link(call.devices), call.devices == 1
+        rewrite_for = functools.partial(rewrite, given, device, one_device=one_device)
         if call.devices == 1 or any(isinstance(const, Tracer) for const in given.consts):
             return rewrite_for()
 
@@ -321,7 +320,6 @@ class Jitted:
         settings = self._list_settings(call, traced)
         if len(settings) == 1:
             return settings[0]
-
         vanished: dict[Recipe, tuple[Finding, ...]] = {}
 
         def compile_setting(recipe: Recipe) -> jax.stages.Compiled:

@@ -1,7 +1,8 @@
-"""Whole train steps as their users write them: `jaxoff.jit` takes no more memory than `jax.jit`."""
+"""Whole train steps in other people's styles: `jaxoff.jit` takes no more memory than `jax.jit`."""
 
 import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
-from bench.client_steps import Sizes, build_decoder, offload, save
+from bench.client_steps import NAMES, PROGRAMS, Sizes, build_decoder, offload, save
 from jaxoff import FindingCode
 from tests.recipes import jit_in_order
 
 pytestmark = pytest.mark.aot
 
-NAMES = ("block_in", "attn")
 SMALL = Sizes(
     layers=4,
     width=512,
@@ -28,6 +28,66 @@ SMALL = Sizes(
     batch=2,
     length=512,
 )
+# The residuals of the layers take the most memory, unlike in SMALL, where the logits do.
+DEEP = Sizes(
+    layers=4,
+    width=256,
+    hidden=512,
+    heads=4,
+    kv_heads=2,
+    head_size=64,
+    vocabulary=2048,
+    batch=64,
+    length=128,
+)
+# XLA's GPU compiler refuses to offload in a scan inside of a scan.
+REFUSED = {"groups"}
+LONG = {"decoder-python", "layer-axis", "accumulation", "inner-jit", "nnx-list", "nnx-scan", "ssm-chunks"}
+
+
+def compile_step(target, step, transform):
+    """The function of the transform, the first recipe, the facts, and the texts of the warnings."""
+    jitted = step.jit(transform)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lowered = target.lower(jitted, step.state, step.batch)
+        first = getattr(jitted, "recipe", None)
+        compiled = lowered.compile()
+    facts = jaxoff.verify(compiled, compiler_options=getattr(jitted, "options", None))
+    return jitted, first, facts, [str(warning.message) for warning in caught]
+
+
+def count_kernels(facts):
+    return sum(copy.via == "kernel" for copy in facts.copies)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in PROGRAMS]
+)
+def test_a_step_takes_no_more_memory_and_says_what_it_does(name):
+    if name == "equinox":
+        pytest.importorskip("equinox")
+    target, program = jaxoff.target("h100"), PROGRAMS[name]
+    offloading, saving = (program.build(DEEP, offloads=moves, attention="xla") for moves in (True, False))
+    _, _, twin, _ = compile_step(target, saving, jax.jit)
+    if name in REFUSED:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+            compile_step(target, offloading, jax.jit)
+        peaks, kernels = [twin.device_peak_bytes], 0
+    else:
+        _, _, stock, _ = compile_step(target, offloading, jax.jit)
+        assert stock.d2h_bytes > 0
+        peaks, kernels = [stock.device_peak_bytes, twin.device_peak_bytes], count_kernels(stock)
+
+    jitted, first, facts, texts = compile_step(target, offloading, jaxoff.jit)
+    assert facts.device_peak_bytes <= 1.01 * min(peaks)
+    assert [finding.code for finding in jitted.findings] == [FindingCode.RECIPE_REPLACED] * (
+        jitted.recipe != first
+    )
+    assert all(repr(jitted.recipe) in finding.message for finding in jitted.findings)
+    assert texts == [str(finding) for finding in jitted.findings]
+    assert (facts.d2h_bytes > 0) == (jitted.recipe != "saved")
+    assert count_kernels(facts) <= kernels
 
 
 def shard(tree, mesh):
