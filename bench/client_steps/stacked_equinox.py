@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import equinox as eqx
+import equinox as eqx  # pyright: ignore[reportMissingImports]
 import jax
 import jax.numpy as jnp
 import optax

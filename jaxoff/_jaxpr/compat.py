@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax._src import config as _config
 from jax._src.core import NamedAxisEffect as _NamedAxisEffect
 from jax.ad_checkpoint import Offloadable as Offloadable
@@ -34,8 +33,6 @@ from jax.extend.core import primitives as _primitives
 from jax.interpreters import mlir as _mlir
 from jax.interpreters.partial_eval import convert_constvars_jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
-
-from jaxoff._jaxpr.shares import apply_to_shares
 
 name_p = _primitives.name_p
 remat_p = _primitives.remat_p
@@ -353,27 +350,9 @@ def varying_axes(aval: Any) -> tuple[str, ...]:
     return tuple(sorted(getattr(getattr(aval, "mat", None), "varying", ())))
 
 
-def empty(aval: Any, rows: int | None, *, is_divided: bool) -> jax.Array:
-    """Makes an array with arbitrary contents.
-
-    Args:
-      aval: the abstract array, or of a stack the abstract row.
-      rows: number of rows of a stack; None for an array of type `aval`.
-      is_divided: whether the compiler may divide the array over devices.
-    """
-    scalar = _primitives.empty2_p.bind(dtype=aval.dtype, memory_space=aval.memory_space)
-    if varying := varying_axes(aval):
-        scalar = jax.lax.pcast(scalar, varying, to="varying")
-    lead = () if rows is None else (rows,)
-    shape, spec = (*lead, *aval.shape), jax.P(*(None for _ in lead), *aval.sharding.spec)
-    sharding = aval.sharding.update(spec=spec)
-    fill = functools.partial(jax.lax.broadcast, sizes=shape, out_sharding=sharding)
-    if not shape or is_host(aval) or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return fill(scalar)
-    if is_divided:  # each device allocates its share
-        whole = jax.typeof(scalar).sharding.update(spec=jax.P(*[None] * len(shape)))
-        return apply_to_shares(functools.partial(allocate, sharding=whole), [scalar], like=fill)
-    return allocate(scalar, shape, sharding)
+def empty_scalar(aval: Any) -> jax.Array:
+    """Makes a scalar with arbitrary contents, of the dtype and in the memory of an abstract array."""
+    return _primitives.empty2_p.bind(dtype=aval.dtype, memory_space=aval.memory_space)
 
 
 # XLA's custom call AllocateBuffer allocates without a write. `jax.lax.empty` binds the call without an

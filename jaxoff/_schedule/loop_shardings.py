@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 
 @dataclasses.dataclass(frozen=True)
 class LoopShardings:
-    """The shardings of a layer loop's values; a value without an entry is whole, or its sharding is unknown.
+    """The shardings of a layer loop's values; a value without an entry has an unknown one.
 
     Attributes:
       carry: index of a carried value -> its sharding.
-      ys: index of a ys -> the sharding of a row on the device.
+      ys: index of a ys that is sent to the host -> the sharding of a row on the device.
       xs: index of a prefetched xs -> the sharding of a row on the device.
     """
 

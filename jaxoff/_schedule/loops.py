@@ -24,6 +24,7 @@ from jax import lax
 
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.allocation import empty
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._jaxpr.dataflow import count_reads, index_makers, mark_dependents
 from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
@@ -207,8 +208,6 @@ def write_out(
     device: Device,
     large_nbytes: int,
     shardings: LoopShardings | None = None,
-    *,
-    is_divided: bool,
 ) -> tuple[list[JaxprEqn], list[Any], dict[int, Any]]:
     """Writes out a scan as a while loop with an ordered body.
 
@@ -222,23 +221,21 @@ def write_out(
       first_rows: index of a prefetched xs -> the row of the first iteration, on the device.
       device: rates, to estimate when kernels and copies end.
       large_nbytes: as for `jaxoff._schedule.decide.decide`.
-      shardings: how the compiler divides the loop's values, if that is known.
-      is_divided: whether the compiler may divide the loop's values over devices.
+      shardings: how the compiler divides the loop's values over devices; None if it leaves them whole.
 
     Returns:
       The new equations; the results of the scan; and index of a ys -> the last iteration's value on the
       device, for stacks which the reader prefetches.
     """
-    iteration = _Iteration(
-        loop, pieces, sent_stacks, reloaded_stacks, shardings or LoopShardings(), is_divided=is_divided
-    )
+    iteration = _Iteration(loop, pieces, sent_stacks, reloaded_stacks, shardings)
+    is_divided = shardings is not None
 
     def run(consts, carry, xs, initial_stacks, first_rows):
         stacks = [
-            initial_stacks[k] if k in initial_stacks else compat.empty(v.aval, rows, is_divided=is_divided)
+            initial_stacks[k] if k in initial_stacks else empty(v.aval, rows, is_divided=is_divided)
             for k, (v, rows) in enumerate(iteration.list_ys())
         ]
-        retained = [compat.empty(v.aval, None, is_divided=is_divided) for v in iteration.retained_vars]
+        retained = [empty(v.aval, None, is_divided=is_divided) for v in iteration.retained_vars]
         host_stacks = [xs[k] for k in reloaded_stacks]
         count = jnp.int32(iteration.first_count)
         state = _State(count, carry, stacks, retained, host_stacks, first_rows)
@@ -294,12 +291,9 @@ class _Iteration:
         pieces: StackSlices,
         sent_stacks: Mapping[int, HostStack],
         reloaded_stacks: Mapping[int, HostStack],
-        shardings: LoopShardings,
-        *,
-        is_divided: bool,
+        shardings: LoopShardings | None,
     ):
-        self._loop, self._pieces = loop, pieces
-        self._shardings, self._is_divided = shardings, is_divided
+        self._loop, self._pieces, self._shardings = loop, pieces, shardings
         self._sent_stacks, self._reloaded_stacks = sent_stacks, reloaded_stacks
         self.first_count = _FIRST_COUNT + pieces.largest_offset
         self.prefetched = [k for k, stack in reloaded_stacks.items() if stack.prefetched]
@@ -365,7 +359,7 @@ class _Iteration:
                 for k, v in zip(self.retained, after.retained, strict=True)
                 if self._sent_stacks[k].overwrites
             },
-            is_divided=self._is_divided,
+            is_divided=self._shardings is not None,
         )
         schedule = decide(problem, device, large_nbytes)
         eqns, renamed = emit(schedule, problem)
@@ -390,10 +384,8 @@ class _Iteration:
         for k, stack in host_stacks.items():
             if k not in self.prefetched:
                 inputs[k] = _read_row(stack, index + self._reloaded_stacks[k].row_offset)
-        pinned = self._shardings
-        inputs |= {
-            k: pin(row, pinned.xs, k) for k, row in zip(self.prefetched, state.prefetched, strict=True)
-        }
+        pinned, rows = self._shardings or LoopShardings(), zip(self.prefetched, state.prefetched, strict=True)
+        inputs |= {k: pin(row, pinned.xs, k) for k, row in rows}
         carry = [pin(value, pinned.carry, k) for k, value in enumerate(state.carry)]
         copies = {k: copy_aside(inputs[k], state.count) for k in moved_aside}
         inputs |= {k: lax.optimization_barrier(copy) for k, copy in copies.items()}

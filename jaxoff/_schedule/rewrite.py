@@ -151,7 +151,6 @@ class _Rewriter:
                 self._device,
                 self._large_nbytes,
                 _add_xs(shardings, i, reloaded_stacks) if self._may_divide(loops[i]) else None,
-                is_divided=self._may_divide(loops[i]),
             )
             eqns += new
             end = len(eqns)
@@ -222,15 +221,14 @@ class _Rewriter:
 
 def _add_xs(
     shardings: Mapping[int, LoopShardings | None], reader: int, reloaded_stacks: Mapping[int, HostStack]
-) -> LoopShardings | None:
+) -> LoopShardings:
     """Adds the shardings of the rows that a loop reloads, which are the writers'."""
-    own = shardings[reader]
     xs = {
         k: writer.ys[stack.ys]
         for k, stack in reloaded_stacks.items()
         if (writer := shardings[stack.writer]) and stack.ys in writer.ys
     }
-    return dataclasses.replace(own, xs=xs) if own else None
+    return dataclasses.replace(shardings[reader] or LoopShardings(), xs=xs)
 
 
 def _find_last_loop_result(jaxpr: Jaxpr) -> Var | None:
