@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from bench.client_steps import PROGRAMS, ClientStep
@@ -51,9 +53,33 @@ VARIANTS = {
 }
 
 
-def compile_variant(variant: Variant, step: ClientStep, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+DIVISIONS = {"rows": 0, "columns": -1}
+
+
+def make_shardings(step: ClientStep, division: str) -> tuple[Any, Any]:
+    """Shardings of the state and of the batch over all devices, for the compiler to propagate (Auto axes).
+
+    Args:
+      step: the step. Of each array of the state, one axis is divided that all devices divide evenly and that
+        has at least 512 elements; of the batch, the first axis.
+      division: "rows" divides the first such axis (fully sharded data parallel), "columns" the last one.
+    """
+    mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def shard(leaf: Any) -> NamedSharding:
+        axes = [i for i, size in enumerate(leaf.shape) if size % mesh.size == 0 and size >= 512]
+        divided = axes[DIVISIONS[division]] if axes else None
+        return NamedSharding(mesh, P(*("devices" if i == divided else None for i in range(leaf.ndim))))
+
+    return jax.tree.map(shard, step.state), NamedSharding(mesh, P("devices"))
+
+
+def compile_variant(
+    variant: Variant, step: ClientStep, state: Any, batch: Any, shardings: Any = None
+) -> tuple[Any, dict[str, Any]]:
     """The step's function and its row: seconds to lower and to compile, peak, recipe, findings."""
-    jitted = step.jit(variant.transform, **variant.options)
+    results = {} if shardings is None else {"out_shardings": (shardings, None)}
+    jitted = step.jit(variant.transform, **variant.options, **results)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         started = time.perf_counter()
@@ -120,6 +146,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--sizes", choices=["full", "tiny"], default="full", help="full: an 80 GB card; tiny: a CPU"
     )
+    parser.add_argument("--divide", choices=DIVISIONS, help="divide the state and the batch over all devices")
     parser.add_argument("--layers", type=int, help="the number of layers")
     parser.add_argument("--steps", type=int, default=3, help="steps of a sample")
     parser.add_argument("--samples", type=int, default=6)
@@ -134,14 +161,20 @@ def main(arguments: list[str] | None = None) -> None:
     if options.sizes == "tiny":
         program = program.shrink()
     sizes = dataclasses.replace(program.sizes, layers=options.layers or program.sizes.layers)
+    if options.divide:
+        sizes = dataclasses.replace(sizes, batch=sizes.batch * jax.device_count())
     attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
     steps = {n: program.build(sizes, offloads=n, attention=attention) for n in (False, True)}
     batch = steps[True].make_batch(jax.random.key(1))
-    state = jax.jit(steps[True].initialize)(jax.random.key(0))
+    shardings = None
+    if options.divide:
+        shardings, of_batch = make_shardings(steps[True], options.divide)
+        batch = jax.device_put(batch, of_batch)
+    state = jax.jit(steps[True].initialize, out_shardings=shardings)(jax.random.key(0))
     functions, rows = {}, {}
     for name in options.variants:
         functions[name], rows[name] = compile_variant(
-            VARIANTS[name], steps[VARIANTS[name].offloads], state, batch
+            VARIANTS[name], steps[VARIANTS[name].offloads], state, batch, shardings
         )
         print(name, rows[name], flush=True)
     for name, figures in time_variants(functions, state, batch, options.steps, options.samples).items():

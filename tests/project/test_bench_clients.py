@@ -29,3 +29,13 @@ def test_a_whole_run(tmp_path):
     assert all(row["ms"] > 0 and len(row["samples_ms"]) == 2 for row in result["rows"].values())
     assert result["sizes"]["layers"] == 2
     assert result["provenance"]["options"]["program"] == "ssm"
+
+
+def test_a_divided_run(tmp_path):
+    out = tmp_path / "divided.json"
+    tiny = ["--sizes", "tiny", "--layers", "2", "--steps", "1", "--samples", "1", "--divide", "rows"]
+    clients.main([*tiny, "--variants", "stock,ordered", "--out", str(out)])
+    result = json.loads(out.read_text())
+    stock, ordered = result["rows"]["stock"], result["rows"]["ordered"]
+    assert stock["loss"] > ordered["loss"] > 0  # a step later
+    assert result["sizes"]["batch"] == clients.PROGRAMS["decoder-scan"].shrink().sizes.batch * 8
