@@ -31,6 +31,7 @@ def test_a_whole_run(tmp_path):
     assert result["provenance"]["options"]["program"] == "ssm"
 
 
+@pytest.mark.long  # compiles for eight devices
 def test_a_divided_run(tmp_path):
     out = tmp_path / "divided.json"
     tiny = ["--sizes", "tiny", "--layers", "2", "--steps", "1", "--samples", "1", "--divide", "rows"]
