@@ -64,6 +64,7 @@ def test_a_step_offloads_and_its_twin_does_not(name):
         return len(re.findall(r"<host>.* = device_put|:\w+<host>\[", text))
 
     offloading, saving = build(name), build(name, offloads=False)
+    assert jax.tree.structure(offloading.state) == jax.tree.structure(saving.state)
     assert count_transfers(offloading, jax.jit) > 0
     assert count_transfers(offloading, jaxoff.jit) > 0
     assert count_transfers(saving, jax.jit) == 0
