@@ -63,7 +63,7 @@ class Decoder(nn.Module):
 
 
 def build_linen(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> ClientStep:
-    """A decoder of linen modules.
+    """A decoder of linen modules. The state has no `apply_fn`: it would hold the policy.
 
     Args:
       sizes: the sizes.
@@ -74,11 +74,11 @@ def build_linen(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> Clien
 
     def initialize(key):
         params = model.init(key, jnp.zeros((1, sizes.length), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZER)
+        return TrainState.create(apply_fn=None, params=params, tx=OPTIMIZER)
 
     def step(state, tokens):
         def loss_of(params):
-            logits = state.apply_fn({"params": params}, tokens[:, :-1])
+            logits: Any = model.apply({"params": params}, tokens[:, :-1])
             return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
         loss, grads = jax.value_and_grad(loss_of)(state.params)

@@ -27,7 +27,7 @@ DECODER = Sizes()
 SHORT = dataclasses.replace(DECODER, layers=6)
 TWO_BATCHES = dataclasses.replace(SHORT, batch=4)
 VIT = Sizes(
-    layers=40,
+    layers=32,
     width=1536,
     hidden=6144,
     heads=12,
@@ -37,7 +37,7 @@ VIT = Sizes(
     batch=128,
     length=256,
 )
-SSM = Sizes(layers=24, width=2048, hidden=4096, vocabulary=50304, batch=4, length=8192)
+SSM = Sizes(layers=28, width=2048, hidden=4096, vocabulary=50304, batch=4, length=8192)
 TE_V2 = jaxoff.policy("te_v2")
 DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 SAVED_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -95,7 +95,7 @@ PROGRAMS = {
     "decoder-scan": _by_names("decoder", "build_decoder", options={"loop": "scan"}),
     "decoder-python": _by_names("decoder", "build_decoder", options={"loop": "python"}, sizes=SHORT),
     "layer-axis": _by_names("layer_axis", "build_layer_axis", sizes=SHORT),
-    "groups": _by_names("groups", "build_groups"),
+    "groups": _by_names("groups", "build_groups", sizes=SHORT),
     "accumulation": _by_names(
         "accumulation", "build_accumulation", sizes=dataclasses.replace(SHORT, batch=4)
     ),
@@ -103,7 +103,11 @@ PROGRAMS = {
     "linen-scan": _by_names("linen", "build_linen"),
     "nnx-list": _by_policy("nnx", "build_nnx", TE_V2, options={"stacked": False}, sizes=SHORT),
     "nnx-scan": _by_policy(
-        "nnx", "build_nnx", jaxoff.policy(offload="block_in", save="attn"), options={"stacked": True}
+        "nnx",
+        "build_nnx",
+        jaxoff.policy(offload="block_in", save="attn"),
+        sizes=SHORT,
+        options={"stacked": True},
     ),
     "equinox": _by_policy("stacked_equinox", "build_equinox", TE_V2),
     "vit": _by_policy("vit", "build_vit", jaxoff.policy(offload="vit.*"), sizes=VIT),

@@ -62,9 +62,8 @@ class Decoder(eqx.Module):
     blocks: Block
     norm: eqx.nn.RMSNorm
     head: eqx.nn.Linear
-    policy: Any = eqx.field(static=True)
 
-    def __init__(self, sizes: Sizes, policy: Any, attention: Any, key: jax.Array):
+    def __init__(self, sizes: Sizes, attention: Any, key: jax.Array):
         embed, blocks, head = jax.random.split(key, 3)
         self.embed = jax.random.normal(embed, (sizes.vocabulary, sizes.width)) * 0.02
         self.blocks = eqx.filter_vmap(lambda key: Block(sizes, attention, key))(
@@ -72,17 +71,16 @@ class Decoder(eqx.Module):
         )
         self.norm = eqx.nn.RMSNorm(sizes.width)
         self.head = eqx.nn.Linear(sizes.width, sizes.vocabulary, use_bias=False, key=head)
-        self.policy = policy
 
-    def __call__(self, tokens):
-        """The logits of a batch of sequences."""
+    def __call__(self, tokens, policy):
+        """The logits of a batch of sequences; the policy is for `jax.checkpoint`."""
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_array(leaf) else leaf, self)
         arrays, rest = eqx.partition(half.blocks, eqx.is_array)
 
         def run_block(x, arrays):
             return jax.vmap(eqx.combine(arrays, rest))(x), None
 
-        block = jax.checkpoint(run_block, policy=self.policy, prevent_cse=False)
+        block = jax.checkpoint(run_block, policy=policy, prevent_cse=False)
         x, _ = jax.lax.scan(block, half.embed[tokens], arrays)
         x = jax.vmap(jax.vmap(half.norm))(x).astype(x.dtype)
         return jax.vmap(jax.vmap(half.head))(x).astype(jnp.float32)
@@ -98,7 +96,7 @@ def build_equinox(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> Cli
     """
 
     def make(key):
-        return Decoder(sizes, policy, attention, key)
+        return Decoder(sizes, attention, key)
 
     def is_struct(leaf):
         return isinstance(leaf, jax.ShapeDtypeStruct)
@@ -110,7 +108,7 @@ def build_equinox(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> Cli
         return arrays, OPTIMIZER.init(arrays)
 
     def loss_of(model, tokens):
-        logits = model(tokens[:, :-1])
+        logits = model(tokens[:, :-1], policy)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     def step(state, tokens):

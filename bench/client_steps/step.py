@@ -50,7 +50,7 @@ class ClientStep:
     """A train step with structs of its arguments.
 
     Attributes:
-      fun: (state, batch) -> (state, loss). State: a pytree, donated.
+      fun: (state, batch) -> (state, loss). State: a pytree, donated; equal for all policies.
       state: structs of the state.
       batch: structs of the batch. Integers are ids of tokens or classes.
       initialize: key -> state.

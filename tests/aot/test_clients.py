@@ -42,7 +42,7 @@ DEEP = Sizes(
 )
 # XLA's GPU compiler refuses to offload in a scan inside of a scan.
 REFUSED = {"groups"}
-LONG = {"decoder-python", "layer-axis", "accumulation", "inner-jit", "nnx-list", "nnx-scan", "ssm-chunks"}
+QUICK = {"groups", "ssm-chunks", "vit"}
 
 
 def compile_step(target, step, transform):
@@ -62,7 +62,7 @@ def count_kernels(facts):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in PROGRAMS]
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in PROGRAMS]
 )
 def test_a_step_takes_no_more_memory_and_says_what_it_does(name):
     if name == "equinox":
@@ -81,10 +81,9 @@ def test_a_step_takes_no_more_memory_and_says_what_it_does(name):
 
     jitted, first, facts, texts = compile_step(target, offloading, jaxoff.jit)
     assert facts.device_peak_bytes <= 1.01 * min(peaks)
-    assert [finding.code for finding in jitted.findings] == [FindingCode.RECIPE_REPLACED] * (
-        jitted.recipe != first
-    )
-    assert all(repr(jitted.recipe) in finding.message for finding in jitted.findings)
+    replaced = [finding for finding in jitted.findings if finding.code is FindingCode.RECIPE_REPLACED]
+    assert len(replaced) == (jitted.recipe != first)
+    assert all(repr(jitted.recipe) in finding.message for finding in replaced)
     assert texts == [str(finding) for finding in jitted.findings]
     assert (facts.d2h_bytes > 0) == (jitted.recipe != "saved")
     assert count_kernels(facts) <= kernels
