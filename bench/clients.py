@@ -56,22 +56,23 @@ VARIANTS = {
 DIVISIONS = {"rows": 0, "columns": -1}
 
 
-def make_shardings(step: ClientStep, division: str) -> tuple[Any, Any]:
+def make_shardings(step: ClientStep, mesh: jax.sharding.Mesh, division: str) -> tuple[Any, Any]:
     """Shardings of the state and of the batch over all devices, for the compiler to propagate (Auto axes).
 
     Args:
       step: the step. Of each array of the state, one axis is divided that all devices divide evenly and that
         has at least 512 elements; of the batch, the first axis.
+      mesh: the devices, in one axis.
       division: "rows" divides the first such axis (fully sharded data parallel), "columns" the last one.
     """
-    mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    (name,) = mesh.axis_names
 
     def shard(leaf: Any) -> NamedSharding:
         axes = [i for i, size in enumerate(leaf.shape) if size % mesh.size == 0 and size >= 512]
         divided = axes[DIVISIONS[division]] if axes else None
-        return NamedSharding(mesh, P(*("devices" if i == divided else None for i in range(leaf.ndim))))
+        return NamedSharding(mesh, P(*(name if i == divided else None for i in range(leaf.ndim))))
 
-    return jax.tree.map(shard, step.state), NamedSharding(mesh, P("devices"))
+    return jax.tree.map(shard, step.state), NamedSharding(mesh, P(name))
 
 
 def compile_variant(
@@ -168,7 +169,9 @@ def main(arguments: list[str] | None = None) -> None:
     batch = steps[True].make_batch(jax.random.key(1))
     shardings = None
     if options.divide:
-        shardings, of_batch = make_shardings(steps[True], options.divide)
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=auto)
+        shardings, of_batch = make_shardings(steps[True], mesh, options.divide)
         batch = jax.device_put(batch, of_batch)
     state = jax.jit(steps[True].initialize, out_shardings=shardings)(jax.random.key(0))
     functions, rows = {}, {}

@@ -99,6 +99,12 @@ def apply_layer(sizes: Sizes, attention: Any, x: jax.Array, weights: Any) -> tup
     return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
 
 
+def make_scan_block(sizes: Sizes, policy: Any, attention: Any) -> Any:
+    """A layer under a checkpoint with a policy, as the body of a scan."""
+    layer = functools.partial(apply_layer, sizes, attention)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
 def normalize(x: jax.Array, scale: jax.Array) -> jax.Array:
     """RMSNorm in float32, its result in bfloat16."""
     wide = x.astype(jnp.float32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from bench.client_steps.decoder import apply_layer, decoder_loss, initialize_decoder, stack
+from bench.client_steps.decoder import decoder_loss, initialize_decoder, make_scan_block, stack
 from bench.client_steps.step import ClientStep, Sizes, build_step
 
 
@@ -19,8 +19,7 @@ def build_groups(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> Clie
       policy: for `jax.checkpoint`; names as in `decoder`.
       attention: the implementation for `jax.nn.dot_product_attention`.
     """
-    layer = functools.partial(apply_layer, sizes, attention)
-    block = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    block = make_scan_block(sizes, policy, attention)
 
     def run_group(x, layers):
         return jax.lax.scan(block, x, layers)[0], None

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.client_steps.decoder import apply_layer, decoder_loss, initialize_decoder, stack
+from bench.client_steps.decoder import decoder_loss, initialize_decoder, make_scan_block, stack
 from bench.client_steps.step import ClientStep, Sizes, build_step
 
 AXIS = 1
@@ -22,8 +22,7 @@ def build_layer_axis(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> 
       policy: for `jax.checkpoint`; names as in `decoder`.
       attention: the implementation for `jax.nn.dot_product_attention`.
     """
-    layer = functools.partial(apply_layer, sizes, attention)
-    block = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    block = make_scan_block(sizes, policy, attention)
 
     def run(x, layers):
         return jax.lax.scan(block, x, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, AXIS, 0), layers))[0]

@@ -96,9 +96,7 @@ PROGRAMS = {
     "decoder-python": _by_names("decoder", "build_decoder", options={"loop": "python"}, sizes=SHORT),
     "layer-axis": _by_names("layer_axis", "build_layer_axis", sizes=SHORT),
     "groups": _by_names("groups", "build_groups", sizes=SHORT),
-    "accumulation": _by_names(
-        "accumulation", "build_accumulation", sizes=dataclasses.replace(SHORT, batch=4)
-    ),
+    "accumulation": _by_names("accumulation", "build_accumulation", sizes=TWO_BATCHES),
     "inner-jit": Program("inner_jit", "build_inner_jit", DOTS, SAVED_DOTS, SHORT),
     "linen-scan": _by_names("linen", "build_linen"),
     "nnx-list": _by_policy("nnx", "build_nnx", TE_V2, options={"stacked": False}, sizes=SHORT),

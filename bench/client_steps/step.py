@@ -91,6 +91,13 @@ def build_step(
     loss_of: Callable[..., Any], initialize_params: Callable[..., Any], batch: Any, sizes: Sizes
 ) -> ClientStep:
     """The step of a loss over a pytree of parameters: gradients, clipped, into AdamW."""
+    return build_step_of_gradients(jax.value_and_grad(loss_of), initialize_params, batch, sizes)
+
+
+def build_step_of_gradients(
+    value_and_grad: Callable[..., Any], initialize_params: Callable[..., Any], batch: Any, sizes: Sizes
+) -> ClientStep:
+    """The step of a function (parameters, batch) -> (loss, gradients)."""
 
     def initialize(key):
         params = initialize_params(key)
@@ -98,7 +105,7 @@ def build_step(
 
     def step(state, batch):
         params, optimizer_state = state
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        loss, grads = value_and_grad(params, batch)
         updates, optimizer_state = OPTIMIZER.update(grads, optimizer_state, params)
         return (optax.apply_updates(params, updates), optimizer_state), loss
 

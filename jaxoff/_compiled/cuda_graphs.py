@@ -25,15 +25,6 @@ SMALL_NBYTES = 1 << 16
 
 # Commands in a row. XLA captures no shorter row into a CUDA graph (jaxlib 0.11.2).
 _MIN_GRAPH = 5
-_COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
 # Prefix of custom calls outside of any graph: CUB's sorts.
 _NO_COMMAND = "xla.gpu.ext.cub_"
 # Words in the kind of a fusion for a matrix product.
@@ -142,7 +133,7 @@ class GraphCapture:
             return None
         if opcode in ("copy", "copy-start") or (computation.name, instruction.name) in self._transfers:
             return None
-        if opcode.removesuffix("-start") in _COLLECTIVES:
+        if instruction.is_collective:
             return "collective"
         if opcode in ("while", "conditional", "call"):
             return "loop" if opcode == "while" else "other"
@@ -215,7 +206,7 @@ class GraphCapture:
             if target.startswith(_NO_COMMAND):
                 return None
             return "CUDNN" if "cudnn" in target else "CUSTOM_CALL"
-        if opcode.removesuffix("-start") in _COLLECTIVES:
+        if instruction.is_collective:
             return "COLLECTIVES"
         if opcode == "copy" and not instruction.shape.on_host:
             return "FUSION"

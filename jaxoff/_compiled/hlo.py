@@ -25,6 +25,17 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=%]+) = ")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(%]+)(?: \(.*| )\{$")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
 _NAME = re.compile(r"%?([\w.$~-]+)$")
+_COLLECTIVES = frozenset(
+    {
+        "all-gather",
+        "all-reduce",
+        "all-to-all",
+        "collective-broadcast",
+        "collective-permute",
+        "ragged-all-to-all",
+        "reduce-scatter",
+    }
+)
 _BRACKETS = re.compile(r'[()\[\]{}"]')
 _PLAIN_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
@@ -197,6 +208,11 @@ class Instruction:
         except json.JSONDecodeError:
             return {}
         return value if isinstance(value, dict) else {}
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it exchanges bytes between devices, or starts to."""
+        return self.opcode.removesuffix("-start") in _COLLECTIVES
 
     @property
     def index(self) -> int:

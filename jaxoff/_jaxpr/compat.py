@@ -276,6 +276,11 @@ def num_shards(eqn: JaxprEqn) -> int:
     return eqn.params["mesh"].size if is_shard_map(eqn) else 1
 
 
+def holds_tracers(closed: ClosedJaxpr) -> bool:
+    """Whether constants of a program belong to a trace."""
+    return any(isinstance(const, Tracer) for const in closed.consts)
+
+
 def is_remat3_enabled() -> bool:
     """Whether `jax_remat3`, the coming rewrite of `jax.checkpoint`, is on."""
     return bool(getattr(jax.config, "jax_remat3", False))

@@ -21,7 +21,6 @@ def apply_to_shares(
     *,
     like: Callable[..., jax.Array],
     follows_first: bool = False,
-    is_replicated: bool = False,
 ) -> jax.Array:
     """Applies a function to each device's shares of the operands.
 
@@ -30,8 +29,7 @@ def apply_to_shares(
       operands: arrays, divided in any way.
       like: (*operands) -> an array of the result's type; only its type counts where arrays are divided.
       follows_first: whether the result is divided like the first operand, whose rows stay whole.
-      is_replicated: whether each device has a value of the whole result's shape. Otherwise, and without
-        `follows_first`, the result is divided like what it is combined with.
+        Otherwise it is divided like what it is combined with.
 
     Returns:
       The result. On a single device, `like` of the operands.
@@ -39,8 +37,7 @@ def apply_to_shares(
     ranks = [operand.ndim for operand in operands]
     factors = [tuple(f"v{k}d{i}" for i in range(rank)) for k, rank in enumerate(ranks)]
     result = jax.eval_shape(like, *operands)
-    own = tuple(f"r{i}" for i in range(result.ndim))
-    results = () if is_replicated else factors[0] if follows_first else own
+    results = factors[0] if follows_first else tuple(f"r{i}" for i in range(result.ndim))
 
     def infer(mesh, arguments, shape):
         del shape

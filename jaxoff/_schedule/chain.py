@@ -111,14 +111,14 @@ class Chain:
             shared = self._graph.reads[self._graph.maker[self._last]] if self._last else ()
             reads = [v for v in reads if v not in shared] or reads
         loose = [v for v in reads if self._level.get(v, 0) < self.length]
-        tied = [v for v in loose if v in self._graph.maker and compat.nbytes(v.aval) >= self._large_nbytes]
+        tied = [v for v in loose if self._is_large(v)]
         awaited = self._find_awaited(i, time)
         others = [v for v in reads if v is not self._problem.iteration]
         if not tied and (len(loose) == len(reads) or first_sent is not None):
             tied = sorted(others, key=lambda v: compat.nbytes(v.aval))[:1]
         last = self._before_last if self._can_fuse_with_last(i) else self._last
-        behind = self._wait_for_gathers(i) if not is_compute(self._eqns[i]) else {}
-        behind = behind | self.tie([v for v in tied if v not in behind], i, (first_sent, last))
+        behind = self._wait_for_gathers(i)
+        behind |= self.tie([v for v in tied if v not in behind], i, (first_sent, last))
         if awaited and others:
             # The operand tied to the end of the chain; XLA drops a wait through any other operand.
             latest = max(others, key=lambda v: (self._level.get(behind.get(v, v), 0), v not in behind))
@@ -147,17 +147,22 @@ class Chain:
         compute in the same kernel.
         """
         tied: Substitutes = {}
+        if is_compute(self._eqns[i]):  # it waits for all small results
+            return tied
+        kept = self.substitutes.keys() | self._problem.outs
+        ended = [
+            v for v in self._graph.reads[i] if self._is_large(v) and self.unread[v] == 1 and v not in kept
+        ]
         for small in self.small_results:
             maker = self._graph.maker[small]
             if self._eqns[maker].primitive.name != "gather" or small in self.substitutes:
                 continue
-            ended = set(self._graph.reads[maker]).intersection(self._graph.reads[i])
-            for v in (v for v in self._graph.reads[i] if v in ended and self._is_large(v)):
-                if self.unread[v] == 1 and v not in self.substitutes and v not in self._problem.outs:
-                    tied[v], self.substitutes[small] = self.add_barrier(tied.get(v, v), small, i)
+            for v in (v for v in ended if v in self._graph.reads[maker]):
+                tied[v], self.substitutes[small] = self.add_barrier(tied.get(v, v), small, i)
         return tied
 
     def _is_large(self, v: Var) -> bool:
+        """Whether a kernel makes a large value."""
         return v in self._graph.maker and compat.nbytes(v.aval) >= self._large_nbytes
 
     def _can_fuse_with_last(self, i: int) -> bool:

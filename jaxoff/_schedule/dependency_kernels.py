@@ -66,7 +66,6 @@ def read_bit_of_shares(value):
         lambda share, *, shape: read_bit(share),
         [value],
         like=lambda value: jnp.zeros((), bool),
-        is_replicated=True,
     )
 
 
@@ -91,7 +90,8 @@ def _write_share(stack, value, row, *, shape):
     del shape
     stack = jax.device_put(stack, jax.memory.Space.Host)  # types in `apply_to_shares` have no memory space
     on_host = _read_element_to_host(value, stack)
-    return lax.dynamic_update_slice(stack, on_host, [row, *[0] * (stack.ndim - 1)])
+    start = [row] + [0] * (stack.ndim - 1)
+    return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)
 
 
 def _read_element_to_host(value, stack):

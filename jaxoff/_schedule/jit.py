@@ -29,7 +29,7 @@ from jaxoff._schedule.call import Call, find_statics
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.recipes import Recipe, checked_recipe, choose_recipe, find_fallback, list_recipes
 from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
-from jaxoff._schedule.rewrite import Rewritten, replace_layer_loops, rewrite
+from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.sharding_marks import find_loop_shardings
 
 type Options = tuple[tuple[str, Any], ...]
@@ -152,7 +152,7 @@ class _Traced:
     @property
     def is_reusable(self) -> bool:
         """Whether the program holds no tracer of a trace that may have ended."""
-        return not any(isinstance(const, Tracer) for const in self.given.consts)
+        return not compat.holds_tracers(self.given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,18 +298,16 @@ class Jitted:
         """Rewrites a call's program; asks the compiler how it divides the loops, where it may."""
         device, one_device = self._share_link(call.devices), call.devices == 1
         rewrite_for = functools.partial(rewrite, given, device, one_device=one_device)
-        if call.devices == 1 or any(isinstance(const, Tracer) for const in given.consts):
+        if one_device or compat.holds_tracers(given):
             return rewrite_for()
 
         def compile_marked(marked: compat.ClosedJaxpr) -> None:
             program = Rewritten(marked, loops=0, scanned=0, flat=False, spare_nbytes=0)
             self._probed.traced = _Traced(signature, marked, shapes, program)
-            setting = _Setting(Recipe.STOCK, ())
-            _jax_jit(self._overlapped(call.devices, setting), **self._kwargs).lower(
-                *call.args, **call.kwargs
-            ).compile()
+            stock = self._overlapped(call.devices, _Setting(Recipe.STOCK, ()))
+            _jax_jit(stock, **self._kwargs).lower(*call.args, **call.kwargs).compile()
 
-        return rewrite_for(shardings=find_loop_shardings(given, replace_layer_loops, compile_marked))
+        return rewrite_for(shardings=find_loop_shardings(given, compile_marked))
 
     def _share_link(self, devices: int) -> Device:
         """The rates of one of several devices."""
@@ -328,7 +326,8 @@ class Jitted:
             vanished[recipe] = tuple(find_vanished(traced.given, call.devices, compiled))
             return compiled
 
-        recipe, candidates = choose_recipe([s.recipe for s in settings], compile_setting)
+        recipes = [s.recipe for s in settings]
+        recipe, candidates = choose_recipe(recipes, compile_setting, several_devices=call.devices > 1)
         finding = find_fallback(recipe, candidates)
         self._report([finding] if finding is not None else [])
         if recipe is not Recipe.SAVED:  # of which the fallback says it

@@ -405,9 +405,7 @@ class _Iteration:
             if k in deferred:  # the first iteration writes arbitrary contents into the spare row
                 value = state.retained[self.retained.index(k)]
                 y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
-            stacks[k] = _write_row(
-                stacks[k], y if compat.is_host(jax.typeof(y)) else pin(y, pinned.ys, k), at
-            )
+            stacks[k] = _write_row(stacks[k], y, at)
         next_rows = (
             _read_row(host_stacks[k], index + loop.step + self._reloaded_stacks[k].row_offset)
             for k in self.prefetched

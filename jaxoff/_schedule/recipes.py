@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
+from jaxoff._compiled.exchange import exchanged_nbytes
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.near_miss import near_miss
 from jaxoff._report.tables import format_nbytes
-from jaxoff._runtime.exchange import exchanged_nbytes
 from jaxoff._runtime.program_memory import program_nbytes
 
 # A recipe may take this part more device memory than the program as given: buffer assignment varies.
@@ -56,6 +56,12 @@ class Candidate:
     nbytes: int | None
     reason: str = ""
     exchanged: int = 0
+
+    def exchanges_more_than(self, other: Candidate | None) -> bool:
+        """Whether the program's collectives exchange more bytes than those of another, if that compiled."""
+        if other is None or other.nbytes is None:
+            return False
+        return self.exchanged > (1 + TOLERANCE) * other.exchanged
 
     def takes_at_most(self, nbytes: float) -> bool:
         """Whether the program compiled and takes no more device memory than a number of bytes."""
@@ -97,7 +103,10 @@ def list_recipes(
 
 
 def choose_recipe(
-    recipes: Sequence[Recipe], compile_recipe: Callable[[Recipe], jax.stages.Compiled]
+    recipes: Sequence[Recipe],
+    compile_recipe: Callable[[Recipe], jax.stages.Compiled],
+    *,
+    several_devices: bool = True,
 ) -> tuple[Recipe, list[Candidate]]:
     """Chooses the recipe of a program by the memory of its compiled candidates.
 
@@ -106,23 +115,24 @@ def choose_recipe(
     in another order may need more communication, where the compiler divides values over devices: a recipe
     whose collectives exchange more bytes than those of the program as given does not win.
 
+    Args:
+      recipes: the recipes of `list_recipes`.
+      compile_recipe: recipe -> compiled program.
+      several_devices: whether the program is over several devices; on one, nothing is exchanged.
+
     Returns:
       The recipe, the first one if nothing compiles; and the candidates compiled, in the order of `recipes`.
     """
-    candidates = {r: _try_candidate(r, compile_recipe) for r in recipes if r in (Recipe.STOCK, Recipe.SAVED)}
+    references = [r for r in recipes if r in (Recipe.STOCK, Recipe.SAVED)]
+    candidates = {r: _try_candidate(r, compile_recipe, several_devices) for r in references}
     known = [c.nbytes for c in candidates.values() if c.nbytes is not None]
     limit = (1 + TOLERANCE) * min(known, default=math.inf)
-    chosen: Candidate | None = None
+    chosen, stock = None, candidates.get(Recipe.STOCK)
     for recipe in recipes:
         if recipe not in candidates:
-            candidates[recipe] = _try_candidate(recipe, compile_recipe)
-        stock = candidates.get(Recipe.STOCK)
-        exchanges_more = (
-            stock is not None
-            and stock.nbytes is not None
-            and candidates[recipe].exchanged > (1 + TOLERANCE) * stock.exchanged
-        )
-        if candidates[recipe].takes_at_most(limit) and (recipe is Recipe.SAVED or not exchanges_more):
+            candidates[recipe] = _try_candidate(recipe, compile_recipe, several_devices)
+        exchanges_more = recipe is not Recipe.SAVED and candidates[recipe].exchanges_more_than(stock)
+        if candidates[recipe].takes_at_most(limit) and not exchanges_more:
             chosen = candidates[recipe]
             break
     twin = candidates.get(Recipe.SAVED)
@@ -133,12 +143,14 @@ def choose_recipe(
     return (chosen or tried[0]).recipe, tried
 
 
-def _try_candidate(recipe: Recipe, compile_recipe: Callable[[Recipe], jax.stages.Compiled]) -> Candidate:
+def _try_candidate(
+    recipe: Recipe, compile_recipe: Callable[[Recipe], jax.stages.Compiled], several_devices: bool
+) -> Candidate:
     try:
         compiled = compile_recipe(recipe)
-        return Candidate(
-            recipe, program_nbytes(compiled), exchanged=exchanged_nbytes(compiled.as_text() or "")
-        )
+        text = compiled.as_text() if several_devices else None
+        exchanged = exchanged_nbytes(text) if text else 0
+        return Candidate(recipe, program_nbytes(compiled), exchanged=exchanged)
     except jax.errors.JaxRuntimeError as error:  # out of memory at compilation, or a program that XLA refuses
         return Candidate(recipe, None, str(error).splitlines()[0])
 
@@ -151,7 +163,7 @@ def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> Finding | 
         return None
     took = f"took {format_nbytes(first.nbytes)}" if first.nbytes is not None else f"failed: {first.reason}"
     stock = by_recipe.get(Recipe.STOCK)
-    if stock and first.exchanged > (1 + TOLERANCE) * stock.exchanged:
+    if stock and first.exchanges_more_than(stock):
         took += f" and exchanged {format_nbytes(first.exchanged)} for {format_nbytes(stock.exchanged)}"
     now = "" if own.nbytes is None else f" of {format_nbytes(own.nbytes)}"
     loss = (

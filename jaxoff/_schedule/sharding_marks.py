@@ -22,6 +22,7 @@ from jaxoff._jaxpr.inline import trace_call
 from jaxoff._jaxpr.shares import record_sharding
 from jaxoff._schedule.loop_shardings import LoopShardings
 from jaxoff._schedule.loops import Loop
+from jaxoff._schedule.rewrite import replace_layer_loops
 
 
 class Recorded(Exception):  # noqa: N818  (no error: it ends a compilation that has served its purpose)
@@ -84,22 +85,19 @@ def _is_array(v: Any) -> bool:
 
 
 def find_loop_shardings(
-    closed: ClosedJaxpr,
-    number_loops: Callable[[ClosedJaxpr, Callable[[Loop, int], JaxprEqn]], ClosedJaxpr],
-    compile_program: Callable[[ClosedJaxpr], Any],
+    closed: ClosedJaxpr, compile_program: Callable[[ClosedJaxpr], Any]
 ) -> Mapping[int, LoopShardings]:
     """Finds how the compiler divides the values of a program's layer loops.
 
     Args:
       closed: the program.
-      number_loops: (program, replace) -> the program with each layer loop replaced.
       compile_program: compiles a program for its devices.
 
     Returns:
       Number of a loop -> its shardings; empty if the compiler refuses the program.
     """
     marks = Marks()
-    marked = number_loops(closed, marks.mark)
+    marked = replace_layer_loops(closed, marks.mark)
     if not marks.count:
         return {}
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # by `Recorded`, or XLA refuses the program

@@ -7,11 +7,10 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from bench.client_steps import NAMES, PROGRAMS, Sizes, build_decoder, offload, save
+from bench.clients import make_shardings
 from jaxoff import FindingCode
 from tests.recipes import jit_in_order
 
@@ -89,15 +88,8 @@ def test_a_step_takes_no_more_memory_and_says_what_it_does(name):
     assert count_kernels(facts) <= kernels
 
 
-def shard(tree, mesh):
-    """Structs with their first axis that all devices divide sharded over "fsdp"."""
-
-    def shard_leaf(leaf):
-        axes = [i for i, size in enumerate(leaf.shape) if size % mesh.size == 0 and size >= 512]
-        spec = ["fsdp" if axes and i == axes[0] else None for i in range(leaf.ndim)]
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec)))
-
-    return jax.tree.map(shard_leaf, tree)
+def place(struct, sharding):
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
 
 def test_copies_that_xla_folds_in_a_python_loop_are_said():
@@ -132,10 +124,10 @@ def test_a_decoder_never_takes_more_memory(loop, devices):
     )
     state, batch, options = offloading.state, offloading.batch, {}
     if devices > 1:
-        mesh = target.mesh((devices,), ("fsdp",))
-        state = shard(state, mesh)
-        batch = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=NamedSharding(mesh, P("fsdp")))
-        options["out_shardings"] = (jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(mesh, P()))
+        of_state, of_batch = make_shardings(offloading, target.mesh((devices,), ("fsdp",)), "rows")
+        state = jax.tree.map(place, state, of_state)
+        batch = place(batch, of_batch)
+        options["out_shardings"] = (of_state, None)
 
     def verify(step, transform):
         jitted = step.jit(transform, **options)

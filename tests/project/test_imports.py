@@ -33,7 +33,8 @@ FLOORS = (
     {"_policy", "_runtime"},
     {"_device"},
     {"_residuals"},
-    {"_schedule", "_layers", "_compiled"},
+    {"_compiled"},
+    {"_schedule", "_layers"},
     {"_profile", "_plan"},
     {"_cli"},
 )

@@ -100,7 +100,7 @@ def test_marks_record_what_the_compiler_chooses(mesh):
         flat = jax.tree.leaves(arguments)
         compiled.append(jax.jit(jax.extend.core.jaxpr_as_fun(marked)).lower(*flat).compile())
 
-    shardings = sharding_marks.find_loop_shardings(closed, rewriting.replace_layer_loops, compile_program)
+    shardings = sharding_marks.find_loop_shardings(closed, compile_program)
     assert not compiled  # the last mark ends the compilation
     forward, backward = shardings[0], shardings[1]
     assert forward.carry[0].spec == P("data", None)
@@ -111,7 +111,7 @@ def test_marks_record_what_the_compiler_chooses(mesh):
 def test_a_program_without_loops_is_not_compiled_for_its_shardings(mesh):
     closed = jax.make_jaxpr(lambda x: x * 2)(1.0)
     refuse = pytest.fail
-    assert sharding_marks.find_loop_shardings(closed, rewriting.replace_layer_loops, refuse) == {}
+    assert sharding_marks.find_loop_shardings(closed, refuse) == {}
 
 
 def test_each_device_applies_the_function_to_its_share(mesh):

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoff._runtime.exchange import exchanged_nbytes
+from jaxoff._compiled.exchange import exchanged_nbytes
 
 ASYNC = """HloModule jit_step
 

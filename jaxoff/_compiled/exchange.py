@@ -1,0 +1,38 @@
+"""The bytes that the collectives of a compiled program exchange between devices."""
+
+from __future__ import annotations
+
+import functools
+
+from jaxoff._compiled.hlo import Instruction, parse
+
+
+def exchanged_nbytes(text: str) -> int:
+    """The bytes that the collectives of a program make on a device, those in a loop once for each iteration.
+
+    Args:
+      text: the program, as `jax.stages.Compiled.as_text` gives it.
+    """
+    module = parse(text)
+
+    @functools.cache
+    def count(computation: str) -> int:
+        found = module.computations.get(computation)
+        return sum(map(count_instruction, found.instructions)) if found else 0
+
+    def count_instruction(instruction: Instruction) -> int:
+        if instruction.is_collective:
+            return _count_made(instruction)
+        iterations = 1
+        if instruction.opcode == "while":
+            iterations = int(instruction.config.get("known_trip_count", {}).get("n", 1))
+        return iterations * sum(map(count, instruction.callees))
+
+    return count(module.entry.name)
+
+
+def _count_made(collective: Instruction) -> int:
+    """The bytes of a collective's results; the shape of a start has the operands before the results."""
+    arrays = collective.shape.arrays
+    has_operands = collective.opcode.endswith("-start") and len(arrays) > 1
+    return sum(array.nbytes for array in arrays[len(arrays) // 2 if has_operands else 0 :])
