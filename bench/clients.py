@@ -32,6 +32,9 @@ from jaxoff._runtime.flags import COMMAND_BUFFER
 WARMUPS = 2
 """Rounds before the samples."""
 
+TUNING_STEPS = 24
+"""Steps until `jaxoff.jit(tune=True)` has compared at most six programs."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
@@ -47,6 +50,7 @@ VARIANTS = {
     "stock": Variant(True, jax.jit),
     "stock-no-graphs": Variant(True, jax.jit, {"compiler_options": {COMMAND_BUFFER: ""}}),
     "jaxoff": Variant(True, jaxoff.jit),
+    "tuned": Variant(True, jaxoff.jit, {"tune": True}),
     "concurrent": Variant(True, jaxoff.jit, {"recipe": "concurrent"}),
     "ordered": Variant(True, jaxoff.jit, {"recipe": "ordered"}),
     "recipe-stock": Variant(True, jaxoff.jit, {"recipe": "stock"}),
@@ -75,12 +79,14 @@ def make_shardings(step: ClientStep, mesh: jax.sharding.Mesh, division: str) -> 
     return jax.tree.map(shard, step.state), NamedSharding(mesh, P(name))
 
 
-def compile_variant(
-    variant: Variant, step: ClientStep, state: Any, batch: Any, shardings: Any = None
-) -> tuple[Any, dict[str, Any]]:
-    """The step's function and its row: seconds to lower and to compile, peak, recipe, findings."""
+def make_function(variant: Variant, step: ClientStep, shardings: Any = None) -> Any:
+    """The step's function, its results sharded as its state."""
     results = {} if shardings is None else {"out_shardings": (shardings, None)}
-    jitted = step.jit(variant.transform, **variant.options, **results)
+    return step.jit(variant.transform, **variant.options, **results)
+
+
+def describe_variant(variant: Variant, jitted: Any, state: Any, batch: Any) -> dict[str, Any]:
+    """The row of a step's function: seconds to lower and to compile, peak, recipe, findings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         started = time.perf_counter()
@@ -92,6 +98,7 @@ def compile_variant(
         "compile_s": time.perf_counter() - lowered_at,
         "recipe": getattr(jitted, "recipe", ""),
         "findings": [str(finding) for finding in getattr(jitted, "findings", ())],
+        "tuned_ms": dict(getattr(jitted, "tuned", {})),
     }
     if jax.default_backend() == "gpu":
         facts = jaxoff.verify(
@@ -106,7 +113,7 @@ def compile_variant(
             "exposed": sum(not copy.overlaps for copy in facts.copies),
             "kernels": sum(copy.via == "kernel" for copy in facts.copies),
         }
-    return jitted, row
+    return row
 
 
 def time_variants(
@@ -176,9 +183,14 @@ def main(arguments: list[str] | None = None) -> None:
     state = jax.jit(steps[True].initialize, out_shardings=shardings)(jax.random.key(0))
     functions, rows = {}, {}
     for name in options.variants:
-        functions[name], rows[name] = compile_variant(
-            VARIANTS[name], steps[VARIANTS[name].offloads], state, batch, shardings
-        )
+        variant = VARIANTS[name]
+        functions[name] = make_function(variant, steps[variant.offloads], shardings)
+        if variant.options.get("tune"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the row has the findings
+                for _ in range(TUNING_STEPS):
+                    state, _ = functions[name](state, batch)
+        rows[name] = describe_variant(variant, functions[name], state, batch)
         print(name, rows[name], flush=True)
     for name, figures in time_variants(functions, state, batch, options.steps, options.samples).items():
         rows[name] |= figures

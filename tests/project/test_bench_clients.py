@@ -20,12 +20,13 @@ def test_each_variant_goes_on_from_the_state_of_the_previous():
     assert max(row["loss"] for row in rows.values()) == 2 * 3 * (4 + clients.WARMUPS)
 
 
-def test_a_whole_run(tmp_path):
+def test_a_whole_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXOFF_CACHE_DIR", str(tmp_path))
     out = tmp_path / "ssm.json"
     tiny = ["--program", "ssm", "--sizes", "tiny", "--layers", "2", "--steps", "1", "--samples", "2"]
-    clients.main([*tiny, "--variants", "saved,jaxoff", "--out", str(out)])
+    clients.main([*tiny, "--variants", "saved,jaxoff,tuned", "--out", str(out)])
     result = json.loads(out.read_text())
-    assert set(result["rows"]) == {"saved", "jaxoff"}
+    assert set(result["rows"]) == {"saved", "jaxoff", "tuned"}
     assert all(row["ms"] > 0 and len(row["samples_ms"]) == 2 for row in result["rows"].values())
     assert result["sizes"]["layers"] == 2
     assert result["provenance"]["options"]["program"] == "ssm"

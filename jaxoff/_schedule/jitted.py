@@ -1,0 +1,406 @@
+"""What `jaxoff.jit` returns: traces, rewrites, chooses how to compile, and calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import threading
+import types
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat, meshes
+from jaxoff._jaxpr.saved_twin import build_saved_twin
+from jaxoff._policy.marks import is_recording
+from jaxoff._report.finding import Finding
+from jaxoff._runtime import flags
+from jaxoff._runtime.pinned_pool import refuse_small_pool
+from jaxoff._runtime.versions import refuse_wrong_jaxlib
+from jaxoff._schedule.call import Call, find_statics
+from jaxoff._schedule.host_memory import peak_host_nbytes
+from jaxoff._schedule.recipes import Recipe, choose_recipe, find_fallback
+from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
+from jaxoff._schedule.rewrite import Rewritten, rewrite
+from jaxoff._schedule.settings import JAXLIB, Setting, add_without_graphs, list_settings
+from jaxoff._schedule.sharding_marks import find_loop_shardings
+from jaxoff._schedule.tuning import (
+    Tuning,
+    find_fastest,
+    find_saved,
+    list_within_limit,
+    make_key,
+    read_decision,
+    refuse_several_processes,
+    write_decision,
+)
+
+type _Unmet = dict[Setting, tuple[Finding, ...]]
+
+# `jax.jit = jaxoff.jit` must not make this module call itself.
+_jax_jit = jax.jit
+# Beginnings of paths of jaxoff, of JAX and of context managers: a warning names the caller of these.
+_OWN_FILES = (
+    *(os.path.dirname(package) for package in (os.path.dirname(__file__), jax.__file__)),
+    contextlib.__file__.removesuffix(".py"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A traced and rewritten program, for the later attempts of one call.
+
+    Attributes:
+      signature: the tree of the arguments, and by position the types of the traced arguments.
+      given: the user's program.
+      shapes: its results.
+      program: the rewritten program.
+      findings: its unmet requests.
+    """
+
+    signature: tuple[Any, ...]
+    given: compat.ClosedJaxpr
+    shapes: Any
+    program: Rewritten
+    findings: tuple[Finding, ...] = ()
+
+    @functools.cached_property
+    def twin(self) -> compat.ClosedJaxpr | None:
+        """The saved twin of the user's program, if there is one."""
+        return build_saved_twin(self.given)
+
+    def follow(self, recipe: Recipe) -> compat.ClosedJaxpr:
+        """The program by a recipe."""
+        if recipe is Recipe.SAVED and self.twin is not None:
+            return self.twin
+        return self.given if recipe is Recipe.STOCK else self.program.jaxpr
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the program holds no tracer of a trace that may have ended."""
+        return not compat.holds_tracers(self.given)
+
+
+class _ProbedError(Exception):
+    """Ends a trace whose only purpose was the program, with `(signature, given, shapes, findings)`."""
+
+    def __init__(self, *found: Any):
+        self.found = found
+
+
+class Jitted:
+    """What `jaxoff.jit` returns; see there.
+
+    JAX takes compiler options before a trace, and the program decides them. So the first call with new types
+    of arguments traces the user's function in a probe that ends with `_ProbedError`; the settings that are
+    tried, and the setting that is chosen, take over the traced program. The user's function runs once.
+
+    Attributes:
+      findings: the findings of the calls so far, each once.
+      tuned: milliseconds of a step by each program that `tune` compared, for the latest types of arguments.
+    """
+
+    def __init__(
+        self,
+        fun,
+        compiler_options: dict[str, Any],
+        device: Device,
+        recipe: Recipe | None,
+        tune: bool,
+        kwargs: dict[str, Any],
+    ):
+        self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
+        self._recipe, self._tunes = recipe, tune
+        self._inner: Any = _jax_jit(fun, **kwargs)
+        self._statics = find_statics(fun, kwargs)
+        self._chosen: dict[Hashable, Setting] = {}  # types of a call's arguments -> setting
+        self._instances: dict[Hashable, Any] = {}  # types and setting -> the `jax.jit` function
+        self._tunings: dict[Hashable, Tuning] = {}  # types -> the programs that are being timed
+        self._timed: set[Hashable] = set()  # types whose setting was chosen by time
+        self._latest = Setting(Recipe.ORDERED, ())
+        self._probed = threading.local()  # `traced`: the program of the call under way
+        self.findings: tuple[Finding, ...] = ()
+        self.tuned: dict[str, float] = {}
+        functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
+
+    def __call__(self, *args, **kwargs):
+        call = Call.of(args, kwargs, self._kwargs, self._statics)
+        if call.is_traced:
+            if not is_recording():
+                traced = self._inner.trace(*args, **kwargs)  # of JAX's cache, which the call reads, too
+                self._report(find_lost_order(traced.jaxpr.jaxpr, getattr(self, "__name__", "the function")))
+            return self._inner(*args, **kwargs)
+        tuning = self._find_tuning(call) if self._tunes else None
+        if tuning is not None:
+            return self._take_timed_step(call, tuning)
+        with self._settle(call) as jitted:
+            return jitted(*args, **kwargs)
+
+    def lower(self, *args, **kwargs) -> Any:
+        """As `jax.jit(fun).lower`; `compile` uses the recipe and the options chosen."""
+        call = Call.of(args, kwargs, self._kwargs, self._statics)
+        if call.key in self._chosen:
+            return self._find_instance(call, self._chosen[call.key]).lower(*args, **kwargs)
+        with self._probe(call) as traced:
+            settings = self._list_settings(call, traced)
+            self._latest = settings[0]
+            lowered = self._find_instance(call, settings[0]).lower(*args, **kwargs)
+        if len(settings) == 1:
+            return lowered
+        mesh = meshes.current_mesh()
+
+        def lower_chosen() -> jax.stages.Lowered:
+            with meshes.under_mesh(mesh), self._settle(call, traced) as jitted:
+                return jitted.lower(*args, **kwargs)
+
+        return LoweredByRecipe(lowered, lower_chosen)
+
+    def trace(self, *args, **kwargs) -> Any:
+        """As `jax.jit(fun).trace`, of the program in its new order."""
+        call = Call.of(args, kwargs, self._kwargs, self._statics)
+        with self._probe(call) as traced:
+            setting = self._chosen.get(call.key) or self._list_settings(call, traced)[0]
+            self._latest = setting
+            return self._find_instance(call, setting).trace(*args, **kwargs)
+
+    def eval_shape(self, *args, **kwargs) -> Any:
+        """As `jax.jit(fun).eval_shape`."""
+        return self._inner.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """As `jax.jit(fun).clear_cache`."""
+        for jitted in (self._inner, *self._instances.values()):
+            jitted.clear_cache()
+        self._chosen.clear()
+        self._tunings.clear()
+        self._timed.clear()
+        self._instances.clear()
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Binds the function to an instance, as a method of a class."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _cache_size(self) -> int:
+        return sum(jitted._cache_size() for jitted in (self._inner, *self._instances.values()))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler options of the latest call."""
+        return dict(self._latest.options) | self._given
+
+    @property
+    def recipe(self) -> str:
+        """The recipe of the latest call: "concurrent", "ordered", "stock" or "saved"."""
+        return self._latest.recipe.value
+
+    @contextlib.contextmanager
+    def _settle(self, call: Call, traced: _Traced | None = None) -> Iterator[Any]:
+        """Yields the `jax.jit` function for a call, and chooses its setting the first time."""
+        if call.key in self._chosen:
+            self._latest = self._chosen[call.key]
+            yield self._find_instance(call, self._latest)
+            return
+        with self._probe(call, traced) as traced:
+            self._latest = self._chosen[call.key] = self._choose(call, traced)
+            yield self._find_instance(call, self._latest)
+
+    @contextlib.contextmanager
+    def _probe(self, call: Call, traced: _Traced | None = None) -> Iterator[_Traced]:
+        """Traces the user's function for a call; the traces in the context take the program over."""
+        if traced is None:
+            try:
+                self._find_instance(call, None).trace(*call.args, **call.kwargs)
+                raise AssertionError("a probe ends with _ProbedError")
+            except _ProbedError as error:
+                signature, given, shapes, findings = error.found
+            program = self._rewrite(call, signature, given, shapes)
+            traced = _Traced(signature, given, shapes, program, findings)
+            self._report(traced.findings)
+        self._probed.traced = traced if traced.is_reusable else None
+        try:
+            yield traced
+        finally:
+            self._probed.traced = None
+
+    def _rewrite(self, call: Call, signature: Any, given: compat.ClosedJaxpr, shapes: Any) -> Rewritten:
+        """Rewrites a call's program; asks the compiler how it divides the loops, where it may."""
+        device, one_device = self._share_link(call.devices), call.devices == 1
+        rewrite_for = functools.partial(rewrite, given, device, one_device=one_device)
+        if one_device or compat.holds_tracers(given):
+            return rewrite_for()
+
+        def compile_marked(marked: compat.ClosedJaxpr) -> None:
+            program = Rewritten(marked, loops=0, scanned=0, flat=False, spare_nbytes=0)
+            self._probed.traced = _Traced(signature, marked, shapes, program)
+            stock = self._overlapped(call.devices, Setting(Recipe.STOCK, ()))
+            _jax_jit(stock, **self._kwargs).lower(*call.args, **call.kwargs).compile()
+
+        return rewrite_for(shardings=find_loop_shardings(given, compile_marked))
+
+    def _share_link(self, devices: int) -> Device:
+        """The rates of one of several devices."""
+        return self._device.sharing(max(1, devices // jax.process_count()))
+
+    def _choose(self, call: Call, traced: _Traced) -> Setting:
+        """The setting of the recipe that a program runs by; compiles the candidates if there are several."""
+        settings = {s.recipe: s for s in self._list_settings(call, traced)}
+        if len(settings) == 1:
+            return next(iter(settings.values()))
+        unmet: _Unmet = {}
+
+        def compile_recipe(recipe: Recipe) -> jax.stages.Compiled:
+            return self._compile(call, traced, unmet, settings[recipe])
+
+        recipe, candidates = choose_recipe([*settings], compile_recipe, several_devices=call.devices > 1)
+        finding = find_fallback(recipe, candidates)
+        self._report([finding] if finding is not None else [])
+        self._report(unmet.get(settings[recipe], ()))
+        return settings[recipe]
+
+    def _compile(self, call: Call, traced: _Traced, unmet: _Unmet, setting: Setting) -> jax.stages.Compiled:
+        """Compiles the program of a setting, and adds to `unmet` what it was to offload and does not."""
+        compiled = self._find_instance(call, setting).lower(*call.args, **call.kwargs).compile()
+        if call.is_on_gpu and setting.recipe is not Recipe.SAVED:  # whose choice is a finding itself
+            unmet[setting] = tuple(find_vanished(traced.given, call.devices, compiled))
+        return compiled
+
+    def _find_tuning(self, call: Call) -> Tuning | None:
+        """The comparison of programs that a call belongs to; None once the setting is chosen."""
+        if call.key not in self._timed and call.key not in self._tunings:
+            with self._probe(call) as traced:
+                self._start_tuning(call, traced)
+        return self._tunings.get(call.key)
+
+    def _start_tuning(self, call: Call, traced: _Traced) -> None:
+        """Compiles the programs to compare, or chooses where the decision is known or there is only one."""
+        settings, unmet, self.tuned = self._list_settings(call, traced), {}, {}
+        if len(settings) > 1:
+            refuse_several_processes()
+            text = self._find_instance(call, settings[0]).lower(*call.args, **call.kwargs).as_text()
+            key, settings = make_key(text, call.devices), add_without_graphs(settings, self._given)
+            self.tuned = read_decision(key)
+            if not self.tuned:
+                compile_setting = functools.partial(self._compile, call, traced, unmet)
+                settings = list_within_limit(settings, compile_setting)
+            if not self.tuned and len(settings) > 1:
+                self._tunings[call.key] = Tuning(settings, key, unmet)
+                return
+        setting = find_fastest(settings, self.tuned) or settings[0]
+        self._find_instance(call, setting).trace(*call.args, **call.kwargs)  # JAX keeps it for the call
+        self._settle_on(call, setting, unmet)
+
+    def _take_timed_step(self, call: Call, tuning: Tuning) -> Any:
+        """Takes a step by the next program to be timed; after the last such step, chooses the fastest."""
+        self._latest = tuning.current
+        results = tuning.run(self._find_instance(call, tuning.current), call.args, call.kwargs)
+        self.tuned = tuning.milliseconds
+        if tuning.is_done:
+            write_decision(tuning.key, self.tuned)
+            fastest = find_fastest(tuning.settings, self.tuned)
+            assert fastest is not None
+            self._settle_on(call, fastest, tuning.unmet)
+            del self._tunings[call.key]
+            for setting in set(tuning.settings) - {fastest}:
+                self._instances.pop((call.key, setting)).clear_cache()
+        return results
+
+    def _settle_on(self, call: Call, setting: Setting, unmet: Mapping[Setting, Iterable[Finding]]) -> None:
+        """Chooses the setting of a tuned call."""
+        self._latest = self._chosen[call.key] = setting
+        self._timed.add(call.key)
+        self._report(find_saved(setting, self.tuned))
+        self._report(unmet.get(setting, ()))
+
+    def _report(self, findings: Iterable[Finding]) -> None:
+        """Adds findings to `findings`, and warns of each the first time, on the line of the user's call."""
+        for finding in findings:
+            if finding not in self.findings:
+                self.findings += (finding,)
+                warnings.warn(str(finding), skip_file_prefixes=_OWN_FILES)
+
+    def _list_settings(self, call: Call, traced: _Traced) -> list[Setting]:
+        """The settings for a program, the preferred one first; a single one where nothing is to choose."""
+        compares = call.is_on_gpu or self._tunes
+        has_twin = (compares or self._recipe is Recipe.SAVED) and traced.twin is not None
+        settings = list_settings(traced.program, self._given, has_twin=has_twin)
+        if self._recipe is not None:
+            return [s for s in settings if s.recipe is self._recipe] or settings[:1]
+        return settings if compares else settings[:1]
+
+    def _find_instance(self, call: Call, setting: Setting | None) -> Any:
+        """The `jax.jit` function for a call's types and a setting; without a setting, a probe."""
+        key = call.key, setting
+        if key not in self._instances:
+            options = (dict(setting.options) if setting else {}) | self._given
+            self._instances[key] = _jax_jit(
+                self._overlapped(call.devices, setting), compiler_options=options or None, **self._kwargs
+            )
+        return self._instances[key]
+
+    def _overlapped(self, devices: int, setting: Setting | None) -> Callable[..., Any]:
+        @functools.wraps(self._fun)
+        def overlapped(*args, **kwargs):
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
+            watch = Watch()
+
+            def of_traced(*values):
+                filled = list(leaves)  # static arguments stay as they are
+                for i, value in zip(traced, values, strict=True):
+                    filled[i] = value
+                positional, named = jax.tree.unflatten(tree, filled)
+                return watch.call(self._fun, positional, named)
+
+            signature = tree, tuple(traced), tuple(jax.typeof(leaves[i]) for i in traced)
+            made: _Traced | None = getattr(self._probed, "traced", None)
+            if made is None or made.signature != signature:
+                with watch:
+                    closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(
+                        *(leaves[i] for i in traced)
+                    )
+                if setting is None:
+                    raise _ProbedError(signature, closed, shapes, watch.find(closed))
+                program = rewrite(closed, self._share_link(devices), one_device=devices == 1)
+                made = _Traced(signature, closed, shapes, program)
+            if setting is None:
+                raise AssertionError("a probe has no program to take over")
+            self._check(made.given, made.program)
+            results = compat.jaxpr_as_fun(made.follow(setting.recipe))(*(leaves[i] for i in traced))
+            return jax.tree.unflatten(jax.tree.structure(made.shapes), results)
+
+        return overlapped
+
+    def _check(self, given: compat.ClosedJaxpr, program: Rewritten) -> None:
+        platform = jax.default_backend()
+        # A process has one pool for its devices; whole arrays are spread over those of all processes.
+        nbytes = (
+            (peak_host_nbytes(given) + program.spare_nbytes) * jax.local_device_count() // jax.device_count()
+        )
+        refuse_small_pool(nbytes, os.environ, platform)
+        if not (program.scanned or program.flat):
+            return
+        refuse_wrong_jaxlib(JAXLIB, platform)
+        level = jax.config.jax_optimization_level
+        for text in flags.find_harmful_options(self._given, scanned=bool(program.scanned), level=level):
+            warnings.warn(text, stacklevel=2)
+
+
+class LoweredByRecipe:
+    """A `jax.stages.Lowered` whose `compile` chooses the recipe; everything else is the first recipe's."""
+
+    def __init__(self, lowered: jax.stages.Lowered, lower_chosen: Callable[[], jax.stages.Lowered]):
+        self._lowered, self._lower_chosen = lowered, lower_chosen
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None, **kwargs) -> jax.stages.Compiled:
+        """As `jax.stages.Lowered.compile`, of the recipe that takes no more memory than `jax.jit`."""
+        options = dict(compiler_options) if compiler_options else None
+        return self._lower_chosen().compile(options, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowered, name)

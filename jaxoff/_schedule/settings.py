@@ -1,0 +1,86 @@
+"""A recipe with the compiler options that it needs for a program."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from jaxoff._runtime import flags
+from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, parse_xla_flags
+from jaxoff._schedule.recipes import Recipe, list_recipes
+from jaxoff._schedule.rewrite import Rewritten
+
+type Options = tuple[tuple[str, Any], ...]
+
+JAXLIB = importlib.metadata.version("jaxlib")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A recipe with the compiler options that it needs for a program.
+
+    Attributes:
+      recipe: the recipe.
+      options: the compiler options.
+    """
+
+    recipe: Recipe
+    options: Options
+
+    def __str__(self) -> str:
+        """The recipe's name, with a note where no kernel is captured into CUDA graphs."""
+        return self.recipe.value + (" without graphs" if dict(self.options).get(COMMAND_BUFFER) == "" else "")
+
+    def without_graphs(self) -> Setting:
+        """The setting with no kernel captured into CUDA graphs."""
+        return Setting(self.recipe, tuple((dict(self.options) | {COMMAND_BUFFER: ""}).items()))
+
+
+def list_settings(program: Rewritten, given: Mapping[str, Any], *, has_twin: bool) -> list[Setting]:
+    """The settings for a program, the preferred one first.
+
+    Args:
+      program: the rewritten program.
+      given: the caller's compiler options.
+      has_twin: whether the program has a saved twin to run instead.
+    """
+    xla_flags = parse_xla_flags(os.environ.get("XLA_FLAGS", ""))
+    capture = given.get(COMMAND_BUFFER, xla_flags.get(COMMAND_BUFFER))
+    recipes = list_recipes(
+        loops=program.loops,
+        scanned=program.scanned,
+        flat=program.flat,
+        has_twin=has_twin,
+        graphs="FUSION" in flags.parse_captured_commands(capture),
+    )
+    disabled = xla_flags.get(DISABLED_PASSES, "")
+    return [Setting(recipe, _choose_options(recipe, program, disabled)) for recipe in recipes]
+
+
+def add_without_graphs(settings: list[Setting], given: Mapping[str, Any]) -> list[Setting]:
+    """Settings to be timed: beside those with a default set of captured commands, the same without graphs.
+
+    A copy outside of loops waits inside of a CUDA graph for the kernels before it.
+    """
+    offloading = [s for s in settings if s.recipe is not Recipe.SAVED]
+    if COMMAND_BUFFER in given:
+        return settings
+    return settings + [s.without_graphs() for s in offloading if COMMAND_BUFFER not in dict(s.options)]
+
+
+def _choose_options(recipe: Recipe, program: Rewritten, disabled: str) -> Options:
+    if recipe is Recipe.SAVED:
+        return ()
+    if recipe is Recipe.STOCK:
+        return flags.COPIES_OUTSIDE_GRAPHS if program.scanned else ()
+    return flags.choose_options(
+        concurrent=recipe is Recipe.CONCURRENT,
+        loops=program.loops,
+        scanned=program.scanned,
+        flat=program.flat,
+        jaxlib=JAXLIB,
+        disabled=disabled,
+    )

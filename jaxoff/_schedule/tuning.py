@@ -1,0 +1,160 @@
+"""Which of several programs of one step is the fastest, by the times of the caller's own steps.
+
+No model of time tells apart programs that differ by a few percent (bench/LOG.md, "2026-11-25, night: programs
+in other people's styles on one GPU"). All programs compute the same step, so each of the first steps is taken
+by another program and timed. The decision is kept on disk, by the program, the devices and the versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxoff._report.finding import Finding, FindingCode
+from jaxoff._runtime.program_memory import program_nbytes
+from jaxoff._schedule.recipes import TOLERANCE, Recipe
+from jaxoff._schedule.settings import Setting
+
+# The first step of each program is not timed: it loads the program. The median of the others counts.
+WARMUPS, SAMPLES = 1, 3
+# A program is preferred to those before it only if it is faster by this part, about what medians vary by.
+MARGIN = 0.003
+
+
+class Tuning:
+    """The times of settings, each of which takes every n-th of the first steps.
+
+    Attributes:
+      settings: the settings, the preferred one first.
+      key: the key of the decision on disk.
+      unmet: by setting, the findings of its compiled program.
+      samples: the seconds of the steps of each, without the first.
+    """
+
+    def __init__(self, settings: Sequence[Setting], key: str, unmet: Mapping[Setting, Sequence[Finding]]):
+        self.settings, self.key, self.unmet = tuple(settings), key, unmet
+        self.samples: dict[Setting, list[float]] = {setting: [] for setting in settings}
+        self._steps = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every setting has its samples."""
+        return self._steps == len(self.settings) * (WARMUPS + SAMPLES)
+
+    @property
+    def current(self) -> Setting:
+        """The setting of the next step."""
+        return self.settings[self._steps % len(self.settings)]
+
+    def run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Takes a step by the program of the current setting and times it. Returns what the step returns."""
+        jax.block_until_ready((args, kwargs))
+        started = time.perf_counter()
+        results = jax.block_until_ready(step(*args, **kwargs))
+        seconds = time.perf_counter() - started
+        if self._steps >= WARMUPS * len(self.settings):
+            self.samples[self.current].append(seconds)
+        self._steps += 1
+        return results
+
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """The median time of a step by each setting with samples: name -> milliseconds."""
+        return {str(s): 1e3 * statistics.median(found) for s, found in self.samples.items() if found}
+
+
+def find_fastest(settings: Sequence[Setting], milliseconds: Mapping[str, float]) -> Setting | None:
+    """The setting with the least time; of those within `MARGIN` of it, the first. None if none has a time."""
+    limit = (1 + MARGIN) * min(milliseconds.values(), default=math.nan)
+    return next((s for s in settings if milliseconds.get(str(s), math.inf) <= limit), None)
+
+
+def list_within_limit(
+    settings: Sequence[Setting], compile_setting: Callable[[Setting], jax.stages.Compiled]
+) -> list[Setting]:
+    """The settings that take no more device memory than the program as given or its saved twin (1% more).
+
+    Settings that XLA refuses to compile are left out. If none is left, the first setting is the only one.
+    """
+    nbytes: dict[Setting, float] = {}
+    for setting in settings:
+        try:
+            nbytes[setting] = program_nbytes(compile_setting(setting))
+        except jax.errors.JaxRuntimeError:  # out of memory at compilation, or a program that XLA refuses
+            nbytes[setting] = math.inf
+    references = [nbytes[s] for s in settings if s.recipe in (Recipe.STOCK, Recipe.SAVED)]
+    limit = min((1 + TOLERANCE) * min(references, default=math.inf), sys.float_info.max)
+    return [s for s in settings if nbytes[s] <= limit] or [*settings[:1]]
+
+
+def find_saved(chosen: Setting, milliseconds: Mapping[str, float]) -> list[Finding]:
+    """A finding if the program that runs offloads nothing."""
+    if chosen.recipe is not Recipe.SAVED:
+        return []
+    others = {name: ms for name, ms in milliseconds.items() if name != str(chosen)}
+    least = min(others, key=lambda name: others[name], default=None)
+    reason = (
+        "no other recipe takes as little device memory"
+        if least is None
+        else f"a step takes {milliseconds[str(chosen)]:.1f} ms, and {others[least]:.1f} ms by {least!r}"
+    )
+    text = (
+        f"the program runs by the recipe 'saved', nothing is offloaded: {reason}. "
+        "recipe= in jaxoff.jit insists."
+    )
+    return [Finding(FindingCode.RECIPE_REPLACED, text)]
+
+
+def cache_folder() -> Path:
+    """The folder of decisions: that of the environment's `JAXOFF_CACHE_DIR`, or one of the user's caches."""
+    given = os.environ.get("JAXOFF_CACHE_DIR")
+    return (
+        Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxoff"
+    )
+
+
+def make_key(program: str, devices: int) -> str:
+    """The key of a decision: of the text of a rewritten program, the devices, and the versions."""
+    device = jax.devices()[0]
+    facts = program, devices, device.device_kind, device.client.platform_version, jax.__version__
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def refuse_several_processes() -> None:
+    """Raises a ValueError if this process is one of several, each of which would choose by its own times."""
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"jaxoff.jit(tune=True) compares programs in one process; got {jax.process_count()} processes, "
+            "which must all run one program. Tune in one process, and pass what it found as recipe=."
+        )
+
+
+def read_decision(key: str) -> dict[str, float]:
+    """The milliseconds by setting that were written under a key; none without a sound file."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((cache_folder() / f"tuned-{key}.json").read_text())["milliseconds"]
+        return {str(name): float(ms) for name, ms in found.items()}
+    return {}
+
+
+def write_decision(key: str, milliseconds: dict[str, float]) -> None:
+    """Keeps the times of settings under a key, where the folder can be written."""
+    text = json.dumps({"device": jax.devices()[0].device_kind, "milliseconds": milliseconds}, indent=1)
+    with contextlib.suppress(OSError):
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(text + "\n")
+        os.replace(file.name, folder / f"tuned-{key}.json")
