@@ -1,10 +1,11 @@
 """The benchmark of steps in other people's styles: its command line, its figures, a run at a tiny size."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from bench import clients
+from bench import clients, clients_table
 
 
 def test_what_cannot_run_is_refused(capsys):
@@ -41,3 +42,23 @@ def test_a_divided_run(tmp_path):
     stock, ordered = result["rows"]["stock"], result["rows"]["ordered"]
     assert stock["loss"] > ordered["loss"] > 0  # a step later
     assert result["sizes"]["batch"] == clients.PROGRAMS["decoder-scan"].shrink().sizes.batch * 8
+
+
+def test_the_page_is_that_of_the_results():
+    root = Path(__file__).parents[2]
+    found = sorted((root / "bench" / "results" / "clients").glob("*.json"))
+    page = clients_table.markdown((path.stem, json.loads(path.read_text())) for path in found)
+    assert (root / "docs" / "clients.md").read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("ms", "gigabytes", "fails"),
+    [(100.4, 48.4, False), (100.6, 48.0, True), (95.0, 48.6, True), (100.4, 40.0, False)],
+)
+def test_a_row_that_takes_more_memory_or_time_is_bold(ms, gigabytes, fails):
+    figures = {"saved": (90.0, 50.0), "stock": (110.0, 48.0), "stock-no-graphs": (100.0, 48.0)}
+    rows = {name: {"ms": t, "peak_bytes": 1e9 * g} for name, (t, g) in figures.items()}
+    rows["jaxoff"] = {"ms": ms, "peak_bytes": 1e9 * gigabytes, "recipe": "ordered"}
+    page = clients_table.markdown([("decoder", {"provenance": {"device": "1 x H100"}, "rows": rows})])
+    assert f"{ms:.1f}, {gigabytes:.2f} (ordered)" in page
+    assert ("**" in page) == fails

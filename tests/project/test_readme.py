@@ -40,14 +40,14 @@ def test_python_blocks_run_and_print_what_the_readme_shows():
 
 
 def test_commands_run(tmp_path):
-    """Every command of ours that needs no GPU, training for two steps; the main job has a test of its own.
+    """Every command of ours that needs no GPU, training for two steps.
 
     Outputs are compared where a command runs as it is printed.
     """
     folder = commands.link_checkout(tmp_path)
     trained = []
     for block, program, alone in programs():
-        if not block.gpus and program != main_job()[1]:
+        if not block.gpus:
             trained += [program] * (program.module == "models.train")
             shorter = program.shorter()
             printed = commands.run_program(shorter, folder, timeout_s=240, quick_compiles=shorter != program)
@@ -68,7 +68,7 @@ def test_gpu_commands_run(gpus, tmp_path):
         commands.run_program(program.shorter(), folder, timeout_s=600)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # two minutes; test_commands_run runs its first steps
 def test_the_main_job_as_printed(tmp_path):
     block, program = main_job()
     readme.compare(block, commands.run_program(program, commands.link_checkout(tmp_path), timeout_s=600))
