@@ -1,0 +1,266 @@
+"""Loops over layers with the loops of their backward passes, found in a differentiated program.
+
+Differentiation turns a scan into two: the forward loop stacks the residuals of each layer, and the backward loop
+reads the stacks. Under `jax.checkpoint` the backward loop repeats equations of the forward loop. Here both bodies
+become one graph: an equation of the backward body that only repeats a forward equation, on the same operands,
+stands for the forward value. So any value of the layer may be kept or recomputed, whatever was kept before; it is
+the joint graph of forward and backward pass that partitioners of other frameworks work on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
+from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
+
+# Equations whose results are their operands, value by value.
+_ALIASES = frozenset({"name", "optimization_barrier"})
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopPair:
+    """A loop over layers and the loop of its backward pass, their bodies over common variables.
+
+    Attributes:
+      forward, backward: the scan equations.
+      layout, backward_layout: of their operands and results.
+      body: the forward body, its calls inlined; residuals are among its stacked results.
+      residuals: the positions, among the forward equation's results, of stacks that only the backward loop reads.
+      outer: equations of constants that were moved out of the forward loop, as the backward body repeats them.
+      only_backward: equations of the backward body that depend on no cotangent and repeat none of the others.
+      rest: the equations of the backward body that depend on cotangents.
+      outs: the results of the backward body.
+      given: the arguments of the backward body with no counterpart in `body`.
+      names: forward variable -> its name from `checkpoint_name`.
+    """
+
+    forward: JaxprEqn
+    backward: JaxprEqn
+    layout: compat.ScanLayout
+    backward_layout: compat.ScanLayout
+    body: Jaxpr
+    residuals: tuple[int, ...]
+    outer: tuple[JaxprEqn, ...]
+    only_backward: tuple[JaxprEqn, ...]
+    rest: tuple[JaxprEqn, ...]
+    outs: tuple[Any, ...]
+    given: tuple[Var, ...]
+    names: Mapping[Var, str]
+
+    @property
+    def carried(self) -> tuple[Var, ...]:
+        """The carried arguments of the forward body."""
+        first = self.layout.num_consts
+        return tuple(self.body.invars[first : first + self.layout.num_carry])
+
+    @property
+    def free(self) -> dict[Var, Any]:
+        """Arguments of the forward body that the backward loop can have, too: argument -> the loop's operand."""
+        operands = zip(self.body.invars, self.forward.invars, strict=True)
+        return {v: operand for v, operand in operands if v not in self.carried}
+
+    @property
+    def pure(self) -> tuple[JaxprEqn, ...]:
+        """The equations of the layer that depend on no cotangent."""
+        return (*self.outer, *self.body.eqns, *self.only_backward)
+
+    @property
+    def needed(self) -> frozenset[Var]:
+        """The values of `pure`, and carried arguments, that the equations in `rest` or the results read."""
+        made = {v for eqn in self.pure for v in eqn.outvars}.union(self.carried)
+        read = {v for eqn in self.rest for v in variables(eqn)}.union(
+            v for v in self.outs if isinstance(v, Var)
+        )
+        return frozenset(made & read)
+
+
+def find_loop_pairs(jaxpr: Jaxpr) -> list[LoopPair]:
+    """The pairs of loops among the equations of a program, in program order. Calls have to be inlined."""
+    found, scans = [], [eqn for eqn in jaxpr.eqns if compat.scan_in(eqn) is not None]
+    reads, makers = count_reads(jaxpr.eqns, jaxpr.outvars), map_makers(jaxpr.eqns)
+    for forward in scans:
+        readers = [eqn for eqn in scans if eqn is not forward and _reads_stacks(eqn, forward)]
+        if len(readers) == 1 and (pair := _pair(forward, readers[0], reads, makers)) is not None:
+            found.append(pair)
+    return found
+
+
+def _reads_stacks(eqn: JaxprEqn, forward: JaxprEqn) -> bool:
+    """Whether a loop over as many iterations reads stacks of another loop row by row."""
+    layout, own = _layout(forward), _layout(eqn)
+    stacks = set(forward.outvars[layout.num_carry :])
+    rows = eqn.invars[own.num_consts + own.num_carry :]
+    return own.length == layout.length and not stacks.isdisjoint(v for v in rows if isinstance(v, Var))
+
+
+def _layout(eqn: JaxprEqn) -> compat.ScanLayout:
+    layout = compat.scan_in(eqn)
+    assert layout is not None
+    return layout
+
+
+def _pair(
+    forward: JaxprEqn, backward: JaxprEqn, reads: Mapping[Any, int], makers: Mapping[Var, JaxprEqn]
+) -> LoopPair | None:
+    """The pair of two loops; None if a body has effects or constants of its own."""
+    layout, own = _layout(forward), _layout(backward)
+    bodies = [eqn.params["jaxpr"] for eqn in (forward, backward)]
+    if any(closed.consts or compat.has_side_effects(closed.jaxpr) for closed in bodies):
+        return None
+    if layout.unroll not in (1, False) or own.unroll not in (1, False):
+        return None
+    body, names = _inline_body(bodies[0].jaxpr)
+    consts = dict(zip(forward.invars[: layout.num_consts], body.invars[: layout.num_consts], strict=True))
+    outer = list(_list_constants(consts, makers))
+    numbering = _Numbering(body, outer)
+    theirs, _ = _inline_body(bodies[1].jaxpr)
+
+    # What the backward body's arguments are in the forward body.
+    stacks = {v: out for v, out in zip(forward.outvars[layout.num_carry :], body.outvars[layout.num_carry :])}
+    rows = dict(zip(forward.invars[_first_row(layout) :], body.invars[_first_row(layout) :], strict=True))
+    known, given = {}, []
+    for i, (v, operand) in enumerate(zip(theirs.invars, backward.invars, strict=True)):
+        counterpart = None
+        if isinstance(operand, Var) and i < own.num_consts:
+            counterpart = consts.get(operand)
+        elif isinstance(operand, Var) and i >= _first_row(own):
+            counterpart = stacks.get(operand, rows.get(operand))
+        if counterpart is None or not isinstance(counterpart, Var):
+            given.append(v)
+        else:
+            known[v] = numbering.aliases.get(counterpart, counterpart)
+
+    only_backward, rest = [], []
+    for eqn in theirs.eqns:
+        operands = [resolve(known, v) for v in eqn.invars]
+        if not all(isinstance(v, Literal) or v in numbering.known for v in operands) or eqn.effects:
+            rest.append(eqn.replace(invars=operands))
+            continue
+        same = numbering.find(eqn, operands)
+        if same is None:
+            only_backward.append(eqn.replace(invars=operands))
+            numbering.add(only_backward[-1])
+        else:
+            known.update(zip(eqn.outvars, same, strict=True))
+    residuals = [
+        i
+        for i, v in enumerate(forward.outvars)
+        if i >= layout.num_carry and reads[v] and reads[v] == sum(v is operand for operand in backward.invars)
+    ]
+    return LoopPair(
+        forward,
+        backward,
+        layout,
+        own,
+        body,
+        tuple(residuals),
+        tuple(outer),
+        tuple(only_backward),
+        tuple(rest),
+        tuple(resolve(known, v) for v in theirs.outvars),
+        tuple(given),
+        names,
+    )
+
+
+def _list_constants(consts: Mapping[Any, Var], makers: Mapping[Var, JaxprEqn]) -> Iterator[JaxprEqn]:
+    """The equations that compute operands of a loop from nothing, as their values appear in its body.
+
+    Args:
+      consts: an operand of the loop -> its argument in the body.
+      makers: variable -> the equation outside of the loop.
+    """
+    done: Renamed = {}
+
+    def compute(v: Any) -> list[JaxprEqn] | None:
+        if isinstance(v, Literal) or v in done:
+            return []
+        eqn = makers.get(v)
+        if eqn is None or eqn.effects or compat.control_flow(eqn) is not None:
+            return None
+        parts = [compute(w) for w in eqn.invars]
+        if any(part is None for part in parts):
+            return None
+        for w in eqn.outvars:
+            done[w] = consts.get(w) or Var(w.aval)
+        operands = [resolve(done, w) for w in eqn.invars]
+        own = eqn.replace(invars=operands, outvars=[done[w] for w in eqn.outvars])
+        return [*(e for part in parts for e in part or ()), own]
+
+    for operand in consts:
+        yield from compute(operand) or ()
+
+
+def _first_row(layout: compat.ScanLayout) -> int:
+    return layout.num_consts + layout.num_carry
+
+
+def _inline_body(body: Jaxpr) -> tuple[Jaxpr, dict[Var, str]]:
+    """A body with its calls inlined and without names and barriers; and the names, by variable."""
+    renamed: Renamed = {}
+    eqns, names = [], {}
+    for eqn in inline_calls(body.eqns, renamed):
+        operands = [resolve(renamed, v) for v in eqn.invars]
+        if eqn.primitive.name in _ALIASES and len(operands) == len(eqn.outvars):
+            renamed.update(zip(eqn.outvars, operands, strict=True))
+            if (name := compat.name_in(eqn)) is not None and isinstance(operands[0], Var):
+                names[operands[0]] = name
+        else:
+            eqns.append(eqn.replace(invars=operands))
+    return body.replace(eqns=eqns, outvars=[_follow(renamed, v) for v in body.outvars]), names
+
+
+def _follow(renamed: Renamed, atom: Any) -> Any:
+    while (found := resolve(renamed, atom)) is not atom:
+        atom = found
+    return atom
+
+
+class _Numbering:
+    """The values of a body by how they are computed.
+
+    Attributes:
+      known: the arguments and the values.
+      aliases: value -> an earlier value that is computed in the same way.
+    """
+
+    def __init__(self, body: Jaxpr, outer: Iterable[JaxprEqn]):
+        self.known = set(body.invars)
+        self.aliases: Renamed = {}
+        self._by_key: dict[Any, list[Var]] = {}
+        for eqn in (*outer, *body.eqns):
+            self.add(eqn)
+
+    def add(self, eqn: JaxprEqn) -> None:
+        """Adds the values of an equation."""
+        self.known.update(eqn.outvars)
+        if eqn.effects:
+            return
+        operands = [resolve(self.aliases, v) for v in eqn.invars]
+        first = self._by_key.setdefault(self._key(eqn, operands), eqn.outvars)
+        self.aliases.update((v, w) for v, w in zip(eqn.outvars, first, strict=True) if v is not w)
+
+    def find(self, eqn: JaxprEqn, operands: list[Any]) -> list[Var] | None:
+        """The values that an equation with operands among the values computes once more; None if there are none."""
+        return self._by_key.get(self._key(eqn, [resolve(self.aliases, v) for v in operands]))
+
+    @staticmethod
+    def _key(eqn: JaxprEqn, operands: list[Any]) -> Any:
+        # A program among the parameters prints its equations; a function prints its address.
+        params = ", ".join(f"{name}={eqn.params[name]}" for name in sorted(eqn.params))
+        atoms = ((str(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in operands)
+        return eqn.primitive.name, params, tuple(atoms)
+
+
+def walk_levels(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
+    """A program and the bodies of its loops and of its `jax.shard_map`s, where pairs of loops may be."""
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        if compat.scan_in(eqn) is not None or compat.is_shard_map(eqn):
+            for inner in compat.sub_jaxprs(eqn):
+                yield from walk_levels(inner)

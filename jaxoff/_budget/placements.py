@@ -1,0 +1,197 @@
+"""A placement for each value of a layer, and the program written with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import map_makers, variables
+from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
+
+
+@dataclasses.dataclass(frozen=True)
+class Placements:
+    """The kept values of a layer; the backward loop recomputes all others that it reads.
+
+    Attributes:
+      saved: stacked on the device.
+      offloaded: stacked in pinned host memory.
+    """
+
+    saved: tuple[Var, ...] = ()
+    offloaded: tuple[Var, ...] = ()
+
+    @property
+    def kept(self) -> tuple[Var, ...]:
+        """The kept values, in the order of their stacks."""
+        return self.saved + self.offloaded
+
+
+def list_recomputed(pair: LoopPair, placements: Placements) -> list[JaxprEqn]:
+    """The equations that the backward loop repeats, in program order.
+
+    Raises:
+      ValueError: if they need a carried value of the layer that is not kept.
+    """
+    makers = map_makers(pair.pure)
+    have = {*placements.kept, *pair.free}
+    todo, found = [v for v in pair.needed if v not in have], set()
+    while todo:
+        v = todo.pop()
+        if v in have:
+            continue
+        have.add(v)
+        if v not in makers:
+            raise ValueError(f"the backward loop needs {v.aval}, an input of the layer, which is not kept.")
+        found.add(id(makers[v]))
+        todo += variables(makers[v])
+    return [eqn for eqn in pair.pure if id(eqn) in found]
+
+
+def write_placed(closed: ClosedJaxpr, decide: Callable[[LoopPair], Placements | None]) -> ClosedJaxpr:
+    """A program with other placements of the values of its loops over layers.
+
+    Args:
+      closed: a differentiated program. Its values are on the device.
+      decide: the placements for a pair of loops, or None to leave it. Pairs come in a fixed order.
+    """
+
+    def write(jaxpr: Jaxpr) -> Jaxpr:
+        level = inline_level(jaxpr)
+        by_eqn = {}
+        for pair in find_loop_pairs(level):
+            if (placements := decide(pair)) is not None:
+                by_eqn[id(pair.forward)] = by_eqn[id(pair.backward)] = pair, placements
+        return _write_level(level, by_eqn) if by_eqn else jaxpr
+
+    return closed.replace(jaxpr=compat.rewrite_jaxprs(closed.jaxpr, write))
+
+
+def inline_level(jaxpr: Jaxpr) -> Jaxpr:
+    """A program with its calls inlined; its loops stay."""
+    renamed: Renamed = {}
+    eqns = list(inline_calls(jaxpr.eqns, renamed))
+    return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
+
+
+def _write_level(level: Jaxpr, by_eqn: dict[int, tuple[LoopPair, Placements]]) -> Jaxpr:
+    eqns: list[JaxprEqn] = []
+    renamed: Renamed = {}
+    stacks: dict[int, list[Any]] = {}  # of kept values, by pair
+    for eqn in level.eqns:
+        here = eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars])
+        if id(eqn) not in by_eqn:
+            eqns.append(here)
+            continue
+        pair, placements = by_eqn[id(eqn)]
+        if eqn is pair.forward:
+            written, results = _write_forward(pair, placements, here.invars, eqn)
+            whole = [i for i in range(len(eqn.outvars)) if i not in pair.residuals]
+            renamed.update(zip((eqn.outvars[i] for i in whole), results[: len(whole)], strict=True))
+            stacks[id(pair)] = results[len(whole) :]
+        else:
+            operands = {v: resolve(renamed, operand) for v, operand in pair.free.items()}
+            written, results = _write_backward(pair, placements, here.invars, operands, stacks[id(pair)], eqn)
+            renamed.update(zip(eqn.outvars, results, strict=True))
+        eqns += written
+    return level.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in level.outvars])
+
+
+def _write_forward(
+    pair: LoopPair, placements: Placements, operands: Sequence[Any], eqn: JaxprEqn
+) -> tuple[list[JaxprEqn], list[Any]]:
+    """The forward loop: its carry and its stacks without the old residuals, then the stacks of kept values."""
+    layout = pair.layout
+    outs = [v for i, v in enumerate(pair.body.outvars) if i not in pair.residuals]
+    body = _prune(pair.body.replace(outvars=[*outs, *placements.kept]))
+    run = compat.jaxpr_as_fun(ClosedJaxpr(body, ()))
+    count = len(placements.offloaded)
+
+    def step(consts, carry, rows):
+        values = run(*consts, *carry, *rows)
+        host = [jax.device_put(v, jax.memory.Space.Host) for v in values[len(values) - count :]]
+        values = [*values[: len(values) - count], *host]
+        return tuple(values[: layout.num_carry]), tuple(values[layout.num_carry :])
+
+    first, row = layout.num_consts, layout.num_consts + layout.num_carry
+    return _trace_scan(step, operands[:first], operands[first:row], operands[row:], pair.forward, eqn)
+
+
+def _write_backward(
+    pair: LoopPair,
+    placements: Placements,
+    operands: Sequence[Any],
+    free: dict[Var, Any],
+    stacks: Sequence[Any],
+    eqn: JaxprEqn,
+) -> tuple[list[JaxprEqn], list[Any]]:
+    """The backward loop: it reads the stacks of kept values and recomputes the other values that it needs."""
+    own, theirs = pair.backward_layout, compat.as_open(pair.backward.params["jaxpr"])
+    recomputed = list_recomputed(pair, placements)
+    read = {v for e in (*recomputed, *pair.rest) for v in variables(e)}
+    read.update(v for v in pair.outs if isinstance(v, Var))
+    forward_consts = pair.body.invars[: pair.layout.num_consts]
+    used = [v for v in free if v in read and v not in placements.kept]
+    free_consts = [v for v in used if v in forward_consts]
+    free_rows = [v for v in used if v not in forward_consts]
+    operand_of = dict(zip(theirs.invars, operands, strict=True)) | free
+    carry = list(theirs.invars[own.num_consts : own.num_consts + own.num_carry])
+    given = [v for v in pair.given if v not in carry]
+    own_consts = [v for v in given if v in theirs.invars[: own.num_consts]]
+    consts, rows = [*own_consts, *free_consts], [*(v for v in given if v not in own_consts), *free_rows]
+    kept = [v for v in placements.kept if v in read]
+
+    arguments = [*consts, *carry, *rows, *kept]
+    run = compat.jaxpr_as_fun(
+        ClosedJaxpr(
+            theirs.replace(
+                constvars=[], invars=arguments, eqns=[*recomputed, *pair.rest], outvars=list(pair.outs)
+            ),
+            (),
+        )
+    )
+
+    def step(consts, carry, rows):
+        arrived = [jax.device_put(v, jax.memory.Space.Device) if compat.is_host(v.aval) else v for v in rows]
+        values = run(*consts, *carry, *arrived)
+        return tuple(values[: own.num_carry]), tuple(values[own.num_carry :])
+
+    stack_of = dict(zip(placements.kept, stacks, strict=True))
+    all_rows = [*(operand_of[v] for v in rows), *(stack_of[v] for v in kept)]
+    initial = [operand_of[v] for v in carry]
+    return _trace_scan(step, [operand_of[v] for v in consts], initial, all_rows, pair.backward, eqn)
+
+
+def _trace_scan(
+    step: Callable[..., Any],
+    consts: Sequence[Any],
+    initial: Sequence[Any],
+    rows: Sequence[Any],
+    loop: JaxprEqn,
+    eqn: JaxprEqn,
+) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equation of a scan like `loop`, of a function (constants, carry, rows) -> (carry, rows)."""
+    layout = compat.scan_in(loop)
+    assert layout is not None
+
+    def scan(consts, initial, rows):
+        return jax.lax.scan(
+            lambda carry, row: step(consts, carry, row),
+            tuple(initial),
+            tuple(rows),
+            length=layout.length,
+            reverse=loop.params["reverse"],
+        )
+
+    return trace_call(scan, [list(consts), list(initial), list(rows)], like=eqn)
+
+
+def _prune(body: Jaxpr) -> Jaxpr:
+    """A body without the equations that none of its results need."""
+    return compat.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0]
