@@ -1,16 +1,17 @@
 """Loops over layers with the loops of their backward passes, found in a differentiated program.
 
-Differentiation turns a scan into two: the forward loop stacks the residuals of each layer, and the backward loop
-reads the stacks. Under `jax.checkpoint` the backward loop repeats equations of the forward loop. Here both bodies
-become one graph: an equation of the backward body that only repeats a forward equation, on the same operands,
-stands for the forward value. So any value of the layer may be kept or recomputed, whatever was kept before; it is
-the joint graph of forward and backward pass that partitioners of other frameworks work on.
+Differentiation turns a scan into two: the forward loop stacks the residuals of each layer, and the backward
+loop reads the stacks. Under `jax.checkpoint` the backward loop repeats equations of the forward loop. Here
+both bodies become one graph: an equation of the backward body that only repeats a forward equation, on the
+same operands, stands for the forward value. So any value of the layer may be kept or recomputed, whatever was
+kept before. The graph is the joint graph of forward and backward pass on which partitioners of other
+frameworks work.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxoff._jaxpr import compat
@@ -18,6 +19,11 @@ from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
 
+# Equations of a mask or a fill: they take the time of the kernel that reads it.
+_CHEAP = frozenset(
+    {"add", "and", "broadcast_in_dim", "convert_element_type", "eq", "ge", "gt", "iota", "le",
+     "lt", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "squeeze", "sub", "transpose"}
+)  # fmt: skip
 # Equations whose results are their operands, value by value.
 _ALIASES = frozenset({"name", "optimization_barrier"})
 
@@ -29,10 +35,10 @@ class LoopPair:
     Attributes:
       forward, backward: the scan equations.
       layout, backward_layout: of their operands and results.
-      body: the forward body, its calls inlined; residuals are among its stacked results.
-      residuals: the positions, among the forward equation's results, of stacks that only the backward loop reads.
-      outer: equations of constants that were moved out of the forward loop, as the backward body repeats them.
-      only_backward: equations of the backward body that depend on no cotangent and repeat none of the others.
+      body: the forward body, its calls inlined; residuals are among its stacked results. Masks and fills that
+        differentiation moved out of the loop are made in the body, as in the backward body.
+      residuals: positions among the forward equation's results: stacks that only the backward loop reads.
+      only_backward: equations of the backward body that depend on no cotangent and repeat no other.
       rest: the equations of the backward body that depend on cotangents.
       outs: the results of the backward body.
       given: the arguments of the backward body with no counterpart in `body`.
@@ -45,7 +51,6 @@ class LoopPair:
     backward_layout: compat.ScanLayout
     body: Jaxpr
     residuals: tuple[int, ...]
-    outer: tuple[JaxprEqn, ...]
     only_backward: tuple[JaxprEqn, ...]
     rest: tuple[JaxprEqn, ...]
     outs: tuple[Any, ...]
@@ -59,15 +64,20 @@ class LoopPair:
         return tuple(self.body.invars[first : first + self.layout.num_carry])
 
     @property
+    def values(self) -> tuple[Var, ...]:
+        """The carried arguments and the values of the forward body, in program order."""
+        return (*self.carried, *(v for eqn in self.body.eqns for v in eqn.outvars))
+
+    @property
     def free(self) -> dict[Var, Any]:
-        """Arguments of the forward body that the backward loop can have, too: argument -> the loop's operand."""
+        """Arguments of the forward body that the backward loop can read, too: argument -> the operand."""
         operands = zip(self.body.invars, self.forward.invars, strict=True)
         return {v: operand for v, operand in operands if v not in self.carried}
 
     @property
     def pure(self) -> tuple[JaxprEqn, ...]:
         """The equations of the layer that depend on no cotangent."""
-        return (*self.outer, *self.body.eqns, *self.only_backward)
+        return (*self.body.eqns, *self.only_backward)
 
     @property
     def needed(self) -> frozenset[Var]:
@@ -115,14 +125,16 @@ def _pair(
     if layout.unroll not in (1, False) or own.unroll not in (1, False):
         return None
     body, names = _inline_body(bodies[0].jaxpr)
-    consts = dict(zip(forward.invars[: layout.num_consts], body.invars[: layout.num_consts], strict=True))
-    outer = list(_list_constants(consts, makers))
-    numbering = _Numbering(body, outer)
+    first, arguments = _first_row(layout), list(zip(forward.invars, body.invars, strict=True))
+    consts = {v: inner for v, inner in arguments[: layout.num_consts] if isinstance(v, Var)}
+    rows = {v: inner for v, inner in arguments[first:] if isinstance(v, Var)}
+    body = _repeat_constants(body, consts, makers)
+    numbering = _Numbering(body)
     theirs, _ = _inline_body(bodies[1].jaxpr)
 
     # What the backward body's arguments are in the forward body.
-    stacks = {v: out for v, out in zip(forward.outvars[layout.num_carry :], body.outvars[layout.num_carry :])}
-    rows = dict(zip(forward.invars[_first_row(layout) :], body.invars[_first_row(layout) :], strict=True))
+    carried = layout.num_carry
+    stacks = dict(zip(forward.outvars[carried:], body.outvars[carried:], strict=True))
     known, given = {}, []
     for i, (v, operand) in enumerate(zip(theirs.invars, backward.invars, strict=True)):
         counterpart = None
@@ -159,7 +171,6 @@ def _pair(
         own,
         body,
         tuple(residuals),
-        tuple(outer),
         tuple(only_backward),
         tuple(rest),
         tuple(resolve(known, v) for v in theirs.outvars),
@@ -168,32 +179,38 @@ def _pair(
     )
 
 
-def _list_constants(consts: Mapping[Any, Var], makers: Mapping[Var, JaxprEqn]) -> Iterator[JaxprEqn]:
-    """The equations that compute operands of a loop from nothing, as their values appear in its body.
+def _repeat_constants(body: Jaxpr, consts: Mapping[Any, Var], makers: Mapping[Var, JaxprEqn]) -> Jaxpr:
+    """A body that makes the masks and fills among the loop's constants itself.
+
+    As operands of a loop they would be arrays in memory.
 
     Args:
+      body: the body of a loop.
       consts: an operand of the loop -> its argument in the body.
       makers: variable -> the equation outside of the loop.
     """
     done: Renamed = {}
+    eqns: list[JaxprEqn] = []
 
-    def compute(v: Any) -> list[JaxprEqn] | None:
-        if isinstance(v, Literal) or v in done:
-            return []
+    def can_make(v: Any) -> bool:
+        if isinstance(v, Literal):
+            return True
         eqn = makers.get(v)
-        if eqn is None or eqn.effects or compat.control_flow(eqn) is not None:
-            return None
-        parts = [compute(w) for w in eqn.invars]
-        if any(part is None for part in parts):
-            return None
-        for w in eqn.outvars:
-            done[w] = consts.get(w) or Var(w.aval)
-        operands = [resolve(done, w) for w in eqn.invars]
-        own = eqn.replace(invars=operands, outvars=[done[w] for w in eqn.outvars])
-        return [*(e for part in parts for e in part or ()), own]
+        return eqn is not None and eqn.primitive.name in _CHEAP and all(map(can_make, eqn.invars))
 
-    for operand in consts:
-        yield from compute(operand) or ()
+    def make(v: Any) -> Any:
+        if isinstance(v, Literal) or v in done:
+            return resolve(done, v)
+        operands = [make(w) for w in makers[v].invars]
+        done.update((w, Var(w.aval)) for w in makers[v].outvars)
+        eqns.append(makers[v].replace(invars=operands, outvars=[done[w] for w in makers[v].outvars]))
+        return done[v]
+
+    made: Renamed = {
+        argument: make(v) for v, argument in consts.items() if isinstance(v, Var) and can_make(v)
+    }
+    renamed = (eqn.replace(invars=[resolve(made, v) for v in eqn.invars]) for eqn in body.eqns)
+    return body.replace(eqns=[*eqns, *renamed], outvars=[resolve(made, v) for v in body.outvars])
 
 
 def _first_row(layout: compat.ScanLayout) -> int:
@@ -229,11 +246,11 @@ class _Numbering:
       aliases: value -> an earlier value that is computed in the same way.
     """
 
-    def __init__(self, body: Jaxpr, outer: Iterable[JaxprEqn]):
+    def __init__(self, body: Jaxpr):
         self.known = set(body.invars)
         self.aliases: Renamed = {}
         self._by_key: dict[Any, list[Var]] = {}
-        for eqn in (*outer, *body.eqns):
+        for eqn in body.eqns:
             self.add(eqn)
 
     def add(self, eqn: JaxprEqn) -> None:
@@ -246,7 +263,7 @@ class _Numbering:
         self.aliases.update((v, w) for v, w in zip(eqn.outvars, first, strict=True) if v is not w)
 
     def find(self, eqn: JaxprEqn, operands: list[Any]) -> list[Var] | None:
-        """The values that an equation with operands among the values computes once more; None if there are none."""
+        """The values that an equation on known operands computes once more; None if it repeats nothing."""
         return self._by_key.get(self._key(eqn, [resolve(self.aliases, v) for v in operands]))
 
     @staticmethod
@@ -255,12 +272,3 @@ class _Numbering:
         params = ", ".join(f"{name}={eqn.params[name]}" for name in sorted(eqn.params))
         atoms = ((str(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in operands)
         return eqn.primitive.name, params, tuple(atoms)
-
-
-def walk_levels(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
-    """A program and the bodies of its loops and of its `jax.shard_map`s, where pairs of loops may be."""
-    yield jaxpr
-    for eqn in jaxpr.eqns:
-        if compat.scan_in(eqn) is not None or compat.is_shard_map(eqn):
-            for inner in compat.sub_jaxprs(eqn):
-                yield from walk_levels(inner)

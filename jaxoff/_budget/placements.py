@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,20 +17,21 @@ from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
 
 @dataclasses.dataclass(frozen=True)
 class Placements:
-    """The kept values of a layer; the backward loop recomputes all others that it reads.
+    """The kept values of a layer, by their positions in `LoopPair.values`.
+
+    The backward loop recomputes all other values that it reads.
 
     Attributes:
       saved: stacked on the device.
       offloaded: stacked in pinned host memory.
     """
 
-    saved: tuple[Var, ...] = ()
-    offloaded: tuple[Var, ...] = ()
+    saved: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
 
-    @property
-    def kept(self) -> tuple[Var, ...]:
-        """The kept values, in the order of their stacks."""
-        return self.saved + self.offloaded
+    def list_kept(self, pair: LoopPair) -> list[Var]:
+        """The kept values of a pair of loops, in the order of their stacks."""
+        return [pair.values[i] for i in self.saved + self.offloaded]
 
 
 def list_recomputed(pair: LoopPair, placements: Placements) -> list[JaxprEqn]:
@@ -40,7 +41,7 @@ def list_recomputed(pair: LoopPair, placements: Placements) -> list[JaxprEqn]:
       ValueError: if they need a carried value of the layer that is not kept.
     """
     makers = map_makers(pair.pure)
-    have = {*placements.kept, *pair.free}
+    have = {*placements.list_kept(pair), *pair.free}
     todo, found = [v for v in pair.needed if v not in have], set()
     while todo:
         v = todo.pop()
@@ -59,18 +60,24 @@ def write_placed(closed: ClosedJaxpr, decide: Callable[[LoopPair], Placements | 
 
     Args:
       closed: a differentiated program. Its values are on the device.
-      decide: the placements for a pair of loops, or None to leave it. Pairs come in a fixed order.
+      decide: the placements for a pair of loops, or None to leave it. Pairs come in a fixed order; pairs
+        inside of the loops of a pair are left.
     """
 
-    def write(jaxpr: Jaxpr) -> Jaxpr:
-        level = inline_level(jaxpr)
-        by_eqn = {}
+    def write(program: Any) -> Any:
+        if isinstance(program, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
+            return program.replace(jaxpr=write(program.jaxpr))
+        level, by_eqn, paired = inline_level(program), {}, set()
         for pair in find_loop_pairs(level):
+            paired.update((id(pair.forward), id(pair.backward)))
             if (placements := decide(pair)) is not None:
                 by_eqn[id(pair.forward)] = by_eqn[id(pair.backward)] = pair, placements
-        return _write_level(level, by_eqn) if by_eqn else jaxpr
+        inner = {id(eqn): eqn if id(eqn) in paired else compat.map_programs(eqn, write) for eqn in level.eqns}
+        if not by_eqn and all(inner[id(eqn)].params == eqn.params for eqn in level.eqns):
+            return program
+        return _write_level(level, by_eqn, inner)
 
-    return closed.replace(jaxpr=compat.rewrite_jaxprs(closed.jaxpr, write))
+    return write(closed)
 
 
 def inline_level(jaxpr: Jaxpr) -> Jaxpr:
@@ -80,12 +87,14 @@ def inline_level(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
 
 
-def _write_level(level: Jaxpr, by_eqn: dict[int, tuple[LoopPair, Placements]]) -> Jaxpr:
+def _write_level(
+    level: Jaxpr, by_eqn: dict[int, tuple[LoopPair, Placements]], inner: dict[int, JaxprEqn]
+) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     renamed: Renamed = {}
     stacks: dict[int, list[Any]] = {}  # of kept values, by pair
     for eqn in level.eqns:
-        here = eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars])
+        here = inner[id(eqn)].replace(invars=[resolve(renamed, v) for v in eqn.invars])
         if id(eqn) not in by_eqn:
             eqns.append(here)
             continue
@@ -106,10 +115,10 @@ def _write_level(level: Jaxpr, by_eqn: dict[int, tuple[LoopPair, Placements]]) -
 def _write_forward(
     pair: LoopPair, placements: Placements, operands: Sequence[Any], eqn: JaxprEqn
 ) -> tuple[list[JaxprEqn], list[Any]]:
-    """The forward loop: its carry and its stacks without the old residuals, then the stacks of kept values."""
+    """The forward loop: its results without the old residuals, then the stacks of kept values."""
     layout = pair.layout
     outs = [v for i, v in enumerate(pair.body.outvars) if i not in pair.residuals]
-    body = _prune(pair.body.replace(outvars=[*outs, *placements.kept]))
+    body = _prune(pair.body.replace(outvars=[*outs, *placements.list_kept(pair)]))
     run = compat.jaxpr_as_fun(ClosedJaxpr(body, ()))
     count = len(placements.offloaded)
 
@@ -133,11 +142,11 @@ def _write_backward(
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """The backward loop: it reads the stacks of kept values and recomputes the other values that it needs."""
     own, theirs = pair.backward_layout, compat.as_open(pair.backward.params["jaxpr"])
-    recomputed = list_recomputed(pair, placements)
+    recomputed, all_kept = list_recomputed(pair, placements), placements.list_kept(pair)
     read = {v for e in (*recomputed, *pair.rest) for v in variables(e)}
     read.update(v for v in pair.outs if isinstance(v, Var))
     forward_consts = pair.body.invars[: pair.layout.num_consts]
-    used = [v for v in free if v in read and v not in placements.kept]
+    used = [v for v in free if v in read and v not in all_kept]
     free_consts = [v for v in used if v in forward_consts]
     free_rows = [v for v in used if v not in forward_consts]
     operand_of = dict(zip(theirs.invars, operands, strict=True)) | free
@@ -145,13 +154,13 @@ def _write_backward(
     given = [v for v in pair.given if v not in carry]
     own_consts = [v for v in given if v in theirs.invars[: own.num_consts]]
     consts, rows = [*own_consts, *free_consts], [*(v for v in given if v not in own_consts), *free_rows]
-    kept = [v for v in placements.kept if v in read]
+    kept = [v for v in all_kept if v in read]
 
     arguments = [*consts, *carry, *rows, *kept]
     run = compat.jaxpr_as_fun(
         ClosedJaxpr(
             theirs.replace(
-                constvars=[], invars=arguments, eqns=[*recomputed, *pair.rest], outvars=list(pair.outs)
+                constvars=[], invars=arguments, eqns=_interleave(recomputed, pair), outvars=list(pair.outs)
             ),
             (),
         )
@@ -162,10 +171,31 @@ def _write_backward(
         values = run(*consts, *carry, *arrived)
         return tuple(values[: own.num_carry]), tuple(values[own.num_carry :])
 
-    stack_of = dict(zip(placements.kept, stacks, strict=True))
+    stack_of = dict(zip(all_kept, stacks, strict=True))
     all_rows = [*(operand_of[v] for v in rows), *(stack_of[v] for v in kept)]
     initial = [operand_of[v] for v in carry]
     return _trace_scan(step, [operand_of[v] for v in consts], initial, all_rows, pair.backward, eqn)
+
+
+def _interleave(recomputed: Sequence[JaxprEqn], pair: LoopPair) -> list[JaxprEqn]:
+    """The equations of the backward body: each recomputed value as late as its first reader allows."""
+    makers, done, eqns = {v: i for i, e in enumerate(recomputed) for v in e.outvars}, set(), []
+
+    def make(values: Iterable[Any]) -> None:
+        todo, found = [v for v in values if v in makers], set()
+        while todo:
+            i = makers[todo.pop()]
+            if i not in done:
+                done.add(i)
+                found.add(i)
+                todo += [v for v in variables(recomputed[i]) if v in makers]
+        eqns.extend(recomputed[i] for i in sorted(found))
+
+    for eqn in pair.rest:
+        make(variables(eqn))
+        eqns.append(eqn)
+    make(v for v in pair.outs if isinstance(v, Var))
+    return eqns
 
 
 def _trace_scan(

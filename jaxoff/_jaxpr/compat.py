@@ -250,21 +250,23 @@ def replace_policy(jaxpr, policy: Callable[..., Any]):
     return rewrite_jaxprs(jaxpr, rewrite)
 
 
-def rewrite_jaxprs(jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]):
-    """Rewrites a program and all programs in its equations, from the inside out."""
+def map_programs(eqn: JaxprEqn, fun: Callable[[Any], Any]) -> JaxprEqn:
+    """An equation with each program among its parameters, open or closed, replaced by a function of it."""
 
-    def rewrite_value(value):
+    def replace(value):
         if isinstance(value, (tuple, list)):
             holds = any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value)
-            return type(value)(map(rewrite_value, value)) if holds else value
-        return rewrite_jaxprs(value, rewrite) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
+            return type(value)(map(replace, value)) if holds else value
+        return fun(value) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
 
+    return eqn.replace(params={key: replace(value) for key, value in eqn.params.items()})
+
+
+def rewrite_jaxprs(jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]):
+    """Rewrites a program and all programs in its equations, from the inside out."""
     if isinstance(jaxpr, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
         return jaxpr.replace(jaxpr=rewrite_jaxprs(jaxpr.jaxpr, rewrite))
-    eqns = []
-    for eqn in jaxpr.eqns:
-        params = {key: rewrite_value(value) for key, value in eqn.params.items()}
-        eqns.append(eqn.replace(params=params))
+    eqns = [map_programs(eqn, lambda program: rewrite_jaxprs(program, rewrite)) for eqn in jaxpr.eqns]
     return rewrite(jaxpr.replace(eqns=eqns))
 
 

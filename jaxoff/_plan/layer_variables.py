@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._plan.calibrations import RELOADED_LAYERS, UNSHARED_PART
-from jaxoff._plan.integer_program import IntegerProgram
 from jaxoff._plan.layer import Label
 from jaxoff._plan.layer_cost import LayerModel
 from jaxoff._policy.decision import Placement

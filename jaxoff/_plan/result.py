@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxoff._budget.fit import BudgetError as BudgetError
 from jaxoff._device.profile import Device
 from jaxoff._plan.layer import UNNAMED, UNNAMED_DOTS
 from jaxoff._plan.layer_states import Times
@@ -22,19 +23,6 @@ type Layers = Literal["all", "first", "others"]
 
 # Placement of unnamed dots -> the field `unmarked` of a policy with this placement.
 _UNMARKED: dict[Placement, Unmarked] = {"save": "dots", "offload": "offload_dots", "recompute": "recompute"}
-
-
-class BudgetError(ValueError):
-    """No placement fits the budget.
-
-    Attributes:
-      smallest_bytes: the smallest budget of device memory for which there is a plan; None where no placement
-        fits the budget of host memory.
-    """
-
-    def __init__(self, message: str, smallest_bytes: int | None):
-        super().__init__(message)
-        self.smallest_bytes = smallest_bytes
 
 
 @dataclasses.dataclass(frozen=True)

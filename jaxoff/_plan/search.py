@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxoff._plan.integer_program import IntegerProgram
+from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._plan.layer import UNNAMED_DOTS, Label, Placements
 from jaxoff._plan.layer_variables import LayerVariables
 from jaxoff._plan.step_cost import StepModel

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxoff._budget.fit import Budget
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._schedule.jitted import Jitted
 from jaxoff._schedule.recipes import checked_recipe
@@ -19,6 +20,8 @@ def jit(
     device: Device | None = None,
     recipe: str | None = None,
     tune: bool = False,
+    device_bytes: float | str | None = None,
+    host_bytes: float | str | None = None,
     **kwargs: Any,
 ) -> Any:
     """`jax.jit`, with copies between device and pinned host memory beside the compute.
@@ -56,6 +59,12 @@ def jit(
         programs; four steps each, and the fastest stays. `tuned` of the result has the times. The decision is
         kept in `$JAXOFF_CACHE_DIR` (default: `~/.cache/jaxoff`), by program, device and versions. All the
         programs compute the same step, in roundings of their own.
+      device_bytes: a budget of device memory for the step, on each device: bytes, or text such as "60GB".
+        The step needs no names and no policy. Each value that the loops over layers keep for their backward
+        pass is saved, offloaded or recomputed, whatever the model's own `jax.checkpoint` does, so that the
+        compiled program is within the budget and fast by the model of time. One to six programs are compiled.
+        `jaxoff.mark_not_offload` is kept to. Values outside of loops stay as they are.
+      host_bytes: the most host memory for offloaded values, likewise; None for any.
       **kwargs: as for `jax.jit`: static and donated arguments, shardings.
 
     Returns:
@@ -69,6 +78,7 @@ def jit(
 
     Raises:
       TypeError: for a device that is no `jaxoff.Device`.
+      BudgetError: at the first call or by `lower`, if no program within `device_bytes` is found.
       ValueError: for an unknown recipe, and for `tune` with a recipe or in one of several processes.
       RuntimeError: when the program is traced, at the first call or by `lower`, if it moves residuals on a
         GPU and jaxlib is older than 0.11.1, which computes wrong gradients then; or if it needs more pinned
@@ -87,11 +97,21 @@ def jit(
     """
     if fun is None:
         return functools.partial(
-            jit, compiler_options=compiler_options, device=device, recipe=recipe, tune=tune, **kwargs
+            jit,
+            compiler_options=compiler_options,
+            device=device,
+            recipe=recipe,
+            tune=tune,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            **kwargs,
         )
     options, rates = dict(compiler_options or {}), checked_device(H200 if device is None else device)
     if recipe is not None and tune:
         raise ValueError(
             f"recipe= insists on one recipe, tune=True compares several; got recipe={recipe!r} and both."
         )
-    return Jitted(fun, options, rates, checked_recipe(recipe), tune, kwargs)
+    budget = Budget.of(device_bytes, host_bytes)
+    if budget is not None and (recipe is not None or tune):
+        raise ValueError("device_bytes= chooses the recipe by compiled memory; got recipe= or tune= as well.")
+    return Jitted(fun, options, rates, checked_recipe(recipe), tune, budget, kwargs)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from jaxoff._budget.fit import Budget, find_fitting
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.saved_twin import build_saved_twin
@@ -22,6 +23,7 @@ from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._runtime import flags
 from jaxoff._runtime.pinned_pool import refuse_small_pool
+from jaxoff._runtime.program_memory import program_nbytes
 from jaxoff._runtime.versions import refuse_wrong_jaxlib
 from jaxoff._schedule.call import Call, find_statics
 from jaxoff._schedule.host_memory import peak_host_nbytes
@@ -113,10 +115,11 @@ class Jitted:
         device: Device,
         recipe: Recipe | None,
         tune: bool,
+        budget: Budget | None,
         kwargs: dict[str, Any],
     ):
         self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
-        self._recipe, self._tunes = recipe, tune
+        self._recipe, self._tunes, self._budget = recipe, tune, budget
         self._inner: Any = _jax_jit(fun, **kwargs)
         self._statics = find_statics(fun, kwargs)
         self._chosen: dict[Hashable, Setting] = {}  # types of a call's arguments -> setting
@@ -145,8 +148,9 @@ class Jitted:
     def lower(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).lower`; `compile` uses the recipe and the options chosen."""
         call = Call.of(args, kwargs, self._kwargs, self._statics)
-        if call.key in self._chosen:
-            return self._find_instance(call, self._chosen[call.key]).lower(*args, **kwargs)
+        if call.key in self._chosen or self._budget is not None:
+            with self._settle(call) as jitted:
+                return jitted.lower(*args, **kwargs)
         with self._probe(call) as traced:
             settings = self._list_settings(call, traced)
             self._latest = settings[0]
@@ -164,6 +168,9 @@ class Jitted:
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).trace`, of the program in its new order."""
         call = Call.of(args, kwargs, self._kwargs, self._statics)
+        if self._budget is not None:
+            with self._settle(call) as jitted:
+                return jitted.trace(*args, **kwargs)
         with self._probe(call) as traced:
             setting = self._chosen.get(call.key) or self._list_settings(call, traced)[0]
             self._latest = setting
@@ -207,7 +214,8 @@ class Jitted:
             yield self._find_instance(call, self._latest)
             return
         with self._probe(call, traced) as traced:
-            self._latest = self._chosen[call.key] = self._choose(call, traced)
+            choose = self._choose if self._budget is None else self._fit
+            self._latest = self._chosen[call.key] = choose(call, traced)
             yield self._find_instance(call, self._latest)
 
     @contextlib.contextmanager
@@ -269,6 +277,40 @@ class Jitted:
         if call.is_on_gpu and setting.recipe is not Recipe.SAVED:  # whose choice is a finding itself
             unmet[setting] = tuple(find_vanished(traced.given, call.devices, compiled))
         return compiled
+
+    def _fit(self, call: Call, traced: _Traced) -> Setting:
+        """The setting of the program within the budget; its instance takes the place of a choice."""
+        budget = self._budget
+        if budget is None or traced.twin is None or not traced.is_reusable:
+            raise ValueError(
+                "jaxoff.jit(device_bytes=...) places values of a program whose arguments and results are on "
+                "the device and whose constants are known; this one has arguments, results or copies of "
+                "several values at once in host memory, or closes over values of a trace around it."
+            )
+        larger = set[Recipe]()  # than other recipes of the same program
+
+        def compile_program(closed: compat.ClosedJaxpr) -> tuple[float, tuple[Setting, Any]]:
+            program = self._rewrite(call, traced.signature, closed, traced.shapes)
+            self._probed.traced = dataclasses.replace(traced, given=closed, program=program)
+            sizes: dict[Setting, int] = {}
+            instances = {}
+            for setting in list_settings(program, self._given, has_twin=False):
+                if setting.recipe not in larger:
+                    self._instances.pop((call.key, setting), None)
+                    instances[setting] = self._find_instance(call, setting)
+                    compiled = instances[setting].lower(*call.args, **call.kwargs).compile()
+                    sizes[setting] = program_nbytes(compiled)
+                    if sizes[setting] <= budget.device_nbytes or not call.is_on_gpu:
+                        break
+            least = min(sizes, key=lambda setting: sizes[setting])
+            larger.update(s.recipe for s in sizes if sizes[s] > 1.02 * sizes[least])
+            return sizes[least], (least, instances[least])
+
+        device = self._share_link(call.devices)
+        found = find_fitting(traced.twin, device, budget, compile_program, devices=call.devices)
+        setting, instance = found.program
+        self._instances[call.key, setting] = instance
+        return setting
 
     def _find_tuning(self, call: Call) -> Tuning | None:
         """The comparison of programs that a call belongs to; None once the setting is chosen."""

@@ -32,7 +32,7 @@ FLOORS = (
     {"_jaxpr"},
     {"_policy", "_runtime"},
     {"_device"},
-    {"_residuals"},
+    {"_residuals", "_budget"},
     {"_compiled"},
     {"_schedule", "_layers"},
     {"_profile", "_plan"},

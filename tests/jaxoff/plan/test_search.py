@@ -8,8 +8,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from jaxoff._budget.integer_program import _silence_output
 from jaxoff._device.profile import Device
-from jaxoff._plan.integer_program import _silence_output
 from jaxoff._plan.layer import UNNAMED_DOTS, KernelUse, Label, Layer, LayerValue, RecomputeFusion
 from jaxoff._plan.search import find_fastest, find_smallest
 from tests.jaxoff.plan.planned import chain, model_of, placed

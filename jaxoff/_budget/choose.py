@@ -1,0 +1,185 @@
+"""The choice of placements: the least time in a given memory, by an integer program.
+
+The model ranks, compilation judges: `jaxoff._budget.fit` compiles what is chosen here, and corrects the
+memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxoff._budget.integer_program import IntegerProgram
+from jaxoff._budget.loop_pairs import LoopPair
+from jaxoff._budget.placements import Placements
+from jaxoff._device.kernel_time import step_kernel_ms
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import Var
+from jaxoff._jaxpr.dataflow import mark_dependents, variables
+from jaxoff._jaxpr.kernels import KernelGraph
+from jaxoff._jaxpr.tag import Tag
+
+# Values below this size are not offloaded: a copy has a latency of some 10 us.
+_LEAST_OFFLOADED_NBYTES = 1 << 20
+# Part of a loop's compute that copies can be hidden beside. The first and last copies have none.
+_HIDING_SHARE = 0.9
+# Buffers on the device for an offloaded value: one fills while another is copied.
+_BUFFERS = 2
+_MB = 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What the values of a layer cost.
+
+    Attributes:
+      pair: the loops.
+      nbytes: value that may be kept -> bytes of an iteration.
+      equation_ms: index of an equation of `pair.pure` -> time to repeat it.
+      stored: the values that a kernel writes anyway.
+      forward_ms, backward_ms: compute of an iteration, without what is repeated.
+    """
+
+    pair: LoopPair
+    nbytes: dict[Var, int]
+    equation_ms: tuple[float, ...]
+    stored: frozenset[Var]
+    forward_ms: float
+    backward_ms: float
+
+    @staticmethod
+    def of(pair: LoopPair, device: Device) -> Costs:
+        """The costs at a device's rates."""
+        pure = pair.pure
+        outs = {v for v in pair.body.outvars if isinstance(v, Var)}
+        graph = KernelGraph(pure, frozenset(outs | pair.needed))
+        times = [0.0] * len(pure)
+        for i in graph.kernels:
+            times[i] = step_kernel_ms(graph, i, device)
+        rest = KernelGraph(pair.rest, frozenset(v for v in pair.outs if isinstance(v, Var)))
+        body = {id(eqn) for eqn in pair.body.eqns}
+        # What depends on weights and constants alone is a conversion or the like: cheap to repeat.
+        depends = mark_dependents(pair.body.eqns, set(pair.carried))
+        layers = [eqn for eqn, does in zip(pair.body.eqns, depends, strict=True) if does and not eqn.effects]
+        values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars)]
+        return Costs(
+            pair,
+            {v: compat.nbytes(v.aval) for v in values if hasattr(v.aval, "shape") and v not in pair.free},
+            tuple(times),
+            frozenset(v for i in graph.kernels for v in pure[i].outvars),
+            sum(ms for eqn, ms in zip(pure, times, strict=True) if id(eqn) in body),
+            sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
+        )
+
+
+def choose_placements(
+    costs: Sequence[Costs], device: Device, device_nbytes: float, host_nbytes: float | None = None
+) -> tuple[list[Placements], float] | None:
+    """The fastest placements within a memory, by the model.
+
+    Args:
+      costs: of each pair of loops.
+      device: rates.
+      device_nbytes: the most that kept values take on the device, all iterations together.
+      host_nbytes: the most that they take on the host; None for any.
+
+    Returns:
+      Placements by pair, and the time that they add to a step, in ms; None if nothing fits.
+    """
+    if not costs:
+        return [], 0.0
+    program = IntegerProgram(_MB)
+    memory: list[tuple[int, float]] = []
+    host: list[tuple[int, float]] = []
+    chosen = [_add_pair(program, cost, device, memory, host) for cost in costs]
+    program.add_upper_bound(memory, device_nbytes / _MB)
+    if host_nbytes is not None:
+        program.add_upper_bound(host, host_nbytes / _MB)
+    found = program.minimise(program.cost)
+    if found is None:
+        return None
+    placements = []
+    for cost, variables_of in zip(costs, chosen, strict=True):
+        ways = [variables_of.get(v, (None, None)) for v in cost.pair.values]
+        saved, moved = (
+            tuple(p for p, pair in enumerate(ways) if (i := pair[way]) is not None and found[i] > 0.5)
+            for way in (0, 1)
+        )
+        placements.append(Placements(saved, moved))
+    return placements, sum(factor * found[i] for i, factor in program.cost.items())
+
+
+def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> float:
+    """Bytes that kept values take on the device, as `choose_placements` counts them."""
+    total = 0.0
+    for cost, placed in zip(costs, placements, strict=True):
+        values = cost.pair.values
+        total += cost.pair.layout.length * compat.nbytes_of(values[i] for i in placed.saved)
+        total += _BUFFERS * compat.nbytes_of(values[i] for i in placed.offloaded)
+    return total
+
+
+def _add_pair(
+    program: IntegerProgram,
+    costs: Costs,
+    device: Device,
+    memory: list[tuple[int, float]],
+    host: list[tuple[int, float]],
+) -> dict[Var, tuple[int, int | None]]:
+    """Adds the variables and constraints of a pair of loops.
+
+    Returns:
+      value -> the variables that say whether it is saved, and whether it is offloaded (None: never).
+    """
+    pair, length = costs.pair, costs.pair.layout.length
+    kept: dict[Var, tuple[int, int | None]] = {}
+    copies_out: list[tuple[int, float]] = []
+    copies_back: list[tuple[int, float]] = []
+    for v, nbytes in costs.nbytes.items():
+        save, move = program.add_variable(integer=True), None
+        memory.append((save, length * nbytes / _MB))
+        share = 0.5 if v in costs.stored or v in pair.carried else 1.0
+        program.cost[save] += share * length * device.pass_ms(nbytes)
+        if nbytes >= _LEAST_OFFLOADED_NBYTES and not _is_marked(pair, v):
+            move = program.add_variable(integer=True)
+            memory.append((move, _BUFFERS * nbytes / _MB))
+            host.append((move, length * nbytes / _MB))
+            copies_out.append((move, device.d2h_ms(nbytes)))
+            copies_back.append((move, device.h2d_ms(nbytes)))
+            program.cost[move] += length * device.pass_ms(nbytes)
+        kept[v] = save, move
+
+    repeated = [program.add_variable() for _ in pair.pure]
+    maker = {v: i for i, eqn in enumerate(pair.pure) for v in eqn.outvars}
+    free = pair.free
+
+    def ways(v: Var) -> list[tuple[int, float]]:
+        """The variables one of which makes a value available in the backward loop, with the factor -1."""
+        keeping = [(i, -1.0) for i in kept.get(v, ()) if i is not None]
+        return keeping + ([(repeated[maker[v]], -1.0)] if v in maker else [])
+
+    for v in pair.needed - free.keys():
+        program.add_upper_bound(ways(v), -1.0)
+    for i, eqn in enumerate(pair.pure):
+        program.cost[repeated[i]] += length * (costs.equation_ms[i] + 1e-6)
+        for v in set(variables(eqn)) - free.keys():
+            program.add_upper_bound([(repeated[i], 1.0), *ways(v)], 0.0)
+
+    times = [(i, -ms) for i, ms in zip(repeated, costs.equation_ms, strict=True) if ms]
+    for copies, hidden_ms, more in (
+        (copies_out, costs.forward_ms, []),
+        (copies_back, costs.backward_ms, times),
+    ):
+        if copies:
+            exposed = program.add_variable(upper=float("inf"))
+            terms = [*copies, *((i, _HIDING_SHARE * ms) for i, ms in more)]
+            program.add_lower_bound(exposed, terms, -_HIDING_SHARE * hidden_ms)
+            program.cost[exposed] += length
+    return kept
+
+
+def _is_marked(pair: LoopPair, v: Var) -> bool:
+    """Whether `jaxoff.mark_not_offload` keeps a value off the host."""
+    name = pair.names.get(v)
+    return name is not None and Tag.of(name).mark == "not_offload"

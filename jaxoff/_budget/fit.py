@@ -1,0 +1,212 @@
+"""The search for the fastest program whose compiled memory is within a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
+from jaxoff._budget.loop_pairs import LoopPair
+from jaxoff._budget.placements import Placements, write_placed
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._report.tables import format_nbytes
+
+# Compilations of a search at most.
+TRIES = 6
+# A program within this part of the budget is not followed by a further search.
+CLOSE_ENOUGH = 0.02
+# Part of a step by which a further program must be faster, by the model, to be worth a compilation.
+_FASTER = 2e-3
+
+
+class BudgetError(ValueError):
+    """No placement fits the budget.
+
+    Attributes:
+      smallest_bytes: the smallest budget of device memory for which there is a plan; None where no placement
+        fits the budget of host memory.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int | None):
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The most memory of a step, on each device and for it on the host; None on the host for any."""
+
+    device_nbytes: float
+    host_nbytes: float | None = None
+
+    @staticmethod
+    def of(device_bytes: float | str | None, host_bytes: float | str | None) -> Budget | None:
+        """The budget that a caller gives; None without one.
+
+        Raises:
+          ValueError: for what is no number of bytes, and for a budget of host memory alone.
+        """
+        host = None if host_bytes is None else parse_nbytes(host_bytes, "host_bytes")
+        if device_bytes is None:
+            if host is not None:
+                raise ValueError(f"host_bytes goes with device_bytes; got host_bytes={host_bytes!r} alone.")
+            return None
+        return Budget(parse_nbytes(device_bytes, "device_bytes"), host)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried[P]:
+    """A program of the search.
+
+    Attributes:
+      placements: by pair of loops.
+      added_ms: what the placements add to a step, by the model.
+      nbytes: device memory of the compiled program.
+      program: what the caller's `compile_program` returned.
+    """
+
+    placements: tuple[Placements, ...]
+    added_ms: float
+    nbytes: float
+    program: P
+
+
+def find_fitting[P](
+    closed: ClosedJaxpr,
+    device: Device,
+    budget: Budget,
+    compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
+    *,
+    devices: int = 1,
+) -> Tried[P]:
+    """Finds the fastest program within a budget, by compilations.
+
+    The first program keeps everything on the device. Its compiled memory says what is left for kept values,
+    and each further program corrects that.
+
+    Args:
+      closed: a differentiated program without copies between memories.
+      device: rates of a device.
+      budget: the memory of a device.
+      compile_program: program -> (bytes on a device, anything that stands for the compiled program).
+      devices: the number of devices over which the compiler divides the values of `closed`; the model takes
+        them for one device with the rates and the memory of all.
+
+    Raises:
+      BudgetError: if no program fits.
+    """
+    pairs: list[LoopPair] = []
+    write_placed(closed, lambda pair: pairs.append(pair))
+    device, budget = _join(device, devices), _scale(budget, devices)
+    costs = [Costs.of(pair, device) for pair in pairs]
+    tried: list[Tried[P]] = []
+    device_nbytes, host_nbytes = budget.device_nbytes, budget.host_nbytes
+
+    def try_placements(placements: Sequence[Placements], added_ms: float) -> Tried[P]:
+        left = iter(placements)
+        nbytes, program = compile_program(write_placed(closed, lambda pair: next(left)))
+        tried.append(Tried(tuple(placements), added_ms, devices * nbytes, program))
+        return tried[-1]
+
+    room: float | None = None  # for kept values
+    for _ in range(TRIES):
+        chosen = choose_placements(costs, device, float("inf") if room is None else room, host_nbytes)
+        if chosen is None:  # nothing as small: what takes the least
+            chosen = _choose_least(costs, device, host_nbytes)
+        if any(t.placements == tuple(chosen[0]) for t in tried):
+            break
+        fits = [t for t in tried if t.nbytes <= device_nbytes]
+        if fits and chosen[1] >= min(t.added_ms for t in fits) - _FASTER * _step_ms(costs):
+            break
+        latest = try_placements(*chosen)
+        if room is None and latest.nbytes <= device_nbytes:
+            break
+        if 0 <= device_nbytes - latest.nbytes <= CLOSE_ENOUGH * device_nbytes:
+            break
+        room = _correct(costs, tried, device_nbytes)
+    fits = [t for t in tried if t.nbytes <= device_nbytes]
+    if fits:
+        return min(fits, key=lambda t: t.added_ms)
+    least = min(tried, key=lambda t: t.nbytes)
+    kept = _describe(pairs, least.placements)
+    raise BudgetError(
+        f"no program fits {format_nbytes(int(device_nbytes / devices))} of device memory. The least of "
+        f"{len(tried)} compiled takes {format_nbytes(int(least.nbytes / devices))}, with {kept}.",
+        int(least.nbytes / devices),
+    )
+
+
+def _join(device: Device, devices: int) -> Device:
+    """Several devices as one with the rates of all."""
+    rates = ("flops", "memory_gbps", "d2h_gbps", "h2d_gbps")
+    return dataclasses.replace(device, **{name: devices * getattr(device, name) for name in rates})
+
+
+def _scale(budget: Budget, devices: int) -> Budget:
+    host = None if budget.host_nbytes is None else devices * budget.host_nbytes
+    return Budget(devices * budget.device_nbytes, host)
+
+
+def _correct(costs: Sequence[Costs], tried: Sequence[Tried[Any]], device_nbytes: float) -> float:
+    """Room for kept values, by the compiled memory of the programs nearest to the budget."""
+    nearest = min(tried, key=lambda t: abs(t.nbytes - device_nbytes))
+    over = nearest.nbytes - device_nbytes
+    # Down by a little more than what is too much, up by a little less than what is left.
+    return max(0.0, saved_nbytes(costs, nearest.placements) - over - abs(over) * 0.05)
+
+
+def _choose_least(
+    costs: Sequence[Costs], device: Device, host_nbytes: float | None
+) -> tuple[list[Placements], float]:
+    """Placements with as little kept on the device as the model knows."""
+    low, high = 0.0, sum(c.pair.layout.length * max(c.nbytes.values(), default=0) for c in costs) + 1.0
+    found = choose_placements(costs, device, float("inf"), host_nbytes)
+    assert found is not None
+    for _ in range(12):
+        middle = (low + high) / 2
+        chosen = choose_placements(costs, device, middle, host_nbytes)
+        if chosen is None:
+            low = middle
+        else:
+            found, high = chosen, middle
+    return found
+
+
+def _step_ms(costs: Sequence[Costs]) -> float:
+    return sum(c.pair.layout.length * (c.forward_ms + c.backward_ms) for c in costs)
+
+
+def _describe(pairs: Sequence[LoopPair], placements: Sequence[Placements]) -> str:
+    """What placements keep, in bytes of all iterations."""
+    saved = offloaded = 0
+    for pair, placed in zip(pairs, placements, strict=True):
+        saved += pair.layout.length * compat.nbytes_of(pair.values[i] for i in placed.saved)
+        offloaded += pair.layout.length * compat.nbytes_of(pair.values[i] for i in placed.offloaded)
+    return f"{format_nbytes(saved)} saved and {format_nbytes(offloaded)} offloaded"
+
+
+def parse_nbytes(value: float | str, name: str) -> float:
+    """A number of bytes, given as a number or as text such as "60GB" or "56 GiB".
+
+    Args:
+      value: the number or text.
+      name: of the argument, for the error.
+
+    Raises:
+      ValueError: for text of another form, and for numbers that are not above 0.
+    """
+    if isinstance(value, str):
+        found = re.fullmatch(r"([0-9.]+)\s*([kMGT]i?)?B", value.strip())
+        unit = (found.group(2) or "") if found else ""
+        scale = (1024 if unit.endswith("i") else 1000) ** " kMGT".index(unit[:1] or " ")
+        nbytes = float(found.group(1)) * scale if found else math.nan
+    else:
+        nbytes = float(value)
+    if not 0 < nbytes < math.inf:
+        raise ValueError(f'{name} is a number of bytes above 0, or text such as "60GB"; got {value!r}.')
+    return nbytes

@@ -1,0 +1,151 @@
+"""Whole train steps written with other placements: the same results, the stacks that were asked for."""
+
+import dataclasses
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxoff
+from bench.client_steps import PROGRAMS
+from jaxoff._budget.loop_pairs import LoopPair
+from jaxoff._budget.placements import Placements, list_recomputed, write_placed
+from jaxoff._jaxpr import compat
+from tests.clients.test_clients import ROUNDED
+
+QUICK = {"decoder-scan", "accumulation", "ssm-chunks"}
+SCANS = sorted(QUICK | {"linen-scan", "nnx-scan", "layer-axis", "equinox", "vit", "groups"})
+# The model's own checkpoint: none at all, everything recomputed.
+CHECKPOINTS = {"all saved": jax.checkpoint_policies.everything_saveable, "all recomputed": None}
+
+
+def keep_all(pair):
+    return Placements(tuple(range(len(pair.values))))
+
+
+def offload_inputs(pair):
+    return Placements((), tuple(range(len(pair.carried))))
+
+
+def keep_some(pair):
+    draw = random.Random(0)
+    inputs = len(pair.carried)
+    drawn = [i for i in range(inputs, len(pair.values)) if draw.random() < 0.3]
+    return Placements(tuple(drawn[::2]), (*range(inputs), *drawn[1::2]))
+
+
+def count_host(closed):
+    return len(re.findall(r"<host>.* = device_put|:\w+<host>\[", str(closed)))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in SCANS]
+)
+def test_a_step_with_other_placements_has_the_same_results(name, checkpoint):
+    if name == "equinox":
+        pytest.importorskip("equinox")
+    program = dataclasses.replace(PROGRAMS[name].shrink(), offloads=CHECKPOINTS[checkpoint])
+    step = program.build(dataclasses.replace(program.sizes, layers=4), attention="xla")
+    closed = jax.make_jaxpr(step.fun)(step.state, step.batch)
+    state = jax.jit(step.initialize)(jax.random.key(0))
+    leaves = jax.tree.leaves((state, step.make_batch(jax.random.key(1))))
+    expected = jax.jit(compat.jaxpr_as_fun(closed), compiler_options=ROUNDED)(*leaves)
+    for decide in (keep_all, offload_inputs, keep_some):
+        pairs: list[LoopPair] = []
+
+        def place(pair, decide=decide, pairs=pairs):
+            pairs.append(pair)
+            return decide(pair)
+
+        placed = write_placed(closed, place)
+        assert len(pairs) == 1
+        kept = decide(pairs[0])
+        assert count_host(placed) >= 2 * len(kept.offloaded)
+        assert (len(list_recomputed(pairs[0], kept)) < 25) == (decide is keep_all)
+        got = jax.jit(compat.jaxpr_as_fun(placed), compiler_options=ROUNDED)(*leaves)
+        for ours, theirs in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def chain(x, ws):
+    def layer(x, w):
+        return jnp.sin(x @ w), None
+
+    return lax.scan(jax.checkpoint(layer, prevent_cse=False), x, ws)[0].sum()
+
+
+def arguments():
+    return jnp.ones((4, 8)), jnp.full((3, 8, 8), 0.1)
+
+
+def pairs_of(fun, *args):
+    pairs: list[LoopPair] = []
+    write_placed(jax.make_jaxpr(fun)(*args), lambda pair: pairs.append(pair))
+    return pairs
+
+
+def test_what_the_backward_loop_repeats_is_the_forward_value():
+    (pair,) = pairs_of(jax.grad(chain), *arguments())
+    assert [eqn.primitive.name for eqn in pair.body.eqns] == ["dot_general", "sin"]
+    assert [eqn.primitive.name for eqn in pair.only_backward] == ["cos"]
+    assert {eqn.primitive.name for eqn in pair.rest} >= {"mul", "dot_general"}
+    assert not {"sin", "cos"} & {eqn.primitive.name for eqn in pair.rest}
+    assert len(pair.carried) == 1
+    product = pair.values[1]
+    recomputed = list_recomputed(pair, Placements((0, 1)))
+    assert product in pair.body.eqns[0].outvars
+    assert [eqn.primitive.name for eqn in recomputed] == ["cos"]
+    assert [e.primitive.name for e in list_recomputed(pair, Placements((0,)))] == ["dot_general", "cos"]
+
+
+def test_an_input_of_the_layer_cannot_be_recomputed():
+    (pair,) = pairs_of(jax.grad(chain), *arguments())
+    with pytest.raises(ValueError, match=r"needs float32\[4,8\], an input of the layer, which is not kept"):
+        list_recomputed(pair, Placements())
+
+
+def test_a_stack_that_the_program_returns_stays():
+    def layer(x, w):
+        y = jnp.sin(x @ w)
+        return y, y
+
+    def loss(x, ws):
+        y, ys = lax.scan(layer, x, ws)
+        return y.sum() + (ys**2).sum(), ys
+
+    fun = jax.grad(loss, has_aux=True)
+    closed = jax.make_jaxpr(fun)(*arguments())
+    placed = write_placed(closed, offload_inputs)
+    for got, expected in zip(
+        compat.jaxpr_as_fun(placed)(*arguments()), compat.jaxpr_as_fun(closed)(*arguments()), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_random_numbers_are_drawn_again():
+    def layer(carry, w):
+        x, key = carry
+        key, own = jax.random.split(key)
+        return (jnp.sin(x @ w) * jax.random.bernoulli(own, 0.5, x.shape), key), None
+
+    def loss(x, ws, key):
+        return lax.scan(jax.checkpoint(layer, prevent_cse=False), (x, key), ws)[0][0].sum()
+
+    fun, args = jax.value_and_grad(loss), (*arguments(), jax.random.key(3))
+    closed = jax.make_jaxpr(fun)(*args)
+    placed = write_placed(closed, lambda pair: Placements(tuple(range(len(pair.carried)))))
+    for got, expected in zip(
+        compat.jaxpr_as_fun(placed)(*args), compat.jaxpr_as_fun(closed)(*args), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_a_program_without_loops_over_layers_stays():
+    closed = jax.make_jaxpr(jax.grad(lambda x: jnp.sin(x).sum()))(jnp.ones(3))
+    assert str(write_placed(closed, keep_all)) == str(closed)
+    assert jaxoff.jit(jax.grad(lambda x: jnp.sin(x).sum()), device_bytes="1GB")(jnp.ones(3)).shape == (3,)
