@@ -38,15 +38,22 @@ TUNING_STEPS = 24
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to run a step: whether residuals are offloaded, and the transform that compiles the step."""
+    """A way to run a step: the residuals' placement, and the transform that compiles the step.
 
-    offloads: bool
+    Attributes:
+      offloads: whether residuals are offloaded or saved; None: all are recomputed.
+      transform: `jax.jit` or the like.
+      options: its keywords.
+    """
+
+    offloads: bool | None
     transform: Callable[..., Any]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 VARIANTS = {
     "saved": Variant(False, jax.jit),
+    "recomputed": Variant(None, jax.jit),
     "stock": Variant(True, jax.jit),
     "stock-no-graphs": Variant(True, jax.jit, {"compiler_options": {COMMAND_BUFFER: ""}}),
     "jaxoff": Variant(True, jaxoff.jit),
@@ -155,6 +162,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--sizes", choices=["full", "tiny"], default="full", help="full: an 80 GB card; tiny: a CPU"
     )
     parser.add_argument("--divide", choices=DIVISIONS, help="divide the state and the batch over all devices")
+    parser.add_argument(
+        "--device-gb", type=float, nargs="*", default=[], help="budgets for jaxoff.jit(device_bytes=), GB"
+    )
     parser.add_argument("--layers", type=int, help="the number of layers")
     parser.add_argument("--steps", type=int, default=3, help="steps of a sample")
     parser.add_argument("--samples", type=int, default=6)
@@ -172,7 +182,15 @@ def main(arguments: list[str] | None = None) -> None:
     if options.divide:
         sizes = dataclasses.replace(sizes, batch=sizes.batch * jax.device_count())
     attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    steps = {n: program.build(sizes, offloads=n, attention=attention) for n in (False, True)}
+    variants = {name: VARIANTS[name] for name in options.variants}
+    for gigabytes in options.device_gb:
+        budget = {"device_bytes": 1e9 * gigabytes}
+        variants[f"planned-{gigabytes:g}"] = Variant(None, jaxoff.jit, budget)
+    steps: dict[bool | None, ClientStep] = {
+        n: program.build(sizes, offloads=n, attention=attention) for n in (False, True)
+    }
+    recomputing = dataclasses.replace(program, offloads=None)
+    steps[None] = recomputing.build(sizes, attention=attention)
     batch = steps[True].make_batch(jax.random.key(1))
     shardings = None
     if options.divide:
@@ -182,8 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
         batch = jax.device_put(batch, of_batch)
     state = jax.jit(steps[True].initialize, out_shardings=shardings)(jax.random.key(0))
     functions, rows = {}, {}
-    for name in options.variants:
-        variant = VARIANTS[name]
+    for name, variant in variants.items():
         functions[name] = make_function(variant, steps[variant.offloads], shardings)
         if variant.options.get("tune"):
             with warnings.catch_warnings():

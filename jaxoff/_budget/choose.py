@@ -7,6 +7,7 @@ memory.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from jaxoff._budget.integer_program import IntegerProgram
@@ -26,6 +27,10 @@ _LEAST_OFFLOADED_NBYTES = 1 << 20
 _HIDING_SHARE = 0.9
 # Buffers on the device for an offloaded value: one fills while another is copied.
 _BUFFERS = 2
+# Part of a loop's compute that offloading anything in it costs, beside copies that are not hidden. Under
+# XLA's latency-hiding scheduler dense layers took 4% more time with copies than without (bench/LOG.md,
+# "2026-11-25, night: recipes, chosen by compiled memory").
+_COPYING_SHARE = 0.04
 _MB = 1e6
 
 
@@ -38,6 +43,7 @@ class Costs:
       nbytes: value that may be kept -> bytes of an iteration.
       equation_ms: index of an equation of `pair.pure` -> time to repeat it.
       stored: the values that a kernel writes anyway.
+      ready_ms: value that may be kept -> the compute of a forward iteration until it is there.
       forward_ms, backward_ms: compute of an iteration, without what is repeated.
     """
 
@@ -45,6 +51,7 @@ class Costs:
     nbytes: dict[Var, int]
     equation_ms: tuple[float, ...]
     stored: frozenset[Var]
+    ready_ms: dict[Var, float]
     forward_ms: float
     backward_ms: float
 
@@ -63,12 +70,17 @@ class Costs:
         depends = mark_dependents(pair.body.eqns, set(pair.carried))
         layers = [eqn for eqn, does in zip(pair.body.eqns, depends, strict=True) if does and not eqn.effects]
         values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars)]
+        forward = [ms if id(eqn) in body else 0.0 for eqn, ms in zip(pure, times, strict=True)]
+        ready = dict.fromkeys(pair.carried, 0.0)
+        for eqn, ms in zip(pure, itertools.accumulate(forward), strict=True):
+            ready.update(dict.fromkeys(eqn.outvars, ms))
         return Costs(
             pair,
             {v: compat.nbytes(v.aval) for v in values if hasattr(v.aval, "shape") and v not in pair.free},
             tuple(times),
             frozenset(v for i in graph.kernels for v in pure[i].outvars),
-            sum(ms for eqn, ms in zip(pure, times, strict=True) if id(eqn) in body),
+            ready,
+            sum(forward),
             sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
         )
 
@@ -134,7 +146,7 @@ def _add_pair(
     """
     pair, length = costs.pair, costs.pair.layout.length
     kept: dict[Var, tuple[int, int | None]] = {}
-    copies_out: list[tuple[int, float]] = []
+    copies_out: list[tuple[int, float, float]] = []  # variable, time of the copy, when it can start
     copies_back: list[tuple[int, float]] = []
     for v, nbytes in costs.nbytes.items():
         save, move = program.add_variable(integer=True), None
@@ -145,7 +157,7 @@ def _add_pair(
             move = program.add_variable(integer=True)
             memory.append((move, _BUFFERS * nbytes / _MB))
             host.append((move, length * nbytes / _MB))
-            copies_out.append((move, device.d2h_ms(nbytes)))
+            copies_out.append((move, device.d2h_ms(nbytes), costs.ready_ms[v]))
             copies_back.append((move, device.h2d_ms(nbytes)))
             program.cost[move] += length * device.pass_ms(nbytes)
         kept[v] = save, move
@@ -166,16 +178,21 @@ def _add_pair(
         for v in set(variables(eqn)) - free.keys():
             program.add_upper_bound([(repeated[i], 1.0), *ways(v)], 0.0)
 
-    times = [(i, -ms) for i, ms in zip(repeated, costs.equation_ms, strict=True) if ms]
-    for copies, hidden_ms, more in (
-        (copies_out, costs.forward_ms, []),
-        (copies_back, costs.backward_ms, times),
-    ):
-        if copies:
-            exposed = program.add_variable(upper=float("inf"))
-            terms = [*copies, *((i, _HIDING_SHARE * ms) for i, ms in more)]
-            program.add_lower_bound(exposed, terms, -_HIDING_SHARE * hidden_ms)
-            program.cost[exposed] += length
+    if copies_back:
+        copying = program.add_variable(integer=True)
+        program.cost[copying] += _COPYING_SHARE * length * (costs.forward_ms + costs.backward_ms)
+        for move, _ in copies_back:
+            program.add_lower_bound(copying, [(move, 1.0)])
+        exposed = program.add_variable(upper=float("inf"))
+        program.cost[exposed] += length
+        times = [(i, -_HIDING_SHARE * ms) for i, ms in zip(repeated, costs.equation_ms, strict=True) if ms]
+        program.add_lower_bound(exposed, [*copies_back, *times], -_HIDING_SHARE * costs.backward_ms)
+        # A copy to the host starts when its value is there, and the iteration waits for its end.
+        exposed = program.add_variable(upper=float("inf"))
+        program.cost[exposed] += length
+        for ready in sorted({ms for _, _, ms in copies_out}):
+            later = [(move, copy_ms) for move, copy_ms, ms in copies_out if ms >= ready]
+            program.add_lower_bound(exposed, later, -_HIDING_SHARE * (costs.forward_ms - ready))
     return kept
 
 

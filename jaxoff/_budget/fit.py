@@ -19,7 +19,7 @@ from jaxoff._report.tables import format_nbytes
 # Compilations of a search at most.
 TRIES = 6
 # A program within this part of the budget is not followed by a further search.
-CLOSE_ENOUGH = 0.02
+CLOSE_ENOUGH = 0.04
 # Part of a step by which a further program must be faster, by the model, to be worth a compilation.
 _FASTER = 2e-3
 
@@ -113,18 +113,26 @@ def find_fitting[P](
         tried.append(Tried(tuple(placements), added_ms, devices * nbytes, program))
         return tried[-1]
 
-    room: float | None = None  # for kept values
-    for _ in range(TRIES):
-        chosen = choose_placements(costs, device, float("inf") if room is None else room, host_nbytes)
+    room = math.inf  # for kept values
+    searches = 0
+    while len(tried) < TRIES and searches < 3 * TRIES:
+        searches += 1
+        chosen = choose_placements(costs, device, room, host_nbytes)
         if chosen is None:  # nothing as small: what takes the least
             chosen = _choose_least(costs, device, host_nbytes)
-        if any(t.placements == tuple(chosen[0]) for t in tried):
-            break
         fits = [t for t in tried if t.nbytes <= device_nbytes]
+        if any(t.placements == tuple(chosen[0]) for t in tried):
+            over = [saved_nbytes(costs, t.placements) for t in tried if t.nbytes > device_nbytes]
+            low = max((saved_nbytes(costs, t.placements) for t in fits), default=0.0)
+            middle = (low + min(over, default=low)) / 2
+            if not over or middle == room or middle <= low:
+                break
+            room = middle
+            continue
         if fits and chosen[1] >= min(t.added_ms for t in fits) - _FASTER * _step_ms(costs):
             break
         latest = try_placements(*chosen)
-        if room is None and latest.nbytes <= device_nbytes:
+        if room == math.inf and latest.nbytes <= device_nbytes:
             break
         if 0 <= device_nbytes - latest.nbytes <= CLOSE_ENOUGH * device_nbytes:
             break

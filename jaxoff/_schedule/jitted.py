@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxoff._budget.fit import Budget, find_fitting
+from jaxoff._budget.fit import Budget, BudgetError, find_fitting
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.saved_twin import build_saved_twin
@@ -27,7 +27,7 @@ from jaxoff._runtime.program_memory import program_nbytes
 from jaxoff._runtime.versions import refuse_wrong_jaxlib
 from jaxoff._schedule.call import Call, find_statics
 from jaxoff._schedule.host_memory import peak_host_nbytes
-from jaxoff._schedule.recipes import Recipe, choose_recipe, find_fallback
+from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.settings import JAXLIB, Setting, add_without_graphs, list_settings
@@ -307,7 +307,15 @@ class Jitted:
             return sizes[least], (least, instances[least])
 
         device = self._share_link(call.devices)
-        found = find_fitting(traced.twin, device, budget, compile_program, devices=call.devices)
+        try:
+            found = find_fitting(traced.twin, device, budget, compile_program, devices=call.devices)
+        except BudgetError:  # the step as the user wrote it may take less
+            self._probed.traced = traced
+            setting = self._choose(call, traced)
+            compiled = self._find_instance(call, setting).lower(*call.args, **call.kwargs).compile()
+            if program_nbytes(compiled) > budget.device_nbytes:
+                raise
+            return setting
         setting, instance = found.program
         self._instances[call.key, setting] = instance
         return setting
@@ -431,18 +439,3 @@ class Jitted:
         level = jax.config.jax_optimization_level
         for text in flags.find_harmful_options(self._given, scanned=bool(program.scanned), level=level):
             warnings.warn(text, stacklevel=2)
-
-
-class LoweredByRecipe:
-    """A `jax.stages.Lowered` whose `compile` chooses the recipe; everything else is the first recipe's."""
-
-    def __init__(self, lowered: jax.stages.Lowered, lower_chosen: Callable[[], jax.stages.Lowered]):
-        self._lowered, self._lower_chosen = lowered, lower_chosen
-
-    def compile(self, compiler_options: Mapping[str, Any] | None = None, **kwargs) -> jax.stages.Compiled:
-        """As `jax.stages.Lowered.compile`, of the recipe that takes no more memory than `jax.jit`."""
-        options = dict(compiler_options) if compiler_options else None
-        return self._lower_chosen().compile(options, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lowered, name)

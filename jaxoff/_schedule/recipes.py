@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -176,3 +177,18 @@ def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> Finding | 
         f"the program runs by the recipe {chosen.value!r}{now}: by {first.recipe.value!r} it {took}. {loss}; "
         f"recipe={first.recipe.value!r} in jaxoff.jit insists.",
     )
+
+
+class LoweredByRecipe:
+    """A `jax.stages.Lowered` whose `compile` chooses the recipe; everything else is the first recipe's."""
+
+    def __init__(self, lowered: jax.stages.Lowered, lower_chosen: Callable[[], jax.stages.Lowered]):
+        self._lowered, self._lower_chosen = lowered, lower_chosen
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None, **kwargs) -> jax.stages.Compiled:
+        """As `jax.stages.Lowered.compile`, of the recipe that takes no more memory than `jax.jit`."""
+        options = dict(compiler_options) if compiler_options else None
+        return self._lower_chosen().compile(options, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowered, name)

@@ -1,0 +1,77 @@
+"""`jaxoff.jit(device_bytes=)`: the compiled program is within the budget, without a name in the model."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxoff
+from bench.client_steps import PROGRAMS
+from tests.aot.test_clients import DEEP
+
+pytestmark = pytest.mark.aot
+
+LAYERS, ROWS, WIDTH = 8, 8192, 512
+
+
+def layer(x, w):
+    h = jnp.tanh(x @ w["up"])
+    return x + (h * jax.nn.sigmoid(h)) @ w["down"], None
+
+
+def step(w, x):
+    def loss(w):
+        return lax.scan(layer, x, w)[0].astype(jnp.float32).mean()
+
+    value, grads = jax.value_and_grad(loss)(w)
+    return jax.tree.map(lambda v, g: v - 0.01 * g, w, grads), value
+
+
+def arguments():
+    up = jax.ShapeDtypeStruct((LAYERS, WIDTH, 4 * WIDTH), "bfloat16")
+    down = jax.ShapeDtypeStruct((LAYERS, 4 * WIDTH, WIDTH), "bfloat16")
+    return {"up": up, "down": down}, jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16")
+
+
+def compile_within(target, fun, args, nbytes):
+    jitted = jaxoff.jit(fun, donate_argnums=0, device_bytes=nbytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        compiled = target.compile(jitted, *args)
+    return jaxoff.verify(compiled, compiler_options=jitted.options)
+
+
+def test_a_step_without_a_name_fits_each_budget():
+    target, args = jaxoff.target("h100"), arguments()
+    stock = jaxoff.verify(target.compile(jax.jit(step, donate_argnums=0), *args))
+    most = stock.device_peak_bytes
+    everything = compile_within(target, step, args, 2 * most)
+    assert everything.device_peak_bytes <= 1.05 * most
+    peaks, moved = [], []
+    for part in (0.5, 0.3, 0.15):
+        facts = compile_within(target, step, args, part * most)
+        assert facts.device_peak_bytes <= part * most
+        peaks.append(facts.device_peak_bytes)
+        moved.append(facts.d2h_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+    assert moved[0] == 0
+    assert moved[-1] >= LAYERS * ROWS * WIDTH * 2  # the layers' inputs
+
+
+def test_a_budget_that_nothing_fits_says_the_least():
+    with pytest.raises(jaxoff.BudgetError, match=r"no program fits 1\.00 MB.*The least of \d compiled takes"):
+        compile_within(jaxoff.target("h100"), step, arguments(), 1e6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["decoder-scan", "linen-scan", "accumulation", "vit"])
+@pytest.mark.parametrize("part", [0.8, 0.55])
+def test_whole_steps_of_others_fit(name, part):
+    target = jaxoff.target("h100")
+    twin = PROGRAMS[name].build(DEEP, offloads=False, attention="xla")
+    args = twin.state, twin.batch
+    most = jaxoff.verify(target.compile(twin.jit(jax.jit), *args)).device_peak_bytes
+    facts = compile_within(target, twin.fun, args, part * most)
+    assert facts.device_peak_bytes <= part * most

@@ -1,0 +1,176 @@
+"""The search for a program within a budget, with a stand-in for the compiler and in a real step."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxoff
+from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
+from jaxoff._budget.fit import TRIES, Budget, BudgetError, find_fitting, parse_nbytes
+from jaxoff._budget.loop_pairs import LoopPair
+from jaxoff._budget.placements import Placements, list_recomputed, write_placed
+from jaxoff._device.profile import H200
+
+LAYERS, ROWS, WIDTH = 6, 2048, 512
+
+
+def layer(x, w):
+    h = jnp.tanh(x @ w["up"])
+    return x + (h * jax.nn.sigmoid(h)) @ w["down"], None
+
+
+def loss(w, x):
+    return lax.scan(jax.checkpoint(layer, prevent_cse=False), x, w)[0].sum()
+
+
+def structs(layers=LAYERS, rows=ROWS, width=WIDTH):
+    up = jax.ShapeDtypeStruct((layers, width, 4 * width), "float32")
+    down = jax.ShapeDtypeStruct((layers, 4 * width, width), "float32")
+    return {"up": up, "down": down}, jax.ShapeDtypeStruct((rows, width), "float32")
+
+
+@pytest.fixture(scope="module")
+def closed():
+    return jax.make_jaxpr(jax.value_and_grad(loss))(*structs())
+
+
+@pytest.fixture(scope="module")
+def costs(closed):
+    pairs: list[LoopPair] = []
+    write_placed(closed, lambda pair: pairs.append(pair))
+    return [Costs.of(pair, H200) for pair in pairs]
+
+
+class Compiler:
+    """Compiles nothing: a program takes `fixed` bytes and `factor` times what its stacks of values take."""
+
+    def __init__(self, fixed, factor):
+        self.fixed, self.factor, self.sizes = fixed, factor, []
+
+    def __call__(self, program):
+        stacks = 0
+        for eqn in program.jaxpr.eqns:
+            if eqn.primitive.name == "scan" and not eqn.params["reverse"]:
+                outs = [v.aval for v in eqn.outvars if v.aval.shape[:2] == (LAYERS, ROWS)]
+                on_device = [a for a in outs if a.memory_space == jax.memory.Space.Device]
+                stacks += sum(a.size * a.dtype.itemsize for a in on_device)
+        self.sizes.append(self.fixed + self.factor * stacks)
+        return self.sizes[-1], len(self.sizes)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "factor", "budget"),
+    list(itertools.product([10e6, 80e6], [0.8, 1.0, 1.25], [120e6, 180e6, 240e6])),
+)
+def test_the_program_fits_after_few_compilations_and_is_nearly_the_fastest(
+    closed, costs, fixed, factor, budget
+):
+    compiler = Compiler(fixed, factor)
+    found = find_fitting(closed, H200, Budget(budget), compiler)
+    assert found.nbytes <= budget
+    assert found.nbytes == compiler.sizes[found.program - 1]
+    assert len(compiler.sizes) <= TRIES
+    best = choose_placements(costs, H200, (budget - fixed) / factor)
+    assert best is not None
+    assert found.added_ms <= best[1] + 0.02 * LAYERS * (costs[0].forward_ms + costs[0].backward_ms)
+
+
+def test_what_nothing_fits_is_an_error_with_the_least(closed):
+    with pytest.raises(
+        BudgetError, match=r"no program fits 9\.00 MB of device memory. The least of \d"
+    ) as error:
+        find_fitting(closed, H200, Budget(9e6), Compiler(10e6, 1.0))
+    assert error.value.smallest_bytes is not None
+    assert error.value.smallest_bytes >= 10e6
+
+
+def test_less_memory_never_costs_less_time(costs):
+    times = []
+    for nbytes in (1e9, 2e8, 1e8, 5e7, 3e7):
+        found = choose_placements(costs, H200, nbytes)
+        assert found is not None
+        placements, ms = found
+        times.append(ms)
+        assert saved_nbytes(costs, placements) <= nbytes * (1 + 1e-6)
+        list_recomputed(costs[0].pair, placements[0])  # raises where it needs what is not kept
+    assert times == sorted(times)
+
+
+def test_host_memory_is_a_budget_of_its_own(costs):
+    def host(placements):
+        return LAYERS * sum(costs[0].nbytes[costs[0].pair.values[i]] for i in placements[0].offloaded)
+
+    # The input of a layer takes 4.2 MB, and has to be somewhere.
+    without = choose_placements(costs, H200, 1e7)
+    assert without is not None
+    assert host(without[0]) >= LAYERS * ROWS * WIDTH * 4
+    assert choose_placements(costs, H200, 1e7, host_nbytes=1e6) is None
+    limited = choose_placements(costs, H200, 6e7, host_nbytes=1e6)
+    assert limited is not None
+    assert host(limited[0]) == 0
+
+
+def test_the_choice_is_that_of_all_placements(costs):
+    """Brute force over the four largest values of the layer: none is faster within the memory."""
+    (cost,) = costs
+    pair = cost.pair
+    order = sorted(cost.nbytes, key=lambda v: -cost.nbytes[v])
+    positions = [pair.values.index(v) for v in order[:6]]
+    for room in (1e9, 1.2e8, 6e7):
+        found = choose_placements(costs, H200, room)
+        assert found is not None
+        for saved in itertools.chain.from_iterable(itertools.combinations(positions, n) for n in range(7)):
+            placements = Placements((0, *(i for i in saved if i)))
+            if saved_nbytes(costs, [placements]) > room:
+                continue
+            repeated = {id(eqn) for eqn in list_recomputed(pair, placements)}
+            again = sum(
+                ms for eqn, ms in zip(pair.pure, cost.equation_ms, strict=True) if id(eqn) in repeated
+            )
+            assert found[1] <= LAYERS * again + LAYERS * sum(
+                H200.pass_ms(cost.nbytes[pair.values[i]]) for i in placements.saved
+            ) + LAYERS * 1e-6 * len(pair.pure)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(60e9, 60e9), ("60GB", 60e9), ("56 GiB", 56 * 2**30), ("512MB", 512e6), (7, 7.0)]
+)
+def test_bytes_are_numbers_or_text(given, expected):
+    assert parse_nbytes(given, "device_bytes") == expected
+
+
+@pytest.mark.parametrize("given", [0, -1, "60", "60 gigs", "GB", float("inf"), float("nan")])
+def test_other_budgets_are_errors(given):
+    with pytest.raises(ValueError, match="device_bytes is a number of bytes above 0, or text such as"):
+        jaxoff.jit(lambda x: x, device_bytes=given)
+
+
+def test_a_budget_excludes_a_recipe_and_host_bytes_alone():
+    with pytest.raises(ValueError, match="chooses the recipe by compiled memory"):
+        jaxoff.jit(lambda x: x, device_bytes=1e9, recipe="stock")
+    with pytest.raises(ValueError, match="host_bytes goes with device_bytes"):
+        jaxoff.jit(lambda x: x, host_bytes=1e9)
+
+
+def test_a_step_under_a_budget_runs_once_through_the_users_function():
+    calls = []
+
+    def step(w, x):
+        calls.append(1)
+        value, grads = jax.value_and_grad(loss)(w, x)
+        return jax.tree.map(lambda v, g: v - 0.01 * g, w, grads), value
+
+    w, x = jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), structs(4, 64, 128))
+    expected = jax.jit(step)(w, x)
+    calls.clear()
+    planned = jaxoff.jit(step, device_bytes="1GB")
+    got = planned(w, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
+    planned(w, x)
+    assert len(calls) == 1
+    with pytest.raises(jaxoff.BudgetError, match="no program fits"):
+        jaxoff.jit(step, device_bytes="100kB")(w, x)
