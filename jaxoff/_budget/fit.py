@@ -11,6 +11,7 @@ from typing import Any
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.loop_pairs import LoopPair
 from jaxoff._budget.placements import Placements, write_placed
+from jaxoff._budget.report import PlacedValue, list_values
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
@@ -64,16 +65,23 @@ class Tried[P]:
     """A program of the search.
 
     Attributes:
+      pairs: the pairs of loops.
       placements: by pair of loops.
       added_ms: what the placements add to a step, by the model.
       nbytes: device memory of the compiled program.
       program: what the caller's `compile_program` returned.
     """
 
+    pairs: tuple[LoopPair, ...]
     placements: tuple[Placements, ...]
     added_ms: float
     nbytes: float
     program: P
+
+    def list_values(self) -> tuple[PlacedValue, ...]:
+        """The values of all loops with their placements."""
+        pairs = zip(self.pairs, self.placements, strict=True)
+        return tuple(value for pair, placements in pairs for value in list_values(pair, placements))
 
 
 def find_fitting[P](
@@ -110,7 +118,7 @@ def find_fitting[P](
     def try_placements(placements: Sequence[Placements], added_ms: float) -> Tried[P]:
         left = iter(placements)
         nbytes, program = compile_program(write_placed(closed, lambda pair: next(left)))
-        tried.append(Tried(tuple(placements), added_ms, devices * nbytes, program))
+        tried.append(Tried(tuple(pairs), tuple(placements), added_ms, devices * nbytes, program))
         return tried[-1]
 
     room = math.inf  # for kept values

@@ -229,6 +229,8 @@ def _inline_body(body: Jaxpr) -> tuple[Jaxpr, dict[Var, str]]:
                 names[operands[0]] = name
         else:
             eqns.append(eqn.replace(invars=operands))
+            if eqn.primitive.name == "reduce_precision" and operands[0] in names:  # it pins a rounding
+                names[eqn.outvars[0]] = names[operands[0]]
     return body.replace(eqns=eqns, outvars=[_follow(renamed, v) for v in body.outvars]), names
 
 

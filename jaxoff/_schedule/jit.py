@@ -68,8 +68,9 @@ def jit(
       **kwargs: as for `jax.jit`: static and donated arguments, shardings.
 
     Returns:
-      A function like that of `jax.jit`, with `lower`, `trace` and `eval_shape`; `recipe`, `options` and
-      `findings` describe the latest program. Called inside another transformation it is an inner `jax.jit`.
+      A function like that of `jax.jit`, with `lower`, `trace` and `eval_shape`; `recipe`, `options`,
+      `findings` and `budget` (a table of the values that `device_bytes` placed) describe the latest program.
+      Called inside another transformation it is an inner `jax.jit`.
 
     Warns:
       UserWarning: of each finding, once: a policy's rule that matches no name, a value that a policy offloads

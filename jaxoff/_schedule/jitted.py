@@ -16,6 +16,7 @@ import jax
 from jax.core import Tracer
 
 from jaxoff._budget.fit import Budget, BudgetError, find_fitting
+from jaxoff._budget.report import BudgetReport
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.saved_twin import build_saved_twin
@@ -106,6 +107,7 @@ class Jitted:
     Attributes:
       findings: the findings of the calls so far, each once.
       tuned: milliseconds of a step by each program that `tune` compared, for the latest types of arguments.
+      budget: what `device_bytes` was spent on, for the latest types; None before, and for a step as written.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Jitted:
         self._probed = threading.local()  # `traced`: the program of the call under way
         self.findings: tuple[Finding, ...] = ()
         self.tuned: dict[str, float] = {}
+        self.budget: BudgetReport | None = None
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
     def __call__(self, *args, **kwargs):
@@ -287,9 +290,11 @@ class Jitted:
                 "the device and whose constants are known; this one has arguments, results or copies of "
                 "several values at once in host memory, or closes over values of a trace around it."
             )
-        larger = set[Recipe]()  # than other recipes of the same program
+        larger, programs = set[Recipe](), 0  # larger than other recipes of the same program
 
         def compile_program(closed: compat.ClosedJaxpr) -> tuple[float, tuple[Setting, Any]]:
+            nonlocal programs
+            programs += 1
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
             self._probed.traced = dataclasses.replace(traced, given=closed, program=program)
             sizes: dict[Setting, int] = {}
@@ -318,6 +323,8 @@ class Jitted:
             return setting
         setting, instance = found.program
         self._instances[call.key, setting] = instance
+        peak = found.nbytes / call.devices
+        self.budget = BudgetReport(budget.device_nbytes, peak, programs, found.list_values())
         return setting
 
     def _find_tuning(self, call: Call) -> Tuning | None:

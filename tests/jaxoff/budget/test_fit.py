@@ -1,5 +1,6 @@
 """The search for a program within a budget, with a stand-in for the compiler and in a real step."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -13,7 +14,9 @@ from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.fit import TRIES, Budget, BudgetError, find_fitting, parse_nbytes
 from jaxoff._budget.loop_pairs import LoopPair
 from jaxoff._budget.placements import Placements, list_recomputed, write_placed
+from jaxoff._budget.report import BudgetReport, list_values
 from jaxoff._device.profile import H200
+from jaxoff._jaxpr.tag import Tag
 
 LAYERS, ROWS, WIDTH = 6, 2048, 512
 
@@ -172,5 +175,57 @@ def test_a_step_under_a_budget_runs_once_through_the_users_function():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
     planned(w, x)
     assert len(calls) == 1
+    assert planned.budget.device_bytes == 1e9
+    assert 0 < planned.budget.peak_bytes <= 1e9
+    assert "offload" not in {v.placement for v in planned.budget.values}
     with pytest.raises(jaxoff.BudgetError, match="no program fits"):
         jaxoff.jit(step, device_bytes="100kB")(w, x)
+
+
+def named_layer(x, w):
+    with jax.named_scope("mlp/up"):
+        h = x @ w["up"]
+    h = jaxoff.name(jnp.tanh(h), "act")
+    with jax.named_scope("down"):
+        return x + jaxoff.mark_not_offload(h * jax.nn.sigmoid(h)) @ w["down"], None
+
+
+def named_loss(w, x):
+    return lax.scan(jax.checkpoint(named_layer, prevent_cse=False), x, w)[0].sum()
+
+
+def place_named(room, loss=named_loss):
+    pairs: list[LoopPair] = []
+    write_placed(jax.make_jaxpr(jax.value_and_grad(loss))(*structs()), lambda pair: pairs.append(pair))
+    found = choose_placements([Costs.of(pair, H200) for pair in pairs], H200, room)
+    assert found is not None
+    return list(list_values(pairs[0], found[0][0]))
+
+
+def test_a_report_has_a_row_for_each_kept_value_by_name_or_by_path_and_source():
+    rows = {row.value: row for row in place_named(1e9)}
+    assert rows["act"].placement == "save"
+    assert rows["act"].shape == f"float32[{ROWS}, {4 * WIDTH}]"
+    assert rows["act"].nbytes == LAYERS * ROWS * 4 * WIDTH * 4
+    assert "test_fit.py:" in rows["act"].source
+    rows = {row.value: row for row in place_named(1e7)}
+    assert rows["carry"].placement == "offload"
+    assert rows["mlp/up:dot_general"].placement == "recompute"
+    report = BudgetReport(2e9, 1.5e9, 3, tuple(rows.values()))
+    assert "compiled peak 1.50 GB of 2.00 GB; 3 programs compiled" in str(report)
+    assert "mlp/up:dot_general" in str(report)
+    assert report.to_dict()["values"][0]["placement"] in ("save", "offload", "recompute")
+
+
+def test_a_value_marked_not_offload_stays_off_the_host():
+    free_link = dataclasses.replace(H200, d2h_gbps=1e9, h2d_gbps=1e9, memory_gbps=1e9)
+    pairs: list[LoopPair] = []
+    write_placed(jax.make_jaxpr(jax.value_and_grad(named_loss))(*structs()), lambda pair: pairs.append(pair))
+    (pair,) = pairs
+    marked = [v for v, name in pair.names.items() if Tag.of(name).mark == "not_offload"]
+    assert marked
+    found = choose_placements([Costs.of(pair, free_link)], free_link, 1e8)
+    assert found is not None
+    offloaded = {pair.values[i] for i in found[0][0].offloaded}
+    assert offloaded
+    assert offloaded.isdisjoint(marked)
