@@ -150,6 +150,12 @@ def find_fitting[P](
         return min(fits, key=lambda t: t.added_ms)
     least = min(tried, key=lambda t: t.nbytes)
     kept = _describe(pairs, least.placements)
+    if not pairs:
+        kept += (
+            ": no loop over layers (jax.lax.scan) with a loop of its backward pass was found to place "
+            "values of. "
+            "Layers in a Python loop are not placed, nor a jax.shard_map that is differentiated from outside"
+        )
     raise BudgetError(
         f"no program fits {format_nbytes(int(device_nbytes / devices))} of device memory. The least of "
         f"{len(tried)} compiled takes {format_nbytes(int(least.nbytes / devices))}, with {kept}.",

@@ -91,6 +91,13 @@ def test_what_nothing_fits_is_an_error_with_the_least(closed):
     assert error.value.smallest_bytes >= 10e6
 
 
+def test_a_step_without_a_loop_over_layers_is_told_so():
+    with pytest.raises(
+        BudgetError, match=r"no loop over layers \(jax.lax.scan\) with a loop of its backward"
+    ):
+        jaxoff.jit(jax.grad(lambda x: jnp.sin(x).sum()), device_bytes=8)(jnp.ones(3))
+
+
 def test_less_memory_never_costs_less_time(costs):
     times = []
     for nbytes in (1e9, 2e8, 1e8, 5e7, 3e7):
