@@ -1,7 +1,6 @@
 """The choice of placements: the least time in a given memory, by an integer program.
 
-The model ranks, compilation judges: `jaxoff._budget.fit` compiles what is chosen here, and corrects the
-memory.
+The model ranks, compilation judges: `jaxoff._budget.fit` compiles each choice, and corrects the memory.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from jaxoff._jaxpr.tag import Tag
 
 # Values below this size are not offloaded: a copy has a latency of some 10 us.
 _LEAST_OFFLOADED_NBYTES = 1 << 20
-# Part of a loop's compute that copies can be hidden beside. The first and last copies have none.
+# Part of a loop's compute with copies beside. The first and last copies have nothing to hide beside.
 _HIDING_SHARE = 0.9
-# Buffers on the device for an offloaded value: one fills while another is copied.
+# Buffers on the device for an offloaded value: a copy reads the first while a kernel fills the second.
 _BUFFERS = 2
-# Part of a loop's compute that offloading anything in it costs, beside copies that are not hidden. Under
+# Cost of any offload in a loop, as a part of the loop's compute, beside copies in the open. Under
 # XLA's latency-hiding scheduler dense layers took 4% more time with copies than without (bench/LOG.md,
 # "2026-11-25, night: recipes, chosen by compiled memory").
 _COPYING_SHARE = 0.04
@@ -36,15 +35,15 @@ _MB = 1e6
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What the values of a layer cost.
+    """The costs of a layer's values.
 
     Attributes:
       pair: the loops.
-      nbytes: value that may be kept -> bytes of an iteration.
-      equation_ms: index of an equation of `pair.pure` -> time to repeat it.
-      stored: the values that a kernel writes anyway.
-      ready_ms: value that may be kept -> the compute of a forward iteration until it is there.
-      forward_ms, backward_ms: compute of an iteration, without what is repeated.
+      nbytes: value to keep -> bytes of an iteration.
+      equation_ms: index of an equation of `pair.pure` -> milliseconds of a repetition.
+      stored: the values written by a kernel in any case.
+      ready_ms: value to keep -> the compute of a forward iteration before and in the value's kernel.
+      forward_ms, backward_ms: compute of an iteration, without repetitions.
     """
 
     pair: LoopPair
@@ -66,7 +65,7 @@ class Costs:
             times[i] = step_kernel_ms(graph, i, device)
         rest = KernelGraph(pair.rest, frozenset(v for v in pair.outs if isinstance(v, Var)))
         body = {id(eqn) for eqn in pair.body.eqns}
-        # What depends on weights and constants alone is a conversion or the like: cheap to repeat.
+        # Values of weights and constants alone are conversions and the like: cheap to repeat.
         depends = mark_dependents(pair.body.eqns, set(pair.carried))
         layers = [eqn for eqn, does in zip(pair.body.eqns, depends, strict=True) if does and not eqn.effects]
         values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars)]
@@ -93,11 +92,11 @@ def choose_placements(
     Args:
       costs: of each pair of loops.
       device: rates.
-      device_nbytes: the most that kept values take on the device, all iterations together.
-      host_nbytes: the most that they take on the host; None for any.
+      device_nbytes: the most memory of kept values on the device, all iterations together.
+      host_nbytes: the most memory of kept values on the host; None for any.
 
     Returns:
-      Placements by pair, and the time that they add to a step, in ms; None if nothing fits.
+      Placements by pair, and the time added to a step, in ms; None if nothing fits.
     """
     if not costs:
         return [], 0.0
@@ -123,7 +122,7 @@ def choose_placements(
 
 
 def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> float:
-    """Bytes that kept values take on the device, as `choose_placements` counts them."""
+    """Bytes of kept values on the device, by the count of `choose_placements`."""
     total = 0.0
     for cost, placed in zip(costs, placements, strict=True):
         values = cost.pair.values
@@ -142,11 +141,11 @@ def _add_pair(
     """Adds the variables and constraints of a pair of loops.
 
     Returns:
-      value -> the variables that say whether it is saved, and whether it is offloaded (None: never).
+      value -> the variables for saving and for offloading the value (None: never offloaded).
     """
     pair, length = costs.pair, costs.pair.layout.length
     kept: dict[Var, tuple[int, int | None]] = {}
-    copies_out: list[tuple[int, float, float]] = []  # variable, time of the copy, when it can start
+    copies_out: list[tuple[int, float, float]] = []  # variable, time of the copy, earliest start
     copies_back: list[tuple[int, float]] = []
     for v, nbytes in costs.nbytes.items():
         save, move = program.add_variable(integer=True), None
@@ -167,7 +166,7 @@ def _add_pair(
     free = pair.free
 
     def ways(v: Var) -> list[tuple[int, float]]:
-        """The variables one of which makes a value available in the backward loop, with the factor -1."""
+        """The variables for ways to have a value in the backward loop, with the factor -1."""
         keeping = [(i, -1.0) for i in kept.get(v, ()) if i is not None]
         return keeping + ([(repeated[maker[v]], -1.0)] if v in maker else [])
 

@@ -47,10 +47,10 @@ class Budget:
 
     @staticmethod
     def of(device_bytes: float | str | None, host_bytes: float | str | None) -> Budget | None:
-        """The budget that a caller gives; None without one.
+        """The budget of a caller's arguments; None without a budget.
 
         Raises:
-          ValueError: for what is no number of bytes, and for a budget of host memory alone.
+          ValueError: for anything but a number of bytes, and for a budget of host memory alone.
         """
         host = None if host_bytes is None else parse_nbytes(host_bytes, "host_bytes")
         if device_bytes is None:
@@ -67,9 +67,9 @@ class Tried[P]:
     Attributes:
       pairs: the pairs of loops.
       placements: by pair of loops.
-      added_ms: what the placements add to a step, by the model.
+      added_ms: the time added to a step by the placements, by the model.
       nbytes: device memory of the compiled program.
-      program: what the caller's `compile_program` returned.
+      program: the second result of the caller's `compile_program`.
     """
 
     pairs: tuple[LoopPair, ...]
@@ -94,16 +94,16 @@ def find_fitting[P](
 ) -> Tried[P]:
     """Finds the fastest program within a budget, by compilations.
 
-    The first program keeps everything on the device. Its compiled memory says what is left for kept values,
-    and each further program corrects that.
+    The first program keeps everything on the device. Its compiled memory leaves room for kept values;
+    each further program corrects the room.
 
     Args:
       closed: a differentiated program without copies between memories.
       device: rates of a device.
       budget: the memory of a device.
-      compile_program: program -> (bytes on a device, anything that stands for the compiled program).
-      devices: the number of devices over which the compiler divides the values of `closed`; the model takes
-        them for one device with the rates and the memory of all.
+      compile_program: program -> (bytes on a device, a handle of the compiled program).
+      devices: the number of devices over which the compiler divides the values of `closed`; the model
+        sees a single device with the rates and the memory of all.
 
     Raises:
       BudgetError: if no program fits.
@@ -126,7 +126,7 @@ def find_fitting[P](
     while len(tried) < TRIES and searches < 3 * TRIES:
         searches += 1
         chosen = choose_placements(costs, device, room, host_nbytes)
-        if chosen is None:  # nothing as small: what takes the least
+        if chosen is None:  # nothing is as small
             chosen = _choose_least(costs, device, host_nbytes)
         fits = [t for t in tried if t.nbytes <= device_nbytes]
         if any(t.placements == tuple(chosen[0]) for t in tried):
@@ -164,7 +164,7 @@ def find_fitting[P](
 
 
 def _join(device: Device, devices: int) -> Device:
-    """Several devices as one with the rates of all."""
+    """A single device with the rates of several."""
     rates = ("flops", "memory_gbps", "d2h_gbps", "h2d_gbps")
     return dataclasses.replace(device, **{name: devices * getattr(device, name) for name in rates})
 
@@ -178,7 +178,7 @@ def _correct(costs: Sequence[Costs], tried: Sequence[Tried[Any]], device_nbytes:
     """Room for kept values, by the compiled memory of the programs nearest to the budget."""
     nearest = min(tried, key=lambda t: abs(t.nbytes - device_nbytes))
     over = nearest.nbytes - device_nbytes
-    # Down by a little more than what is too much, up by a little less than what is left.
+    # Down by a little more than the excess, up by a little less than the rest.
     return max(0.0, saved_nbytes(costs, nearest.placements) - over - abs(over) * 0.05)
 
 
@@ -204,7 +204,7 @@ def _step_ms(costs: Sequence[Costs]) -> float:
 
 
 def _describe(pairs: Sequence[LoopPair], placements: Sequence[Placements]) -> str:
-    """What placements keep, in bytes of all iterations."""
+    """The kept values, in bytes of all iterations."""
     saved = offloaded = 0
     for pair, placed in zip(pairs, placements, strict=True):
         saved += pair.layout.length * compat.nbytes_of(pair.values[i] for i in placed.saved)

@@ -2,8 +2,8 @@
 
 Differentiation turns a scan into two: the forward loop stacks the residuals of each layer, and the backward
 loop reads the stacks. Under `jax.checkpoint` the backward loop repeats equations of the forward loop. Here
-both bodies become one graph: an equation of the backward body that only repeats a forward equation, on the
-same operands, stands for the forward value. So any value of the layer may be kept or recomputed, whatever was
+both bodies become one graph: an equation of the backward body repeating a forward equation, on the same
+operands, stands for the forward value. So any value of the layer may be kept or recomputed, whatever was
 kept before. The graph is the joint graph of forward and backward pass on which partitioners of other
 frameworks work.
 """
@@ -19,7 +19,7 @@ from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
 
-# Equations of a mask or a fill: they take the time of the kernel that reads it.
+# Equations of a mask or a fill: fused into the kernel that reads the mask.
 _CHEAP = frozenset(
     {"add", "and", "broadcast_in_dim", "convert_element_type", "eq", "ge", "gt", "iota", "le",
      "lt", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "squeeze", "sub", "transpose"}
@@ -35,10 +35,10 @@ class LoopPair:
     Attributes:
       forward, backward: the scan equations.
       layout, backward_layout: of their operands and results.
-      body: the forward body, its calls inlined; residuals are among its stacked results. Masks and fills that
-        differentiation moved out of the loop are made in the body, as in the backward body.
+      body: the forward body, its calls inlined; residuals are among its stacked results. The body
+        makes masks and fills moved out of the loop by differentiation, as the backward body does.
       residuals: positions among the forward equation's results: stacks that only the backward loop reads.
-      only_backward: equations of the backward body that depend on no cotangent and repeat no other.
+      only_backward: equations of the backward body without cotangents among their ancestors, none repeated.
       rest: the equations of the backward body that depend on cotangents.
       outs: the results of the backward body.
       given: the arguments of the backward body with no counterpart in `body`.
@@ -76,7 +76,7 @@ class LoopPair:
 
     @property
     def pure(self) -> tuple[JaxprEqn, ...]:
-        """The equations of the layer that depend on no cotangent."""
+        """The equations of the layer without cotangents among their ancestors."""
         return (*self.body.eqns, *self.only_backward)
 
     @property
@@ -132,7 +132,7 @@ def _pair(
     numbering = _Numbering(body)
     theirs, _ = _inline_body(bodies[1].jaxpr)
 
-    # What the backward body's arguments are in the forward body.
+    # The backward body's arguments, as arguments and results of the forward body.
     carried = layout.num_carry
     stacks = dict(zip(forward.outvars[carried:], body.outvars[carried:], strict=True))
     known, given = {}, []
@@ -229,7 +229,7 @@ def _inline_body(body: Jaxpr) -> tuple[Jaxpr, dict[Var, str]]:
                 names[operands[0]] = name
         else:
             eqns.append(eqn.replace(invars=operands))
-            if eqn.primitive.name == "reduce_precision" and operands[0] in names:  # it pins a rounding
+            if eqn.primitive.name == "reduce_precision" and operands[0] in names:  # pins a rounding
                 names[eqn.outvars[0]] = names[operands[0]]
     return body.replace(eqns=eqns, outvars=[_follow(renamed, v) for v in body.outvars]), names
 

@@ -1,4 +1,4 @@
-"""A placement for each value of a layer, and the program written with it."""
+"""Placements for the values of a layer, and the program written with these placements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
 class Placements:
     """The kept values of a layer, by their positions in `LoopPair.values`.
 
-    The backward loop recomputes all other values that it reads.
+    The backward loop recomputes all other values among its operands.
 
     Attributes:
       saved: stacked on the device.
@@ -38,7 +38,7 @@ def list_recomputed(pair: LoopPair, placements: Placements) -> list[JaxprEqn]:
     """The equations that the backward loop repeats, in program order.
 
     Raises:
-      ValueError: if they need a carried value of the layer that is not kept.
+      ValueError: if a carried value of the layer is needed and not kept.
     """
     makers = map_makers(pair.pure)
     have = {*placements.list_kept(pair), *pair.free}
@@ -60,8 +60,8 @@ def write_placed(closed: ClosedJaxpr, decide: Callable[[LoopPair], Placements | 
 
     Args:
       closed: a differentiated program. Its values are on the device.
-      decide: the placements for a pair of loops, or None to leave it. Pairs come in a fixed order; pairs
-        inside of the loops of a pair are left.
+      decide: the placements for a pair of loops, or None to leave the pair. Pairs come in a fixed order;
+        pairs inside of the loops of a pair are left.
     """
 
     def write(program: Any) -> Any:
@@ -140,7 +140,7 @@ def _write_backward(
     stacks: Sequence[Any],
     eqn: JaxprEqn,
 ) -> tuple[list[JaxprEqn], list[Any]]:
-    """The backward loop: it reads the stacks of kept values and recomputes the other values that it needs."""
+    """The backward loop: reads the stacks of kept values and recomputes other values."""
     own, theirs = pair.backward_layout, compat.as_open(pair.backward.params["jaxpr"])
     recomputed, all_kept = list_recomputed(pair, placements), placements.list_kept(pair)
     read = {v for e in (*recomputed, *pair.rest) for v in variables(e)}

@@ -1,4 +1,4 @@
-"""What a step's budget was spent on: a row for each value that is kept or recomputed."""
+"""The table of a step within a budget: a row for each kept or recomputed value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._policy.decision import Placement
 from jaxoff._report.tables import format_nbytes, render_text
 
-# What JAX's transformations add to the names of scopes.
+# Words of JAX's transformations in scopes.
 _TRANSFORMS = re.compile(r"\b(jvp|transpose|vmap|checkpoint|rematted_computation|closed_call|while|body)\b")
 
 
@@ -24,7 +24,7 @@ class PlacedValue:
     """A value of a loop over layers.
 
     Attributes:
-      value: its name if it has one, else `path:operation`, or "carry" for an input of the layer.
+      value: the name of a named value, else `path:operation`, or "carry" for an input of the layer.
       shape: dtype and shape in an iteration.
       count: the number of iterations.
       nbytes: bytes of all iterations.
@@ -47,8 +47,8 @@ class BudgetReport:
     Attributes:
       device_bytes: the budget of a device.
       peak_bytes: the compiled program's device memory.
-      programs: the number of programs that were compiled for it, by placements.
-      values: a row for each kept value, and for each that takes a product or the like to recompute.
+      programs: the number of placements compiled in the search.
+      values: a row for each kept value, and for each recomputed product and the like.
     """
 
     device_bytes: float

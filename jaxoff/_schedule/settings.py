@@ -1,4 +1,4 @@
-"""A recipe with the compiler options that it needs for a program."""
+"""Settings: recipes with the compiler options for a program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JAXLIB = importlib.metadata.version("jaxlib")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A recipe with the compiler options that it needs for a program.
+    """A recipe with its compiler options for a program.
 
     Attributes:
       recipe: the recipe.
@@ -61,7 +61,7 @@ def list_settings(program: Rewritten, given: Mapping[str, Any], *, has_twin: boo
 
 
 def add_without_graphs(settings: list[Setting], given: Mapping[str, Any]) -> list[Setting]:
-    """Settings to be timed: beside those with a default set of captured commands, the same without graphs.
+    """Settings to be timed: also without CUDA graphs where a setting captures XLA's default commands.
 
     A copy outside of loops waits inside of a CUDA graph for the kernels before it.
     """

@@ -1,8 +1,9 @@
-"""Which of several programs of one step is the fastest, by the times of the caller's own steps.
+"""The fastest of several programs of a step, by the times of the caller's own steps.
 
-No model of time tells apart programs that differ by a few percent (bench/LOG.md, "2026-11-25, night: programs
-in other people's styles on one GPU"). All programs compute the same step, so each of the first steps is taken
-by another program and timed. The decision is kept on disk, by the program, the devices and the versions.
+No model of time tells programs apart whose times differ by a few percent (bench/LOG.md, "2026-11-25, night:
+programs in other people's styles on one GPU"). All programs compute the same step, so each of the first steps
+is taken by another program and timed. The decision is kept on disk, by the program, the devices and the
+versions.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from jaxoff._runtime.program_memory import program_nbytes
 from jaxoff._schedule.recipes import TOLERANCE, Recipe
 from jaxoff._schedule.settings import Setting
 
-# The first step of each program is not timed: it loads the program. The median of the others counts.
+# The first step of each program loads the program and is not timed. The median of the others counts.
 WARMUPS, SAMPLES = 1, 3
-# A program is preferred to those before it only if it is faster by this part, about what medians vary by.
+# Among programs within this part of the least time, about the noise of medians, the first is preferred.
 MARGIN = 0.003
 
 
@@ -76,7 +77,7 @@ class Tuning:
 
 
 def find_fastest(settings: Sequence[Setting], milliseconds: Mapping[str, float]) -> Setting | None:
-    """The setting with the least time; of those within `MARGIN` of it, the first. None if none has a time."""
+    """The setting with the least time; within `MARGIN`, the first. None without a time."""
     limit = (1 + MARGIN) * min(milliseconds.values(), default=math.nan)
     return next((s for s in settings if milliseconds.get(str(s), math.inf) <= limit), None)
 
@@ -84,9 +85,9 @@ def find_fastest(settings: Sequence[Setting], milliseconds: Mapping[str, float])
 def list_within_limit(
     settings: Sequence[Setting], compile_setting: Callable[[Setting], jax.stages.Compiled]
 ) -> list[Setting]:
-    """The settings that take no more device memory than the program as given or its saved twin (1% more).
+    """The settings within the device memory of the program as given and of its saved twin (1% more).
 
-    Settings that XLA refuses to compile are left out. If none is left, the first setting is the only one.
+    Settings refused by XLA are left out. If none is left, the first setting is returned alone.
     """
     nbytes: dict[Setting, float] = {}
     for setting in settings:
@@ -100,7 +101,7 @@ def list_within_limit(
 
 
 def find_saved(chosen: Setting, milliseconds: Mapping[str, float]) -> list[Finding]:
-    """A finding if the program that runs offloads nothing."""
+    """A finding if the chosen program offloads nothing."""
     if chosen.recipe is not Recipe.SAVED:
         return []
     others = {name: ms for name, ms in milliseconds.items() if name != str(chosen)}
@@ -118,7 +119,7 @@ def find_saved(chosen: Setting, milliseconds: Mapping[str, float]) -> list[Findi
 
 
 def cache_folder() -> Path:
-    """The folder of decisions: that of the environment's `JAXOFF_CACHE_DIR`, or one of the user's caches."""
+    """The folder of decisions: `JAXOFF_CACHE_DIR` of the environment, or `jaxoff` among the user's caches."""
     given = os.environ.get("JAXOFF_CACHE_DIR")
     return (
         Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxoff"
@@ -133,7 +134,7 @@ def make_key(program: str, devices: int) -> str:
 
 
 def refuse_several_processes() -> None:
-    """Raises a ValueError if this process is one of several, each of which would choose by its own times."""
+    """Raises a ValueError in one of several processes: each would choose by its own times."""
     if jax.process_count() > 1:
         raise ValueError(
             f"jaxoff.jit(tune=True) compares programs in one process; got {jax.process_count()} processes, "
@@ -142,7 +143,7 @@ def refuse_several_processes() -> None:
 
 
 def read_decision(key: str) -> dict[str, float]:
-    """The milliseconds by setting that were written under a key; none without a sound file."""
+    """The milliseconds by setting under a key; empty without a sound file."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((cache_folder() / f"tuned-{key}.json").read_text())["milliseconds"]
         return {str(name): float(ms) for name, ms in found.items()}
