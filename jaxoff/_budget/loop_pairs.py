@@ -11,11 +11,14 @@ frameworks work.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
 
@@ -272,5 +275,31 @@ class _Numbering:
     def _key(eqn: JaxprEqn, operands: list[Any]) -> Any:
         # A program among the parameters prints its equations; a function prints its address.
         params = ", ".join(f"{name}={eqn.params[name]}" for name in sorted(eqn.params))
-        atoms = ((str(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in operands)
-        return eqn.primitive.name, params, tuple(atoms)
+        arrays = tuple(map(_identify, _list_arrays(eqn.params)))
+        atoms = ((_identify(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in operands)
+        return eqn.primitive.name, params, arrays, tuple(atoms)
+
+
+def _list_arrays(value: Any) -> Iterator[Any]:
+    """The arrays in parameters of an equation, which the text of the parameters abbreviates or leaves out."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _list_arrays(item)
+    elif isinstance(value, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
+        yield from value.consts
+        yield from _list_arrays(value.jaxpr)
+    elif isinstance(value, Jaxpr):
+        for eqn in value.eqns:
+            yield from (v.val for v in eqn.invars if isinstance(v, Literal) and compat.shape_of(v.aval))
+            yield from _list_arrays(eqn.params)
+    elif isinstance(value, (np.ndarray, jax.Array)):
+        yield value
+
+
+def _identify(value: Any) -> Any:
+    """A hashable key of a number or an array: equal keys mean equal values."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return str(value.dtype), value.shape, value.tobytes()
+    return ("id", id(value)) if isinstance(value, jax.Array) else (type(value), value)

@@ -103,6 +103,31 @@ def test_what_the_backward_loop_repeats_is_the_forward_value():
     assert [e.primitive.name for e in list_recomputed(pair, Placements((0,)))] == ["dot_general", "cos"]
 
 
+def test_values_that_differ_in_a_long_constant_are_told_apart():
+    """The text of a long array leaves out its middle."""
+    first, second = np.arange(5000.0), np.arange(5000.0)
+    second[2500] = 0
+    assert str(first) == str(second)
+
+    def call(x, table):
+        return lax.cond(x.sum() > 0, lambda x: jnp.sin(x * table), lambda x: jnp.cos(x * table), x)
+
+    def layer(x, w):
+        return call(call(x, first) * w, second), None
+
+    def loss(x, ws):
+        return lax.scan(jax.checkpoint(layer, prevent_cse=False), x, ws)[0].sum()
+
+    args = jnp.linspace(0.1, 1.0, 5000), jnp.ones((3, 5000))
+    closed = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*args)
+    for decide in (keep_all, offload_inputs):
+        placed = write_placed(closed, decide)
+        for got, expected in zip(
+            compat.jaxpr_as_fun(placed)(*args), compat.jaxpr_as_fun(closed)(*args), strict=True
+        ):
+            np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
 def test_an_input_of_the_layer_cannot_be_recomputed():
     (pair,) = pairs_of(jax.grad(chain), *arguments())
     with pytest.raises(ValueError, match=r"needs float32\[4,8\], an input of the layer, which is not kept"):
