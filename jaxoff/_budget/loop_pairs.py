@@ -287,10 +287,8 @@ def _list_arrays(value: Any) -> Iterator[Any]:
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from _list_arrays(item)
-    elif isinstance(value, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
-        yield from value.consts
-        yield from _list_arrays(value.jaxpr)
-    elif isinstance(value, Jaxpr):
+    elif isinstance(value, (Jaxpr, ClosedJaxpr)):
+        yield from getattr(value, "consts", ())
         for eqn in value.eqns:
             yield from (v.val for v in eqn.invars if isinstance(v, Literal) and compat.shape_of(v.aval))
             yield from _list_arrays(eqn.params)
@@ -300,6 +298,8 @@ def _list_arrays(value: Any) -> Iterator[Any]:
 
 def _identify(value: Any) -> Any:
     """A hashable key of a number or an array: equal keys mean equal values."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        return str(value.dtype), value.shape, value.tobytes()
-    return ("id", id(value)) if isinstance(value, jax.Array) else (type(value), value)
+    if isinstance(value, jax.Array):
+        return "id", id(value)
+    if hasattr(value, "tobytes"):  # of NumPy, or JAX's own for constants
+        return str(value.dtype), value.shape, np.asarray(value).tobytes()
+    return type(value), value
