@@ -94,8 +94,8 @@ def find_fitting[P](
 ) -> Tried[P]:
     """Finds the fastest program within a budget, by compilations.
 
-    The first program keeps everything on the device. Its compiled memory leaves room for kept values;
-    each further program corrects the room.
+    The first program has the room that the arguments leave for kept values. Its compiled memory, and that of
+    each further program, corrects the room.
 
     Args:
       closed: a differentiated program without copies between memories.
@@ -121,7 +121,8 @@ def find_fitting[P](
         tried.append(Tried(tuple(pairs), tuple(placements), added_ms, devices * nbytes, program))
         return tried[-1]
 
-    room = math.inf  # for kept values
+    fastest = choose_placements(costs, device, math.inf, host_nbytes)
+    room = max(0.0, device_nbytes - compat.nbytes_of(closed.jaxpr.invars))  # for kept values
     searches = 0
     while len(tried) < TRIES and searches < 3 * TRIES:
         searches += 1
@@ -131,16 +132,17 @@ def find_fitting[P](
         fits = [t for t in tried if t.nbytes <= device_nbytes]
         if any(t.placements == tuple(chosen[0]) for t in tried):
             over = [saved_nbytes(costs, t.placements) for t in tried if t.nbytes > device_nbytes]
+            over += [saved_nbytes(costs, fastest[0])] if fastest else []
             low = max((saved_nbytes(costs, t.placements) for t in fits), default=0.0)
             middle = (low + min(over, default=low)) / 2
-            if not over or middle == room or middle <= low:
+            if middle in (room, low):
                 break
             room = middle
             continue
         if fits and chosen[1] >= min(t.added_ms for t in fits) - _FASTER * _step_ms(costs):
             break
         latest = try_placements(*chosen)
-        if room == math.inf and latest.nbytes <= device_nbytes:
+        if fastest and latest.nbytes <= device_nbytes and latest.placements == tuple(fastest[0]):
             break
         if 0 <= device_nbytes - latest.nbytes <= CLOSE_ENOUGH * device_nbytes:
             break
@@ -152,8 +154,7 @@ def find_fitting[P](
     kept = _describe(pairs, least.placements)
     if not pairs:
         kept += (
-            ": no loop over layers (jax.lax.scan) with a loop of its backward pass was found to place "
-            "values of. "
+            ": no loop over layers (jax.lax.scan) with a loop of its backward pass was found. "
             "Layers in a Python loop are not placed, nor a jax.shard_map that is differentiated from outside"
         )
     raise BudgetError(
