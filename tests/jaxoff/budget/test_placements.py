@@ -17,8 +17,11 @@ from jaxoff._budget.placements import Placements, list_recomputed, write_placed
 from jaxoff._jaxpr import compat
 from tests.clients.test_clients import ROUNDED
 
-QUICK = {"decoder-scan", "accumulation", "ssm-chunks"}
-SCANS = sorted(QUICK | {"linen-scan", "nnx-scan", "layer-axis", "equinox", "vit", "groups"})
+QUICK = {("decoder-scan", "all recomputed"), ("ssm-chunks", "all saved")}
+SCANS = (
+    "accumulation", "decoder-scan", "equinox", "groups", "layer-axis", "linen-scan", "nnx-scan", "ssm-chunks",
+    "vit",
+)  # fmt: skip
 # The model's own checkpoint: none at all, everything recomputed.
 CHECKPOINTS = {"all saved": jax.checkpoint_policies.everything_saveable, "all recomputed": None}
 
@@ -42,9 +45,13 @@ def count_host(closed):
     return len(re.findall(r"<host>.* = device_put|:\w+<host>\[", str(closed)))
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in SCANS]
+    ("name", "checkpoint"),
+    [
+        pytest.param(name, checkpoint, marks=[pytest.mark.long] * ((name, checkpoint) not in QUICK))
+        for name in SCANS
+        for checkpoint in CHECKPOINTS
+    ],
 )
 def test_a_step_with_other_placements_has_the_same_results(name, checkpoint):
     if name == "equinox":
