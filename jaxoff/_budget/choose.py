@@ -64,14 +64,13 @@ class Costs:
         for i in graph.kernels:
             times[i] = step_kernel_ms(graph, i, device)
         rest = KernelGraph(pair.rest, frozenset(v for v in pair.outs if isinstance(v, Var)))
-        body = {id(eqn) for eqn in pair.body.eqns}
         # Values of weights and constants alone are conversions and the like: cheap to repeat.
         depends = mark_dependents(pair.body.eqns, set(pair.carried))
         layers = [eqn for eqn, does in zip(pair.body.eqns, depends, strict=True) if does and not eqn.effects]
         values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars)]
-        forward = [ms if id(eqn) in body else 0.0 for eqn, ms in zip(pure, times, strict=True)]
+        forward = times[: len(pair.body.eqns)]  # the first of `pure`
         ready = dict.fromkeys(pair.carried, 0.0)
-        for eqn, ms in zip(pure, itertools.accumulate(forward), strict=True):
+        for eqn, ms in zip(pair.body.eqns, itertools.accumulate(forward), strict=True):
             ready.update(dict.fromkeys(eqn.outvars, ms))
         return Costs(
             pair,

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.loop_pairs import LoopPair
-from jaxoff._budget.placements import Placements, write_placed
+from jaxoff._budget.placements import Placements, list_loop_pairs, write_placed
 from jaxoff._budget.report import PlacedValue, list_values
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -108,8 +108,7 @@ def find_fitting[P](
     Raises:
       BudgetError: if no program fits.
     """
-    pairs: list[LoopPair] = []
-    write_placed(closed, lambda pair: pairs.append(pair))
+    pairs = list_loop_pairs(closed)
     device, budget = _join(device, devices), _scale(budget, devices)
     costs = [Costs.of(pair, device) for pair in pairs]
     tried: list[Tried[P]] = []
@@ -122,19 +121,20 @@ def find_fitting[P](
         return tried[-1]
 
     fastest = choose_placements(costs, device, math.inf, host_nbytes)
+    assert fastest is not None  # everything may be saved
     room = max(0.0, device_nbytes - compat.nbytes_of(closed.jaxpr.invars))  # for kept values
     searches = 0
     while len(tried) < TRIES and searches < 3 * TRIES:
         searches += 1
         chosen = choose_placements(costs, device, room, host_nbytes)
         if chosen is None:  # nothing is as small
-            chosen = _choose_least(costs, device, host_nbytes)
+            chosen = _choose_least(costs, device, host_nbytes, fastest)
         fits = [t for t in tried if t.nbytes <= device_nbytes]
         if any(t.placements == tuple(chosen[0]) for t in tried):
             over = [saved_nbytes(costs, t.placements) for t in tried if t.nbytes > device_nbytes]
-            over += [saved_nbytes(costs, fastest[0])] if fastest else []
+            over.append(saved_nbytes(costs, fastest[0]))
             low = max((saved_nbytes(costs, t.placements) for t in fits), default=0.0)
-            middle = (low + min(over, default=low)) / 2
+            middle = (low + min(over)) / 2
             if middle in (room, low):
                 break
             room = middle
@@ -142,7 +142,7 @@ def find_fitting[P](
         if fits and chosen[1] >= min(t.added_ms for t in fits) - _FASTER * _step_ms(costs):
             break
         latest = try_placements(*chosen)
-        if fastest and latest.nbytes <= device_nbytes and latest.placements == tuple(fastest[0]):
+        if latest.nbytes <= device_nbytes and latest.placements == tuple(fastest[0]):
             break
         if 0 <= device_nbytes - latest.nbytes <= CLOSE_ENOUGH * device_nbytes:
             break
@@ -151,7 +151,7 @@ def find_fitting[P](
     if fits:
         return min(fits, key=lambda t: t.added_ms)
     least = min(tried, key=lambda t: t.nbytes)
-    kept = _describe(pairs, least.placements)
+    kept = _describe(least.list_values())
     if not pairs:
         kept += (
             ": no loop over layers (jax.lax.scan) with a loop of its backward pass was found. "
@@ -184,12 +184,14 @@ def _correct(costs: Sequence[Costs], tried: Sequence[Tried[Any]], device_nbytes:
 
 
 def _choose_least(
-    costs: Sequence[Costs], device: Device, host_nbytes: float | None
+    costs: Sequence[Costs],
+    device: Device,
+    host_nbytes: float | None,
+    fastest: tuple[list[Placements], float],
 ) -> tuple[list[Placements], float]:
-    """Placements with as little kept on the device as the model knows."""
+    """Placements with as little kept on the device as the model knows, between nothing and the fastest."""
     low, high = 0.0, sum(c.pair.layout.length * max(c.nbytes.values(), default=0) for c in costs) + 1.0
-    found = choose_placements(costs, device, float("inf"), host_nbytes)
-    assert found is not None
+    found = fastest
     for _ in range(12):
         middle = (low + high) / 2
         chosen = choose_placements(costs, device, middle, host_nbytes)
@@ -204,12 +206,11 @@ def _step_ms(costs: Sequence[Costs]) -> float:
     return sum(c.pair.layout.length * (c.forward_ms + c.backward_ms) for c in costs)
 
 
-def _describe(pairs: Sequence[LoopPair], placements: Sequence[Placements]) -> str:
+def _describe(values: Sequence[PlacedValue]) -> str:
     """The kept values, in bytes of all iterations."""
-    saved = offloaded = 0
-    for pair, placed in zip(pairs, placements, strict=True):
-        saved += pair.layout.length * compat.nbytes_of(pair.values[i] for i in placed.saved)
-        offloaded += pair.layout.length * compat.nbytes_of(pair.values[i] for i in placed.offloaded)
+    saved, offloaded = (
+        sum(v.nbytes for v in values if v.placement == placement) for placement in ("save", "offload")
+    )
     return f"{format_nbytes(saved)} saved and {format_nbytes(offloaded)} offloaded"
 
 

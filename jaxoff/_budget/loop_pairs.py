@@ -11,6 +11,7 @@ frameworks work.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -60,29 +61,29 @@ class LoopPair:
     given: tuple[Var, ...]
     names: Mapping[Var, str]
 
-    @property
+    @functools.cached_property
     def carried(self) -> tuple[Var, ...]:
         """The carried arguments of the forward body."""
         first = self.layout.num_consts
         return tuple(self.body.invars[first : first + self.layout.num_carry])
 
-    @property
+    @functools.cached_property
     def values(self) -> tuple[Var, ...]:
         """The carried arguments and the values of the forward body, in program order."""
         return (*self.carried, *(v for eqn in self.body.eqns for v in eqn.outvars))
 
-    @property
+    @functools.cached_property
     def free(self) -> dict[Var, Any]:
         """Arguments of the forward body that the backward loop can read, too: argument -> the operand."""
         operands = zip(self.body.invars, self.forward.invars, strict=True)
         return {v: operand for v, operand in operands if v not in self.carried}
 
-    @property
+    @functools.cached_property
     def pure(self) -> tuple[JaxprEqn, ...]:
         """The equations of the layer without cotangents among their ancestors."""
         return (*self.body.eqns, *self.only_backward)
 
-    @property
+    @functools.cached_property
     def needed(self) -> frozenset[Var]:
         """The values of `pure`, and carried arguments, that the equations in `rest` or the results read."""
         made = {v for eqn in self.pure for v in eqn.outvars}.union(self.carried)
@@ -225,7 +226,7 @@ def _inline_body(body: Jaxpr) -> tuple[Jaxpr, dict[Var, str]]:
     renamed: Renamed = {}
     eqns, names = [], {}
     for eqn in inline_calls(body.eqns, renamed):
-        operands = [resolve(renamed, v) for v in eqn.invars]
+        operands = [_follow(renamed, v) for v in eqn.invars]
         if eqn.primitive.name in _ALIASES and len(operands) == len(eqn.outvars):
             renamed.update(zip(eqn.outvars, operands, strict=True))
             if (name := compat.name_in(eqn)) is not None and isinstance(operands[0], Var):

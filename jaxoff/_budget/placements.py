@@ -12,7 +12,7 @@ from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, variables
-from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
+from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +64,8 @@ def write_placed(closed: ClosedJaxpr, decide: Callable[[LoopPair], Placements | 
         pairs inside of the loops of a pair are left.
     """
 
-    def write(program: Any) -> Any:
-        if isinstance(program, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
-            return program.replace(jaxpr=write(program.jaxpr))
-        level, by_eqn, paired = inline_level(program), {}, set()
+    def write(program: Jaxpr) -> Jaxpr:
+        level, by_eqn, paired = inline_program(program), {}, set()
         for pair in find_loop_pairs(level):
             paired.update((id(pair.forward), id(pair.backward)))
             if (placements := decide(pair)) is not None:
@@ -77,14 +75,14 @@ def write_placed(closed: ClosedJaxpr, decide: Callable[[LoopPair], Placements | 
             return program
         return _write_level(level, by_eqn, inner)
 
-    return write(closed)
+    return compat.map_open(closed, write)
 
 
-def inline_level(jaxpr: Jaxpr) -> Jaxpr:
-    """A program with its calls inlined; its loops stay."""
-    renamed: Renamed = {}
-    eqns = list(inline_calls(jaxpr.eqns, renamed))
-    return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
+def list_loop_pairs(closed: ClosedJaxpr) -> list[LoopPair]:
+    """The pairs of loops of a program, in the order in which `write_placed` asks for their placements."""
+    pairs: list[LoopPair] = []
+    write_placed(closed, pairs.append)  # returns None: leaves each pair
+    return pairs
 
 
 def _write_level(
@@ -100,20 +98,20 @@ def _write_level(
             continue
         pair, placements = by_eqn[id(eqn)]
         if eqn is pair.forward:
-            written, results = _write_forward(pair, placements, here.invars, eqn)
+            written, results = _write_forward(pair, placements, here.invars)
             whole = [i for i in range(len(eqn.outvars)) if i not in pair.residuals]
             renamed.update(zip((eqn.outvars[i] for i in whole), results[: len(whole)], strict=True))
             stacks[id(pair)] = results[len(whole) :]
         else:
             operands = {v: resolve(renamed, operand) for v, operand in pair.free.items()}
-            written, results = _write_backward(pair, placements, here.invars, operands, stacks[id(pair)], eqn)
+            written, results = _write_backward(pair, placements, here.invars, operands, stacks[id(pair)])
             renamed.update(zip(eqn.outvars, results, strict=True))
         eqns += written
     return level.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in level.outvars])
 
 
 def _write_forward(
-    pair: LoopPair, placements: Placements, operands: Sequence[Any], eqn: JaxprEqn
+    pair: LoopPair, placements: Placements, operands: Sequence[Any]
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """The forward loop: its results without the old residuals, then the stacks of kept values."""
     layout = pair.layout
@@ -129,7 +127,7 @@ def _write_forward(
         return tuple(values[: layout.num_carry]), tuple(values[layout.num_carry :])
 
     first, row = layout.num_consts, layout.num_consts + layout.num_carry
-    return _trace_scan(step, operands[:first], operands[first:row], operands[row:], pair.forward, eqn)
+    return _trace_scan(step, operands[:first], operands[first:row], operands[row:], pair.forward)
 
 
 def _write_backward(
@@ -138,7 +136,6 @@ def _write_backward(
     operands: Sequence[Any],
     free: dict[Var, Any],
     stacks: Sequence[Any],
-    eqn: JaxprEqn,
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """The backward loop: reads the stacks of kept values and recomputes other values."""
     own, theirs = pair.backward_layout, compat.as_open(pair.backward.params["jaxpr"])
@@ -174,7 +171,7 @@ def _write_backward(
     stack_of = dict(zip(all_kept, stacks, strict=True))
     all_rows = [*(operand_of[v] for v in rows), *(stack_of[v] for v in kept)]
     initial = [operand_of[v] for v in carry]
-    return _trace_scan(step, [operand_of[v] for v in consts], initial, all_rows, pair.backward, eqn)
+    return _trace_scan(step, [operand_of[v] for v in consts], initial, all_rows, pair.backward)
 
 
 def _interleave(recomputed: Sequence[JaxprEqn], pair: LoopPair) -> list[JaxprEqn]:
@@ -204,7 +201,6 @@ def _trace_scan(
     initial: Sequence[Any],
     rows: Sequence[Any],
     loop: JaxprEqn,
-    eqn: JaxprEqn,
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """The equation of a scan like `loop`, of a function (constants, carry, rows) -> (carry, rows)."""
     layout = compat.scan_in(loop)
@@ -219,7 +215,7 @@ def _trace_scan(
             reverse=loop.params["reverse"],
         )
 
-    return trace_call(scan, [list(consts), list(initial), list(rows)], like=eqn)
+    return trace_call(scan, [list(consts), list(initial), list(rows)], like=loop)
 
 
 def _prune(body: Jaxpr) -> Jaxpr:

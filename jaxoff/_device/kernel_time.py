@@ -17,7 +17,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, variables
-from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
+from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_attention, is_collective, is_compute, is_pallas
 
@@ -88,10 +88,8 @@ def programs_ms(eqn: JaxprEqn, device: Device) -> float:
 
 def _program_ms(program: Jaxpr, device: Device) -> float:
     """The time of all kernels of a program in a row, in ms."""
-    renamed: Renamed = {}
-    eqns = list(inline_calls(program.eqns, renamed))
-    outs = (resolve(renamed, v) for v in program.outvars)
-    graph = KernelGraph(eqns, frozenset(v for v in outs if isinstance(v, Var)))
+    program = inline_program(program)
+    graph = KernelGraph(program.eqns, frozenset(v for v in program.outvars if isinstance(v, Var)))
     return sum(step_kernel_ms(graph, i, device) for i in graph.kernels)
 
 

@@ -250,24 +250,34 @@ def replace_policy(jaxpr, policy: Callable[..., Any]):
     return rewrite_jaxprs(jaxpr, rewrite)
 
 
-def map_programs(eqn: JaxprEqn, fun: Callable[[Any], Any]) -> JaxprEqn:
-    """An equation with each program among its parameters, open or closed, replaced by a function of it."""
+def map_programs(eqn: JaxprEqn, fun: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """An equation with each program among its parameters replaced by a function of the open program."""
 
     def replace(value):
         if isinstance(value, (tuple, list)):
             holds = any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value)
             return type(value)(map(replace, value)) if holds else value
-        return fun(value) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
+        return map_open(value, fun) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
 
     return eqn.replace(params={key: replace(value) for key, value in eqn.params.items()})
 
 
+def map_open(program: Any, fun: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """A program, open or closed, with its open program replaced by a function of it."""
+    jaxpr = as_open(program)
+    found = fun(jaxpr)
+    if found is jaxpr:
+        return program
+    return found if jaxpr is program else program.replace(jaxpr=found)
+
+
 def rewrite_jaxprs(jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]):
     """Rewrites a program and all programs in its equations, from the inside out."""
-    if isinstance(jaxpr, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
-        return jaxpr.replace(jaxpr=rewrite_jaxprs(jaxpr.jaxpr, rewrite))
-    eqns = [map_programs(eqn, lambda program: rewrite_jaxprs(program, rewrite)) for eqn in jaxpr.eqns]
-    return rewrite(jaxpr.replace(eqns=eqns))
+
+    def rewrite_open(jaxpr: Jaxpr) -> Jaxpr:
+        return rewrite(jaxpr.replace(eqns=[map_programs(eqn, rewrite_open) for eqn in jaxpr.eqns]))
+
+    return map_open(jaxpr, rewrite_open)
 
 
 def num_shards(eqn: JaxprEqn) -> int:

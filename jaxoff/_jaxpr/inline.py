@@ -47,6 +47,13 @@ def inline_calls(
             renamed[out] = resolve(results, value)
 
 
+def inline_program(jaxpr: Jaxpr, *, checkpoints: bool = True) -> Jaxpr:
+    """A program with its calls replaced by their equations; options as for `inline_calls`."""
+    renamed: Renamed = {}
+    eqns = list(inline_calls(jaxpr.eqns, renamed, checkpoints=checkpoints))
+    return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
+
+
 def split_scalars(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """Moves scalars without operands, and the constants of filled arrays, out of a program.
 

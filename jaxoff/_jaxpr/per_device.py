@@ -7,7 +7,7 @@ from typing import Any
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import variables
-from jaxoff._jaxpr.inline import Renamed, inline_calls, instantiate, resolve
+from jaxoff._jaxpr.inline import Renamed, inline_program, instantiate
 
 
 def extract_device_program(jaxpr: Jaxpr) -> tuple[Jaxpr, int]:
@@ -25,11 +25,11 @@ def extract_device_program(jaxpr: Jaxpr) -> tuple[Jaxpr, int]:
       A program with the same inputs and results, in order, and the number of devices. The program is for
       analysis only: equations outside of the shard_maps keep their parameters.
     """
-    eqns, outvars = _flatten(jaxpr)
-    maps = [eqn for eqn in eqns if compat.is_shard_map(eqn)]
+    inlined = inline_program(jaxpr, checkpoints=False)
+    maps = [eqn for eqn in inlined.eqns if compat.is_shard_map(eqn)]
     if not maps:
         return jaxpr, 1
-    local_avals = _LocalAvals(eqns)
+    local_avals = _LocalAvals(inlined.eqns)
     local: Renamed = {}
 
     def localize(atom: Any) -> Any:
@@ -38,7 +38,7 @@ def extract_device_program(jaxpr: Jaxpr) -> tuple[Jaxpr, int]:
         return local.setdefault(atom, Var(local_avals.find(atom)))
 
     inputs, found = [localize(v) for v in jaxpr.invars], []
-    for eqn in eqns:
+    for eqn in inlined.eqns:
         operands = [localize(v) for v in eqn.invars]
         if compat.is_shard_map(eqn):
             body, results = instantiate(compat.as_open(eqn.params["jaxpr"]), operands, like=eqn)
@@ -46,15 +46,8 @@ def extract_device_program(jaxpr: Jaxpr) -> tuple[Jaxpr, int]:
             local.update(zip(eqn.outvars, results, strict=True))
         else:
             found.append(eqn.replace(invars=operands, outvars=[localize(v) for v in eqn.outvars]))
-    program = jaxpr.replace(invars=inputs, eqns=found, outvars=[localize(v) for v in outvars])
+    program = jaxpr.replace(invars=inputs, eqns=found, outvars=[localize(v) for v in inlined.outvars])
     return program, max(map(compat.num_shards, maps))
-
-
-def _flatten(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
-    """Inlines `jax.jit` calls. Returns the equations and the results."""
-    renamed: Renamed = {}
-    eqns = list(inline_calls(jaxpr.eqns, renamed, checkpoints=False))
-    return eqns, [resolve(renamed, v) for v in jaxpr.outvars]
 
 
 class _LocalAvals:

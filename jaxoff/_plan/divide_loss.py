@@ -14,7 +14,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import variables
-from jaxoff._jaxpr.inline import inline_calls, resolve
+from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop
 from jaxoff._plan.divided import DividedStep, ProgramKey, collect_numbers
 from jaxoff._plan.layer_profile import LayerPasses, read_layer
@@ -161,9 +161,9 @@ class _OpaqueStep:
     """A step with an opaque equation for each pass of each layer group."""
 
     def __init__(self, step: Jaxpr, groups: Sequence[JaxprEqn], device: Device):
-        renamed = {}
-        self._eqns = list(inline_calls(step.eqns, renamed))
-        self._outs = frozenset(v for v in (resolve(renamed, v) for v in step.outvars) if isinstance(v, Var))
+        step = inline_program(step)
+        self._eqns = list(step.eqns)
+        self._outs = frozenset(v for v in step.outvars if isinstance(v, Var))
         self._inputs = {*step.invars, *step.constvars}
         self._groups, self._device = groups, device
         targets = (_PassTarget(group, back) for group in range(len(groups)) for back in (False, True))
@@ -257,9 +257,8 @@ def _differentiate(group: LayerGroup) -> LayerPasses:
     cotangents = [x for x in results if _is_inexact(x)]
     jaxpr = jax.make_jaxpr(run_both)(operands, cotangents).jaxpr
     jaxpr, _ = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    renamed = {}
-    eqns = tuple(inline_calls(jaxpr.eqns, renamed))
-    outs = [resolve(renamed, v) for v in jaxpr.outvars]
+    jaxpr = inline_program(jaxpr)
+    eqns, outs = tuple(jaxpr.eqns), list(jaxpr.outvars)
     inputs = zip(jaxpr.invars[: len(operands)], group.carried, strict=True)
     return LayerPasses(
         iterations=group.iterations,

@@ -21,7 +21,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
-from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
+from jaxoff._jaxpr.inline import Renamed, inline_calls, inline_program, resolve
 from jaxoff._jaxpr.per_device import extract_device_program
 from jaxoff._jaxpr.primitives import VIEWS
 from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop, is_transposed
@@ -247,9 +247,8 @@ class _FlatProgram:
           jaxpr: the program.
           checkpoints: whether to inline backward passes of checkpointed layers, too.
         """
-        renamed: Renamed = {}
-        eqns = list(inline_calls(jaxpr.eqns, renamed, checkpoints=checkpoints))
-        return _FlatProgram(list(jaxpr.invars), eqns, [resolve(renamed, v) for v in jaxpr.outvars])
+        jaxpr = inline_program(jaxpr, checkpoints=checkpoints)
+        return _FlatProgram(list(jaxpr.invars), list(jaxpr.eqns), list(jaxpr.outvars))
 
     @property
     def results(self) -> list[Var]:

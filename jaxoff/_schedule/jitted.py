@@ -157,7 +157,7 @@ class Jitted:
         with self._probe(call) as traced:
             settings = self._list_settings(call, traced)
             self._latest = settings[0]
-            lowered = self._find_instance(call, settings[0]).lower(*args, **kwargs)
+            lowered = self._lower(call, settings[0])
         if len(settings) == 1:
             return lowered
         mesh = meshes.current_mesh()
@@ -276,14 +276,14 @@ class Jitted:
 
     def _compile(self, call: Call, traced: _Traced, unmet: _Unmet, setting: Setting) -> jax.stages.Compiled:
         """Compiles the program of a setting, and adds to `unmet` what it was to offload and does not."""
-        compiled = self._find_instance(call, setting).lower(*call.args, **call.kwargs).compile()
+        compiled = self._lower(call, setting).compile()
         if call.is_on_gpu and setting.recipe is not Recipe.SAVED:  # whose choice is a finding itself
             unmet[setting] = tuple(find_vanished(traced.given, call.devices, compiled))
         return compiled
 
     def _fit(self, call: Call, traced: _Traced) -> Setting:
         """The setting of the program within the budget; its instance takes the place of a choice."""
-        budget = self._budget
+        budget, self.budget = self._budget, None
         if budget is None or traced.twin is None or not traced.is_reusable:
             raise ValueError(
                 "jaxoff.jit(device_bytes=...) places values of a program whose arguments and results are on "
@@ -298,18 +298,15 @@ class Jitted:
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
             self._probed.traced = dataclasses.replace(traced, given=closed, program=program)
             sizes: dict[Setting, int] = {}
-            instances = {}
             for setting in list_settings(program, self._given, has_twin=False):
                 if setting.recipe not in larger:
                     self._instances.pop((call.key, setting), None)
-                    instances[setting] = self._find_instance(call, setting)
-                    compiled = instances[setting].lower(*call.args, **call.kwargs).compile()
-                    sizes[setting] = program_nbytes(compiled)
+                    sizes[setting] = program_nbytes(self._lower(call, setting).compile())
                     if sizes[setting] <= budget.device_nbytes or not call.is_on_gpu:
                         break
             least = min(sizes, key=lambda setting: sizes[setting])
             larger.update(s.recipe for s in sizes if sizes[s] > 1.02 * sizes[least])
-            return sizes[least], (least, instances[least])
+            return sizes[least], (least, self._instances[call.key, least])
 
         device = self._share_link(call.devices)
         try:
@@ -317,8 +314,7 @@ class Jitted:
         except BudgetError:  # the step as the user wrote it may take less
             self._probed.traced = traced
             setting = self._choose(call, traced)
-            compiled = self._find_instance(call, setting).lower(*call.args, **call.kwargs).compile()
-            if program_nbytes(compiled) > budget.device_nbytes:
+            if program_nbytes(self._lower(call, setting).compile()) > budget.device_nbytes:
                 raise
             return setting
         setting, instance = found.program
@@ -339,7 +335,7 @@ class Jitted:
         settings, unmet, self.tuned = self._list_settings(call, traced), {}, {}
         if len(settings) > 1:
             refuse_several_processes()
-            text = self._find_instance(call, settings[0]).lower(*call.args, **call.kwargs).as_text()
+            text = self._lower(call, settings[0]).as_text()
             key, settings = make_key(text, call.devices), add_without_graphs(settings, self._given)
             self.tuned = read_decision(key)
             if not self.tuned:
@@ -399,6 +395,10 @@ class Jitted:
                 self._overlapped(call.devices, setting), compiler_options=options or None, **self._kwargs
             )
         return self._instances[key]
+
+    def _lower(self, call: Call, setting: Setting) -> jax.stages.Lowered:
+        """Lowers the program of a setting for a call."""
+        return self._find_instance(call, setting).lower(*call.args, **call.kwargs)
 
     def _overlapped(self, devices: int, setting: Setting | None) -> Callable[..., Any]:
         @functools.wraps(self._fun)

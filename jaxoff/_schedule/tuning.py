@@ -14,7 +14,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -96,8 +95,8 @@ def list_within_limit(
         except jax.errors.JaxRuntimeError:  # out of memory at compilation, or a program that XLA refuses
             nbytes[setting] = math.inf
     references = [nbytes[s] for s in settings if s.recipe in (Recipe.STOCK, Recipe.SAVED)]
-    limit = min((1 + TOLERANCE) * min(references, default=math.inf), sys.float_info.max)
-    return [s for s in settings if nbytes[s] <= limit] or [*settings[:1]]
+    limit = (1 + TOLERANCE) * min(references, default=math.inf)
+    return [s for s in settings if math.isfinite(nbytes[s]) and nbytes[s] <= limit] or [*settings[:1]]
 
 
 def find_saved(chosen: Setting, milliseconds: Mapping[str, float]) -> list[Finding]:

@@ -13,7 +13,7 @@ from jax import lax
 import jaxoff
 from bench.client_steps import PROGRAMS
 from jaxoff._budget.loop_pairs import LoopPair, _Numbering
-from jaxoff._budget.placements import Placements, list_recomputed, write_placed
+from jaxoff._budget.placements import Placements, list_loop_pairs, list_recomputed, write_placed
 from jaxoff._jaxpr import compat
 from tests.clients.test_clients import ROUNDED
 
@@ -91,9 +91,7 @@ def arguments():
 
 
 def pairs_of(fun, *args):
-    pairs: list[LoopPair] = []
-    write_placed(jax.make_jaxpr(fun)(*args), lambda pair: pairs.append(pair))
-    return pairs
+    return list_loop_pairs(jax.make_jaxpr(fun)(*args))
 
 
 def test_what_the_backward_loop_repeats_is_the_forward_value():
