@@ -15,9 +15,10 @@ from jaxoff._budget.placements import Placements
 from jaxoff._device.kernel_time import step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import Var
-from jaxoff._jaxpr.dataflow import mark_dependents, variables
+from jaxoff._jaxpr.compat import JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
 from jaxoff._jaxpr.kernels import KernelGraph
+from jaxoff._jaxpr.primitives import VIEWS, is_compute, is_fused
 from jaxoff._jaxpr.tag import Tag
 
 # Values below this size are not offloaded: a copy has a latency of some 10 us.
@@ -40,16 +41,16 @@ class Costs:
     Attributes:
       pair: the loops.
       nbytes: value to keep -> bytes of an iteration.
+      saving_ms: value to keep -> milliseconds to write an iteration's row of the stack and to read it.
       equation_ms: index of an equation of `pair.pure` -> milliseconds of a repetition.
-      stored: the values written by a kernel in any case.
       ready_ms: value to keep -> the compute of a forward iteration before and in the value's kernel.
       forward_ms, backward_ms: compute of an iteration, without repetitions.
     """
 
     pair: LoopPair
     nbytes: dict[Var, int]
+    saving_ms: dict[Var, float]
     equation_ms: tuple[float, ...]
-    stored: frozenset[Var]
     ready_ms: dict[Var, float]
     forward_ms: float
     backward_ms: float
@@ -68,19 +69,52 @@ class Costs:
         depends = mark_dependents(pair.body.eqns, set(pair.carried))
         layers = [eqn for eqn, does in zip(pair.body.eqns, depends, strict=True) if does and not eqn.effects]
         values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars)]
+        nbytes = {v: compat.nbytes(v.aval) for v in values if hasattr(v.aval, "shape") and v not in pair.free}
         forward = times[: len(pair.body.eqns)]  # the first of `pure`
         ready = dict.fromkeys(pair.carried, 0.0)
         for eqn, ms in zip(pair.body.eqns, itertools.accumulate(forward), strict=True):
             ready.update(dict.fromkeys(eqn.outvars, ms))
+        into_kernels = _find_operands_of_kernels(pair.rest)
+        saving = {v: _count_passes(pair, v, into_kernels) * device.pass_ms(n) for v, n in nbytes.items()}
+        into_kernels |= _find_operands_of_kernels(pure)
+        for i, eqn in enumerate(pure):
+            if is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars):
+                times[i] = 0.0  # inside of its readers
         return Costs(
             pair,
-            {v: compat.nbytes(v.aval) for v in values if hasattr(v.aval, "shape") and v not in pair.free},
+            nbytes,
+            saving,
             tuple(times),
-            frozenset(v for i in graph.kernels for v in pure[i].outvars),
             ready,
             sum(forward),
             sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
         )
+
+
+def _find_operands_of_kernels(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The operands of products, attention and the like, and the values of which the operands are views."""
+    found, makers = set(), map_makers(eqns)
+    todo = [v for eqn in eqns if is_compute(eqn) for v in variables(eqn)]
+    while todo:
+        v = todo.pop()
+        found.add(v)
+        if v in makers and makers[v].primitive.name in VIEWS:
+            todo += variables(makers[v])
+    return found
+
+
+def _count_passes(pair: LoopPair, v: Var, into_kernels: set[Var]) -> int:
+    """How often the memory takes a row of a value's stack, written in the forward and read in the backward loop.
+
+    A product and the like write a buffer of their own, copied to the stack: two passes. A fused kernel writes
+    the stack itself: one pass more than without. A product reads a copy of the row, too; a fused kernel reads
+    the stack, as it would read what is recomputed.
+    """
+    makers, origin = map_makers(pair.body.eqns), v
+    while origin in makers and makers[origin].primitive.name in VIEWS and variables(makers[origin]):
+        origin = variables(makers[origin])[0]
+    writes = 2 if origin not in makers or is_compute(makers[origin]) else 1
+    return writes + (2 if v in into_kernels else 0)
 
 
 def choose_placements(
@@ -149,8 +183,7 @@ def _add_pair(
     for v, nbytes in costs.nbytes.items():
         save, move = program.add_variable(integer=True), None
         memory.append((save, length * nbytes / _MB))
-        share = 0.5 if v in costs.stored or v in pair.carried else 1.0
-        program.cost[save] += share * length * device.pass_ms(nbytes)
+        program.cost[save] += length * costs.saving_ms[v]
         if nbytes >= _LEAST_OFFLOADED_NBYTES and not _is_marked(pair, v):
             move = program.add_variable(integer=True)
             memory.append((move, _BUFFERS * nbytes / _MB))

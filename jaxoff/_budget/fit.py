@@ -10,6 +10,8 @@ from typing import Any
 
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.loop_pairs import LoopPair
+from jaxoff._budget.narrow import narrow_stacks
+from jaxoff._budget.parts import Region, write_in_parts
 from jaxoff._budget.placements import Placements, list_loop_pairs, write_placed
 from jaxoff._budget.report import PlacedValue, list_values
 from jaxoff._device.profile import Device
@@ -21,6 +23,8 @@ from jaxoff._report.tables import format_nbytes
 TRIES = 6
 # A program within this part of the budget is not followed by a further search.
 CLOSE_ENOUGH = 0.04
+# Values from this part of the budget on are worth a loop over parts of their rows.
+_LARGE = 1 / 64
 # Part of a step by which a further program must be faster, by the model, to be worth a compilation.
 _FASTER = 2e-3
 
@@ -67,6 +71,7 @@ class Tried[P]:
     Attributes:
       pairs: the pairs of loops.
       placements: by pair of loops.
+      regions: the regions in parts.
       added_ms: the time added to a step by the placements, by the model.
       nbytes: device memory of the compiled program.
       program: the second result of the caller's `compile_program`.
@@ -74,6 +79,7 @@ class Tried[P]:
 
     pairs: tuple[LoopPair, ...]
     placements: tuple[Placements, ...]
+    regions: tuple[Region, ...]
     added_ms: float
     nbytes: float
     program: P
@@ -101,37 +107,44 @@ def find_fitting[P](
       closed: a differentiated program without copies between memories.
       device: rates of a device.
       budget: the memory of a device.
-      compile_program: program -> (bytes on a device, a handle of the compiled program).
+      compile_program: program -> (bytes on a device, a handle of the compiled program); infinitely many
+        bytes for a program that XLA refuses.
       devices: the number of devices over which the compiler divides the values of `closed`; the model
         sees a single device with the rates and the memory of all.
 
     Raises:
       BudgetError: if no program fits.
     """
-    pairs = list_loop_pairs(closed)
+    whole = compat.map_open(narrow_stacks(closed), _drop_dead)
+    pairs = list_loop_pairs(whole)
     device, budget = _join(device, devices), _scale(budget, devices)
     costs = [Costs.of(pair, device) for pair in pairs]
     tried: list[Tried[P]] = []
     device_nbytes, host_nbytes = budget.device_nbytes, budget.host_nbytes
+    in_parts, regions = write_in_parts(whole, _LARGE * device_nbytes, is_divided=devices > 1)
 
     def try_placements(placements: Sequence[Placements], added_ms: float) -> Tried[P]:
         left = iter(placements)
-        nbytes, program = compile_program(write_placed(closed, lambda pair: next(left)))
-        tried.append(Tried(tuple(pairs), tuple(placements), added_ms, devices * nbytes, program))
+        written = write_placed(in_parts if runs_in_parts else whole, lambda pair: next(left))
+        nbytes, program = compile_program(written)
+        made = tuple(pairs), tuple(placements), tuple(regions if runs_in_parts else ())
+        tried.append(Tried(*made, added_ms, devices * nbytes, program))
         return tried[-1]
 
     fastest = choose_placements(costs, device, math.inf, host_nbytes)
     assert fastest is not None  # everything may be saved
     room = max(0.0, device_nbytes - compat.nbytes_of(closed.jaxpr.invars))  # for kept values
+    runs_in_parts = bool(regions) and saved_nbytes(costs, fastest[0]) + sum(r.nbytes for r in regions) > room
     searches = 0
     while len(tried) < TRIES and searches < 3 * TRIES:
         searches += 1
         chosen = choose_placements(costs, device, room, host_nbytes)
         if chosen is None:  # nothing is as small
             chosen = _choose_least(costs, device, host_nbytes, fastest)
-        fits = [t for t in tried if t.nbytes <= device_nbytes]
-        if any(t.placements == tuple(chosen[0]) for t in tried):
-            over = [saved_nbytes(costs, t.placements) for t in tried if t.nbytes > device_nbytes]
+        alike = [t for t in tried if bool(t.regions) is runs_in_parts]
+        fits = [t for t in alike if t.nbytes <= device_nbytes]
+        if any(t.placements == tuple(chosen[0]) for t in alike):
+            over = [saved_nbytes(costs, t.placements) for t in alike if t.nbytes > device_nbytes]
             over.append(saved_nbytes(costs, fastest[0]))
             low = max((saved_nbytes(costs, t.placements) for t in fits), default=0.0)
             middle = (low + min(over)) / 2
@@ -146,11 +159,20 @@ def find_fitting[P](
             break
         if 0 <= device_nbytes - latest.nbytes <= CLOSE_ENOUGH * device_nbytes:
             break
-        room = _correct(costs, tried, device_nbytes)
+        if regions and not runs_in_parts and latest.nbytes > device_nbytes:
+            runs_in_parts = True
+            continue
+        room = _correct(costs, [t for t in tried if bool(t.regions) is runs_in_parts], device_nbytes)
     fits = [t for t in tried if t.nbytes <= device_nbytes]
     if fits:
         return min(fits, key=lambda t: t.added_ms)
     least = min(tried, key=lambda t: t.nbytes)
+    if math.isinf(least.nbytes):
+        raise BudgetError(
+            f"no program for {format_nbytes(int(device_nbytes / devices))} of device memory: XLA refuses to "
+            f"compile the {len(tried)} tried.",
+            None,
+        )
     kept = _describe(least.list_values())
     if not pairs:
         kept += (
@@ -162,6 +184,11 @@ def find_fitting[P](
         f"{len(tried)} compiled takes {format_nbytes(int(least.nbytes / devices))}, with {kept}.",
         int(least.nbytes / devices),
     )
+
+
+def _drop_dead(program: compat.Jaxpr) -> compat.Jaxpr:
+    """A program without the equations that its results do not need."""
+    return compat.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)[0]
 
 
 def _join(device: Device, devices: int) -> Device:
@@ -178,6 +205,8 @@ def _scale(budget: Budget, devices: int) -> Budget:
 def _correct(costs: Sequence[Costs], tried: Sequence[Tried[Any]], device_nbytes: float) -> float:
     """Room for kept values, by the compiled memory of the programs nearest to the budget."""
     nearest = min(tried, key=lambda t: abs(t.nbytes - device_nbytes))
+    if math.isinf(nearest.nbytes):
+        return saved_nbytes(costs, nearest.placements) / 2
     over = nearest.nbytes - device_nbytes
     # Down by a little more than the excess, up by a little less than the rest.
     return max(0.0, saved_nbytes(costs, nearest.placements) - over - abs(over) * 0.05)

@@ -49,12 +49,14 @@ class BudgetReport:
       peak_bytes: the compiled program's device memory.
       programs: the number of placements compiled in the search.
       values: a row for each kept value, and for each recomputed product and the like.
+      in_parts: values that exist one part at a time, such as the logits of a head.
     """
 
     device_bytes: float
     peak_bytes: float
     programs: int
     values: tuple[PlacedValue, ...]
+    in_parts: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON-ready values."""
@@ -72,7 +74,8 @@ class BudgetReport:
             table.add_row(*cells)
         peak, budget = format_nbytes(int(self.peak_bytes)), format_nbytes(int(self.device_bytes))
         programs = f"{self.programs} program{'s' * (self.programs > 1)} compiled"
-        return f"{render_text(table)}\n\ncompiled peak {peak} of {budget}; {programs}"
+        parts = "".join(f"\n{text}" for text in self.in_parts)
+        return f"{render_text(table)}\n{parts}\ncompiled peak {peak} of {budget}; {programs}"
 
 
 def list_values(pair: LoopPair, placements: Placements) -> Iterator[PlacedValue]:

@@ -73,6 +73,11 @@ def classify_kernel(eqn: JaxprEqn) -> KernelClass:
     return KernelClass.MOVE if eqn.primitive.name in _MOVE else KernelClass.COMPUTE
 
 
+def is_fused(eqn: JaxprEqn) -> bool:
+    """Whether an equation is of `KernelClass.FUSED`."""
+    return classify_kernel(eqn) is KernelClass.FUSED
+
+
 def is_compute(eqn: JaxprEqn) -> bool:
     """Whether an equation is of `KernelClass.COMPUTE`."""
     return classify_kernel(eqn) is KernelClass.COMPUTE

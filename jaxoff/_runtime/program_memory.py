@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +14,14 @@ def program_nbytes(compiled: jax.stages.Compiled) -> int:
     memory: Any = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return held - memory.alias_size_in_bytes
+
+
+def program_nbytes_if_compiled(compile_program: Callable[[], jax.stages.Compiled]) -> float:
+    """Device memory of a program; infinite for one that XLA refuses, or that runs out of memory before."""
+    try:
+        return program_nbytes(compile_program())
+    except jax.errors.JaxRuntimeError:
+        return math.inf
 
 
 def program_host_nbytes(compiled: jax.stages.Compiled) -> int:

@@ -24,7 +24,7 @@ from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._runtime import flags
 from jaxoff._runtime.pinned_pool import refuse_small_pool
-from jaxoff._runtime.program_memory import program_nbytes
+from jaxoff._runtime.program_memory import program_nbytes_if_compiled
 from jaxoff._runtime.versions import refuse_wrong_jaxlib
 from jaxoff._schedule.call import Call, find_statics
 from jaxoff._schedule.host_memory import peak_host_nbytes
@@ -297,11 +297,12 @@ class Jitted:
             programs += 1
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
             self._probed.traced = dataclasses.replace(traced, given=closed, program=program)
-            sizes: dict[Setting, int] = {}
+            sizes: dict[Setting, float] = {}
             for setting in list_settings(program, self._given, has_twin=False):
                 if setting.recipe not in larger:
                     self._instances.pop((call.key, setting), None)
-                    sizes[setting] = program_nbytes(self._lower(call, setting).compile())
+                    lowered = self._lower(call, setting)
+                    sizes[setting] = program_nbytes_if_compiled(lowered.compile)
                     if sizes[setting] <= budget.device_nbytes or not call.is_on_gpu:
                         break
             least = min(sizes, key=lambda setting: sizes[setting])
@@ -314,13 +315,15 @@ class Jitted:
         except BudgetError:  # the step as the user wrote it may take less
             self._probed.traced = traced
             setting = self._choose(call, traced)
-            if program_nbytes(self._lower(call, setting).compile()) > budget.device_nbytes:
+            if program_nbytes_if_compiled(self._lower(call, setting).compile) > budget.device_nbytes:
                 raise
             return setting
         setting, instance = found.program
         self._instances[call.key, setting] = instance
         peak = found.nbytes / call.devices
-        self.budget = BudgetReport(budget.device_nbytes, peak, programs, found.list_values())
+        self.budget = BudgetReport(
+            budget.device_nbytes, peak, programs, found.list_values(), tuple(map(str, found.regions))
+        )
         return setting
 
     def _find_tuning(self, call: Call) -> Tuning | None:

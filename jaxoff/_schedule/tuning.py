@@ -9,6 +9,7 @@ versions.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -23,7 +24,7 @@ from typing import Any
 import jax
 
 from jaxoff._report.finding import Finding, FindingCode
-from jaxoff._runtime.program_memory import program_nbytes
+from jaxoff._runtime.program_memory import program_nbytes_if_compiled
 from jaxoff._schedule.recipes import TOLERANCE, Recipe
 from jaxoff._schedule.settings import Setting
 
@@ -88,12 +89,7 @@ def list_within_limit(
 
     Settings refused by XLA are left out. If none is left, the first setting is returned alone.
     """
-    nbytes: dict[Setting, float] = {}
-    for setting in settings:
-        try:
-            nbytes[setting] = program_nbytes(compile_setting(setting))
-        except jax.errors.JaxRuntimeError:  # out of memory at compilation, or a program that XLA refuses
-            nbytes[setting] = math.inf
+    nbytes = {s: program_nbytes_if_compiled(functools.partial(compile_setting, s)) for s in settings}
     references = [nbytes[s] for s in settings if s.recipe in (Recipe.STOCK, Recipe.SAVED)]
     limit = (1 + TOLERANCE) * min(references, default=math.inf)
     return [s for s in settings if math.isfinite(nbytes[s]) and nbytes[s] <= limit] or [*settings[:1]]
