@@ -27,10 +27,11 @@ _LEAST_OFFLOADED_NBYTES = 1 << 20
 _HIDING_SHARE = 0.9
 # Buffers on the device for an offloaded value: a copy reads the first while a kernel fills the second.
 _BUFFERS = 2
-# Cost of any offload in a loop, as a part of the loop's compute, beside copies in the open. Under
-# XLA's latency-hiding scheduler dense layers took 4% more time with copies than without (bench/LOG.md,
-# "2026-11-25, night: recipes, chosen by compiled memory").
-_COPYING_SHARE = 0.04
+# Cost of any offload in a loop, as a part of the loop's compute, beside copies in the open: the first and the
+# last copies have nothing to hide beside.
+_COPYING_SHARE = 0.01
+# Of values as fast to save, the smaller: added passes over a row for each saved value.
+_SAVING_SHARE = 0.02
 _MB = 1e6
 
 
@@ -104,7 +105,7 @@ def _find_operands_of_kernels(eqns: Sequence[JaxprEqn]) -> set[Var]:
 
 
 def _count_passes(pair: LoopPair, v: Var, into_kernels: set[Var]) -> int:
-    """How often the memory takes a row of a value's stack, written in the forward and read in the backward loop.
+    """How often memory takes a row of a value's stack: written in the forward, read in the backward loop.
 
     A product and the like write a buffer of their own, copied to the stack: two passes. A fused kernel writes
     the stack itself: one pass more than without. A product reads a copy of the row, too; a fused kernel reads
@@ -183,7 +184,7 @@ def _add_pair(
     for v, nbytes in costs.nbytes.items():
         save, move = program.add_variable(integer=True), None
         memory.append((save, length * nbytes / _MB))
-        program.cost[save] += length * costs.saving_ms[v]
+        program.cost[save] += length * (costs.saving_ms[v] + _SAVING_SHARE * device.pass_ms(nbytes))
         if nbytes >= _LEAST_OFFLOADED_NBYTES and not _is_marked(pair, v):
             move = program.add_variable(integer=True)
             memory.append((move, _BUFFERS * nbytes / _MB))

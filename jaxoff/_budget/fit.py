@@ -19,10 +19,14 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._report.tables import format_nbytes
 
-# Compilations of a search at most.
-TRIES = 6
+# Compilations at most, of programs without copies to the host and again of programs with copies.
+TRIES = 4
 # A program within this part of the budget is not followed by a further search.
 CLOSE_ENOUGH = 0.04
+# Part of the layers' time by which a program with copies must be faster, by the model, to be tried: copies
+# hide less well than the model believes (bench/LOG.md, "budgets on an H100").
+_COPIES_WIN = 0.01
+_NO_COPIES = 0.0
 # Values from this part of the budget on are worth a loop over parts of their rows.
 _LARGE = 1 / 64
 # Part of a step by which a further program must be faster, by the model, to be worth a compilation.
@@ -115,75 +119,129 @@ def find_fitting[P](
     Raises:
       BudgetError: if no program fits.
     """
-    whole = compat.map_open(narrow_stacks(closed), _drop_dead)
-    pairs = list_loop_pairs(whole)
-    device, budget = _join(device, devices), _scale(budget, devices)
-    costs = [Costs.of(pair, device) for pair in pairs]
-    tried: list[Tried[P]] = []
-    device_nbytes, host_nbytes = budget.device_nbytes, budget.host_nbytes
-    in_parts, regions = write_in_parts(whole, _LARGE * device_nbytes, is_divided=devices > 1)
+    search = _Search(closed, _join(device, devices), _scale(budget, devices), compile_program, devices)
+    found = search.run(copies=False)
+    if search.may_win_by_copies(found):
+        with_copies = search.run(copies=True)
+        found = min((t for t in (found, with_copies) if t), key=lambda t: t.added_ms, default=None)
+    if found is None:
+        raise search.make_error()
+    return found
 
-    def try_placements(placements: Sequence[Placements], added_ms: float) -> Tried[P]:
-        left = iter(placements)
-        written = write_placed(in_parts if runs_in_parts else whole, lambda pair: next(left))
-        nbytes, program = compile_program(written)
-        made = tuple(pairs), tuple(placements), tuple(regions if runs_in_parts else ())
-        tried.append(Tried(*made, added_ms, devices * nbytes, program))
-        return tried[-1]
 
-    fastest = choose_placements(costs, device, math.inf, host_nbytes)
-    assert fastest is not None  # everything may be saved
-    room = max(0.0, device_nbytes - compat.nbytes_of(closed.jaxpr.invars))  # for kept values
-    runs_in_parts = bool(regions) and saved_nbytes(costs, fastest[0]) + sum(r.nbytes for r in regions) > room
-    searches = 0
-    while len(tried) < TRIES and searches < 3 * TRIES:
-        searches += 1
-        chosen = choose_placements(costs, device, room, host_nbytes)
-        if chosen is None:  # nothing is as small
-            chosen = _choose_least(costs, device, host_nbytes, fastest)
-        alike = [t for t in tried if bool(t.regions) is runs_in_parts]
-        fits = [t for t in alike if t.nbytes <= device_nbytes]
-        if any(t.placements == tuple(chosen[0]) for t in alike):
-            over = [saved_nbytes(costs, t.placements) for t in alike if t.nbytes > device_nbytes]
-            over.append(saved_nbytes(costs, fastest[0]))
-            low = max((saved_nbytes(costs, t.placements) for t in fits), default=0.0)
-            middle = (low + min(over)) / 2
-            if middle in (room, low):
+class _Search[P]:
+    """A search for the fastest program within a budget; bytes are those of all devices together.
+
+    Attributes:
+      tried: the programs compiled.
+    """
+
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        device: Device,
+        budget: Budget,
+        compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
+        devices: int,
+    ):
+        self._device, self._budget, self._compile, self._devices = device, budget, compile_program, devices
+        self._whole = compat.map_open(narrow_stacks(closed), _drop_dead)
+        self._in_parts, self._regions = write_in_parts(
+            self._whole, _LARGE * budget.device_nbytes, is_divided=devices > 1
+        )
+        self._pairs = list_loop_pairs(self._whole)
+        self._costs = [Costs.of(pair, device) for pair in self._pairs]
+        self._step_ms = sum(c.pair.layout.length * (c.forward_ms + c.backward_ms) for c in self._costs)
+        fastest = choose_placements(self._costs, device, math.inf, _NO_COPIES)
+        assert fastest is not None  # everything may be saved
+        self._fastest = fastest
+        # Room for kept values, by what is known.
+        self._room = max(0.0, budget.device_nbytes - compat.nbytes_of(closed.jaxpr.invars))
+        everything = saved_nbytes(self._costs, fastest[0]) + sum(r.nbytes for r in self._regions)
+        self._runs_in_parts = bool(self._regions) and everything > self._room
+        self.tried: list[Tried[P]] = []
+
+    def may_win_by_copies(self, found: Tried[P] | None) -> bool:
+        """Whether a program with copies may be faster than a program found without, by the model."""
+        if found is None:
+            return bool(self._costs)
+        chosen = choose_placements(self._costs, self._device, self._room, self._budget.host_nbytes)
+        return chosen is not None and chosen[1] < found.added_ms - _COPIES_WIN * self._step_ms
+
+    def run(self, *, copies: bool) -> Tried[P] | None:
+        """The fastest program found within the budget, with or without copies; None if none fits."""
+        limit, costs = self._budget.device_nbytes, self._costs
+        host_nbytes = self._budget.host_nbytes if copies else _NO_COPIES
+        mine: list[Tried[P]] = []
+        for _ in range(3 * TRIES):
+            if len(mine) == TRIES:
                 break
-            room = middle
-            continue
-        if fits and chosen[1] >= min(t.added_ms for t in fits) - _FASTER * _step_ms(costs):
-            break
-        latest = try_placements(*chosen)
-        if latest.nbytes <= device_nbytes and latest.placements == tuple(fastest[0]):
-            break
-        if 0 <= device_nbytes - latest.nbytes <= CLOSE_ENOUGH * device_nbytes:
-            break
-        if regions and not runs_in_parts and latest.nbytes > device_nbytes:
-            runs_in_parts = True
-            continue
-        room = _correct(costs, [t for t in tried if bool(t.regions) is runs_in_parts], device_nbytes)
-    fits = [t for t in tried if t.nbytes <= device_nbytes]
-    if fits:
-        return min(fits, key=lambda t: t.added_ms)
-    least = min(tried, key=lambda t: t.nbytes)
-    if math.isinf(least.nbytes):
-        raise BudgetError(
-            f"no program for {format_nbytes(int(device_nbytes / devices))} of device memory: XLA refuses to "
-            f"compile the {len(tried)} tried.",
-            None,
+            chosen = choose_placements(costs, self._device, self._room, host_nbytes)
+            chosen = chosen or _choose_least(costs, self._device, host_nbytes)
+            if chosen is None:
+                break
+            alike = [t for t in mine if bool(t.regions) is self._runs_in_parts]
+            fits = [t for t in alike if t.nbytes <= limit]
+            if any(t.placements == tuple(chosen[0]) for t in alike):
+                over = [saved_nbytes(costs, t.placements) for t in alike if t.nbytes > limit]
+                over.append(saved_nbytes(costs, self._fastest[0]))
+                low = max((saved_nbytes(costs, t.placements) for t in fits), default=0.0)
+                middle = (low + min(over)) / 2
+                if middle in (self._room, low):
+                    break
+                self._room = middle
+                continue
+            if fits and chosen[1] >= min(t.added_ms for t in fits) - _FASTER * self._step_ms:
+                break
+            latest = self._try(*chosen)
+            mine.append(latest)
+            if latest.nbytes <= limit and latest.placements == tuple(self._fastest[0]):
+                break
+            if 0 <= limit - latest.nbytes <= CLOSE_ENOUGH * limit:
+                break
+            if self._regions and not self._runs_in_parts and latest.nbytes > limit:
+                self._runs_in_parts = True
+                continue
+            self._room = _correct(costs, [t for t in mine if bool(t.regions) is self._runs_in_parts], limit)
+        return min((t for t in mine if t.nbytes <= limit), key=lambda t: t.added_ms, default=None)
+
+    def _try(self, placements: Sequence[Placements], added_ms: float) -> Tried[P]:
+        left = iter(placements)
+        program = self._in_parts if self._runs_in_parts else self._whole
+        nbytes, handle = self._compile(
+            write_placed(program, lambda pair: next(left), fills=self._devices > 1)
         )
-    kept = _describe(least.list_values())
-    if not pairs:
-        kept += (
-            ": no loop over layers (jax.lax.scan) with a loop of its backward pass was found. "
-            "Layers in a Python loop are not placed, nor a jax.shard_map that is differentiated from outside"
+        regions = self._regions if self._runs_in_parts else ()
+        made = tuple(self._pairs), tuple(placements), tuple(regions)
+        self.tried.append(Tried(*made, added_ms, self._devices * nbytes, handle))
+        return self.tried[-1]
+
+    def make_error(self) -> BudgetError:
+        """The error of a search that found nothing, with the least of its programs."""
+        least = min(self.tried, key=lambda t: t.nbytes, default=None)
+        budget = format_nbytes(int(self._budget.device_nbytes / self._devices))
+        if least is None:
+            host = format_nbytes(int(self._budget.host_nbytes or 0))
+            return BudgetError(f"no placement keeps a layer's input within {host} of host memory.", None)
+        if math.isinf(least.nbytes):
+            return BudgetError(
+                f"no program for {budget} of device memory: XLA refuses to compile the "
+                f"{len(self.tried)} tried.",
+                None,
+            )
+        nbytes = int(least.nbytes / self._devices)
+        kept = _describe(least.list_values())
+        if not self._pairs:
+            kept += (
+                ": no loop over layers (jax.lax.scan) with a loop of its backward pass was found. "
+                "Layers in a Python loop are not placed, nor a jax.shard_map that is differentiated from "
+                "outside"
+            )
+        return BudgetError(
+            f"no program fits {budget} of device memory. The least of {len(self.tried)} compiled takes "
+            f"{format_nbytes(nbytes)}, with {kept}.",
+            nbytes,
         )
-    raise BudgetError(
-        f"no program fits {format_nbytes(int(device_nbytes / devices))} of device memory. The least of "
-        f"{len(tried)} compiled takes {format_nbytes(int(least.nbytes / devices))}, with {kept}.",
-        int(least.nbytes / devices),
-    )
 
 
 def _drop_dead(program: compat.Jaxpr) -> compat.Jaxpr:
@@ -213,15 +271,12 @@ def _correct(costs: Sequence[Costs], tried: Sequence[Tried[Any]], device_nbytes:
 
 
 def _choose_least(
-    costs: Sequence[Costs],
-    device: Device,
-    host_nbytes: float | None,
-    fastest: tuple[list[Placements], float],
-) -> tuple[list[Placements], float]:
-    """Placements with as little kept on the device as the model knows, between nothing and the fastest."""
-    low, high = 0.0, sum(c.pair.layout.length * max(c.nbytes.values(), default=0) for c in costs) + 1.0
-    found = fastest
-    for _ in range(12):
+    costs: Sequence[Costs], device: Device, host_nbytes: float | None
+) -> tuple[list[Placements], float] | None:
+    """Placements with as little kept on the device as the model knows; None without such placements."""
+    low, high = 0.0, sum(c.pair.layout.length * sum(c.nbytes.values()) for c in costs) + 1.0
+    found = choose_placements(costs, device, high, host_nbytes)
+    for _ in range(16):
         middle = (low + high) / 2
         chosen = choose_placements(costs, device, middle, host_nbytes)
         if chosen is None:
@@ -229,10 +284,6 @@ def _choose_least(
         else:
             found, high = chosen, middle
     return found
-
-
-def _step_ms(costs: Sequence[Costs]) -> float:
-    return sum(c.pair.layout.length * (c.forward_ms + c.backward_ms) for c in costs)
 
 
 def _describe(values: Sequence[PlacedValue]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
 from jaxoff._jaxpr import compat
@@ -55,13 +56,17 @@ def list_recomputed(pair: LoopPair, placements: Placements) -> list[JaxprEqn]:
     return [eqn for eqn in pair.pure if id(eqn) in found]
 
 
-def write_placed(closed: ClosedJaxpr, decide: Callable[[LoopPair], Placements | None]) -> ClosedJaxpr:
+def write_placed(
+    closed: ClosedJaxpr, decide: Callable[[LoopPair], Placements | None], *, fills: bool = True
+) -> ClosedJaxpr:
     """A program with other placements of the values of its loops over layers.
 
     Args:
       closed: a differentiated program. Its values are on the device.
       decide: the placements for a pair of loops, or None to leave the pair. Pairs come in a fixed order;
         pairs inside of the loops of a pair are left.
+      fills: whether loops fill their stacks before they write them. Without, the program has to be that of
+        one device.
     """
 
     def write(program: Jaxpr) -> Jaxpr:
@@ -73,7 +78,7 @@ def write_placed(closed: ClosedJaxpr, decide: Callable[[LoopPair], Placements | 
         inner = {id(eqn): eqn if id(eqn) in paired else compat.map_programs(eqn, write) for eqn in level.eqns}
         if not by_eqn and all(inner[id(eqn)].params == eqn.params for eqn in level.eqns):
             return program
-        return _write_level(level, by_eqn, inner)
+        return _write_level(level, by_eqn, inner, fills=fills)
 
     return compat.map_open(closed, write)
 
@@ -86,7 +91,11 @@ def list_loop_pairs(closed: ClosedJaxpr) -> list[LoopPair]:
 
 
 def _write_level(
-    level: Jaxpr, by_eqn: dict[int, tuple[LoopPair, Placements]], inner: dict[int, JaxprEqn]
+    level: Jaxpr,
+    by_eqn: dict[int, tuple[LoopPair, Placements]],
+    inner: dict[int, JaxprEqn],
+    *,
+    fills: bool,
 ) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     renamed: Renamed = {}
@@ -97,21 +106,24 @@ def _write_level(
             eqns.append(here)
             continue
         pair, placements = by_eqn[id(eqn)]
+        plain = fills or bool(placements.offloaded)  # loops with copies are scheduled as scans
         if eqn is pair.forward:
-            written, results = _write_forward(pair, placements, here.invars)
+            written, results = _write_forward(pair, placements, here.invars, fills=plain)
             whole = [i for i in range(len(eqn.outvars)) if i not in pair.residuals]
             renamed.update(zip((eqn.outvars[i] for i in whole), results[: len(whole)], strict=True))
             stacks[id(pair)] = results[len(whole) :]
         else:
             operands = {v: resolve(renamed, operand) for v, operand in pair.free.items()}
-            written, results = _write_backward(pair, placements, here.invars, operands, stacks[id(pair)])
+            written, results = _write_backward(
+                pair, placements, here.invars, operands, stacks[id(pair)], fills=plain
+            )
             renamed.update(zip(eqn.outvars, results, strict=True))
         eqns += written
     return level.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in level.outvars])
 
 
 def _write_forward(
-    pair: LoopPair, placements: Placements, operands: Sequence[Any]
+    pair: LoopPair, placements: Placements, operands: Sequence[Any], *, fills: bool
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """The forward loop: its results without the old residuals, then the stacks of kept values."""
     layout = pair.layout
@@ -127,7 +139,8 @@ def _write_forward(
         return tuple(values[: layout.num_carry]), tuple(values[layout.num_carry :])
 
     first, row = layout.num_consts, layout.num_consts + layout.num_carry
-    return _trace_scan(step, operands[:first], operands[first:row], operands[row:], pair.forward)
+    parts = operands[:first], operands[first:row], operands[row:]
+    return _trace_scan(step, *parts, pair.forward, fills=fills)
 
 
 def _write_backward(
@@ -136,6 +149,8 @@ def _write_backward(
     operands: Sequence[Any],
     free: dict[Var, Any],
     stacks: Sequence[Any],
+    *,
+    fills: bool,
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """The backward loop: reads the stacks of kept values and recomputes other values."""
     own, theirs = pair.backward_layout, compat.as_open(pair.backward.params["jaxpr"])
@@ -171,7 +186,7 @@ def _write_backward(
     stack_of = dict(zip(all_kept, stacks, strict=True))
     all_rows = [*(operand_of[v] for v in rows), *(stack_of[v] for v in kept)]
     initial = [operand_of[v] for v in carry]
-    return _trace_scan(step, [operand_of[v] for v in consts], initial, all_rows, pair.backward)
+    return _trace_scan(step, [operand_of[v] for v in consts], initial, all_rows, pair.backward, fills=fills)
 
 
 def _interleave(recomputed: Sequence[JaxprEqn], pair: LoopPair) -> list[JaxprEqn]:
@@ -201,21 +216,56 @@ def _trace_scan(
     initial: Sequence[Any],
     rows: Sequence[Any],
     loop: JaxprEqn,
+    *,
+    fills: bool,
 ) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equation of a scan like `loop`, of a function (constants, carry, rows) -> (carry, rows)."""
+    """The equations of a scan like `loop`, of a function (constants, carry, rows) -> (carry, rows).
+
+    `jax.lax.scan` fills the stacks of its results before it writes them. Without `fills`, the loop is a
+    `jax.lax.while_loop` with stacks that are only allocated.
+    """
     layout = compat.scan_in(loop)
     assert layout is not None
+    length, reverse = layout.length, loop.params["reverse"]
 
     def scan(consts, initial, rows):
         return jax.lax.scan(
             lambda carry, row: step(consts, carry, row),
             tuple(initial),
             tuple(rows),
-            length=layout.length,
-            reverse=loop.params["reverse"],
+            length=length,
+            reverse=reverse,
         )
 
-    return trace_call(scan, [list(consts), list(initial), list(rows)], like=loop)
+    def run(consts, initial, rows):
+        first_rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows]
+        _, made = jax.eval_shape(lambda *state: step(consts, *state), tuple(initial), first_rows)
+        # The allocation waits for the carry: XLA would allocate at the start of the step.
+        scalars = [compat.empty_scalar(jax.typeof(jnp.zeros((), x.dtype))) for x in made]
+        scalars, initial = jax.lax.optimization_barrier((scalars, tuple(initial)))
+
+        def iterate(state):
+            i, carry, stacks = state
+            k = length - 1 - i if reverse else i
+            row = [jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in rows]
+            carry, values = step(consts, carry, row)
+            pairs = zip(stacks, values, strict=True)
+            return i + 1, carry, [jax.lax.dynamic_update_index_in_dim(s, v, k, 0) for s, v in pairs]
+
+        stacks = [
+            compat.allocate(
+                scalar,
+                (length, *x.shape),
+                jax.typeof(scalar).sharding.update(spec=jax.P(*[None] * (1 + len(x.shape)))),
+            )
+            for scalar, x in zip(scalars, made, strict=True)
+        ]
+        state = jax.lax.while_loop(lambda state: state[0] < length, iterate, (jnp.int32(0), initial, stacks))
+        return state[1], tuple(state[2])
+
+    avals = [v.aval for v in (*consts, *initial, *rows)]
+    fills = fills or any(map(compat.varying_axes, avals))
+    return trace_call(scan if fills else run, [list(consts), list(initial), list(rows)], like=loop)
 
 
 def _prune(body: Jaxpr) -> Jaxpr:

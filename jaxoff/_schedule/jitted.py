@@ -290,28 +290,29 @@ class Jitted:
                 "the device and whose constants are known; this one has arguments, results or copies of "
                 "several values at once in host memory, or closes over values of a trace around it."
             )
-        larger, programs = set[Recipe](), 0  # larger than other recipes of the same program
+        programs = 0
 
-        def compile_program(closed: compat.ClosedJaxpr) -> tuple[float, tuple[Setting, Any]]:
+        def compile_program(closed: compat.ClosedJaxpr, *, smallest: bool) -> tuple[float, Any]:
             nonlocal programs
             programs += 1
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
             self._probed.traced = dataclasses.replace(traced, given=closed, program=program)
+            settings = list_settings(program, self._given, has_twin=False)
             sizes: dict[Setting, float] = {}
-            for setting in list_settings(program, self._given, has_twin=False):
-                if setting.recipe not in larger:
-                    self._instances.pop((call.key, setting), None)
-                    lowered = self._lower(call, setting)
-                    sizes[setting] = program_nbytes_if_compiled(lowered.compile)
-                    if sizes[setting] <= budget.device_nbytes or not call.is_on_gpu:
-                        break
+            for setting in settings if smallest and call.is_on_gpu else settings[:1]:
+                self._instances.pop((call.key, setting), None)
+                lowered = self._lower(call, setting)
+                sizes[setting] = program_nbytes_if_compiled(lowered.compile)
             least = min(sizes, key=lambda setting: sizes[setting])
-            larger.update(s.recipe for s in sizes if sizes[s] > 1.02 * sizes[least])
             return sizes[least], (least, self._instances[call.key, least])
 
         device = self._share_link(call.devices)
+        find = functools.partial(find_fitting, traced.twin, device, budget, devices=call.devices)
         try:
-            found = find_fitting(traced.twin, device, budget, compile_program, devices=call.devices)
+            try:  # the preferred recipe hides the copies best, others may take less memory
+                found = find(functools.partial(compile_program, smallest=False))
+            except BudgetError:
+                found = find(functools.partial(compile_program, smallest=True))
         except BudgetError:  # the step as the user wrote it may take less
             self._probed.traced = traced
             setting = self._choose(call, traced)
