@@ -22,6 +22,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import index_makers, index_readers, mark_dependents, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
+from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._report.tables import format_nbytes
 
 # A part has at least this many rows, if it can: products of fewer rows run below the device's rate.
@@ -53,8 +54,8 @@ class Region:
 
     @property
     def spared_nbytes(self) -> int:
-        """Bytes that the parts spare at least: those of the largest value, less a part and the results."""
-        return self.nbytes - self.nbytes // self.parts - compat.nbytes_of(self.results)
+        """Bytes of the largest value that are no longer needed at once."""
+        return self.nbytes - self.nbytes // self.parts
 
     def __str__(self) -> str:
         largest = max((v for eqn in self.eqns for v in eqn.outvars if v not in self.results), key=_nbytes)
@@ -229,6 +230,8 @@ class _Growth:
         results = tuple(
             v for v in made if v in graph.outs or any(i not in self._inside for i in graph.readers.get(v, ()))
         )
+        if not all(self._is_read_by_products(v) for v in results if _nbytes(v) >= self._large):
+            return None  # a part of a chain of elementwise equations, which needs little memory as it is
         nbytes = max((_nbytes(v) for v in made if v not in results), default=0)
         width = max(
             (n for i, n in enumerate(compat.shape_of(self._seed.aval)) if i != self._axes[self._seed]),
@@ -237,6 +240,11 @@ class _Growth:
         parts = _count_parts(self._rows, math.prod(compat.shape_of(self._seed.aval)) // max(1, width))
         region = Region(tuple(graph.eqns[i] for i in inside), self._axes, self._rows, parts, results, nbytes)
         return region if region.spared_nbytes >= least_nbytes else None
+
+    def _is_read_by_products(self, v: Var) -> bool:
+        """Whether only products and the like read a value outside of the region."""
+        outside = (self._graph.eqns[i] for i in self._graph.readers.get(v, ()) if i not in self._inside)
+        return v not in self._graph.outs and all(map(is_compute, outside))
 
 
 def _nbytes(v: Var) -> int:

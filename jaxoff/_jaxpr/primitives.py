@@ -25,11 +25,13 @@ unreduced_reduce_scatter
 """
 _COLLECTIVES = GATHERS | frozenset(_COLLECTIVE_NAMES.split())
 _FUSED_NAMES = """
-abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type copy cos
-cosh div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log
-log1p logistic lt max min mul name ne neg not optimization_barrier or pad pow pvary reduce_precision rem
-reshape round rsqrt select_n sharding_constraint sign sin sinh slice split sqrt square squeeze
-stop_gradient sub tan tanh transpose xor
+"" abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
+broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy cos cosh digamma div eq erf
+erf_inv erfc exp exp2 expand_dims expm1 floor ge gt igamma igammac imag integer_pow iota is_finite le lgamma
+log log1p log2 logistic lt max min mul mulhi name ne neg nextafter not one_minus_square optimization_barrier
+or pad polygamma population_count pow pvary real reduce_precision regularized_incomplete_beta rem reshape
+round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor zeta
 """
 # XLA computes these equations inside the kernels that read their result.
 _FUSED = frozenset(_FUSED_NAMES.split())
