@@ -25,7 +25,7 @@ unreduced_reduce_scatter
 """
 _COLLECTIVES = GATHERS | frozenset(_COLLECTIVE_NAMES.split())
 _FUSED_NAMES = """
-"" abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
 broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy cos cosh digamma div eq erf
 erf_inv erfc exp exp2 expand_dims expm1 floor ge gt igamma igammac imag integer_pow iota is_finite le lgamma
 log log1p log2 logistic lt max min mul mulhi name ne neg nextafter not one_minus_square optimization_barrier

@@ -136,7 +136,7 @@ def test_the_policy_does_what_the_plan_says(under):
 
 
 def test_what_is_fixed_is_so_in_all_layers():
-    for budget in budgets()[1:]:
+    for budget in budgets()[2:]:
         found = planned(budget, fixed={"x_in": "save"})
         assert found.choice("x_in") == found.choice("x_in", others=True) == "save"
 
