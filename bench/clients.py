@@ -207,7 +207,12 @@ def main(arguments: list[str] | None = None) -> None:
                 warnings.simplefilter("ignore")  # the row has the findings
                 for _ in range(TUNING_STEPS):
                     state, _ = functions[name](state, batch)
-        rows[name] = describe_variant(variant, functions[name], state, batch)
+        try:
+            rows[name] = describe_variant(variant, functions[name], state, batch)
+        except jaxoff.BudgetError as error:
+            print(name, error, flush=True)
+            del functions[name]
+            continue
         print(name, rows[name], flush=True)
     for name, figures in time_variants(functions, state, batch, options.steps, options.samples).items():
         rows[name] |= figures

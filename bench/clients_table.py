@@ -1,6 +1,7 @@
 """Turns results of `bench.clients` into a markdown table: a row for each program.
 
     python -m bench.clients_table bench/results/clients/*.json --markdown docs/clients.md
+    python -m bench.clients_table --budgets bench/results/budget/*.json --markdown docs/budgets.md
 
 Bold: rows of `jaxoff.jit` that take more memory than `jax.jit`, or over 0.5% more time than the fastest of
 `jax.jit` and the saved twin that takes no more memory than either.
@@ -32,6 +33,18 @@ that memory.
 
 """
 
+BUDGETS = """\
+# Train steps within a budget
+
+Whole train steps with AdamW (`bench/client_steps`), unchanged but for `jaxoff.jit(step, device_bytes=...)`.
+Each cell is milliseconds of a step and the compiler's peak of device memory in GB. "saved" is the program
+under the user's policy without offload, "recomputed" the program with every layer under a bare
+`jax.checkpoint`, both by `jax.jit`; then a column for each budget, in its cell the budget in GB. Variants
+alternate in one process; times are medians. Bold: more memory than the budget, or more time than one of the
+first two columns that fits the budget.
+
+"""
+
 
 def _fails(rows: dict[str, Any], variant: str) -> bool:
     row, references = rows[variant], [rows[name] for name in REFERENCES if name in rows]
@@ -60,15 +73,49 @@ def markdown(results: Iterable[tuple[str, Any]]) -> str:
     return INTRODUCTION + table(["program", "card", *VARIANTS], rows)
 
 
+def _planned_cells(rows: dict[str, Any]) -> list[str]:
+    """The cells of the budgets, the largest first."""
+    cells = []
+    for name, row in sorted(rows.items(), key=lambda item: -item[1]["peak_bytes"]):
+        if not name.startswith("planned-"):
+            continue
+        budget = 1e9 * float(name.removeprefix("planned-"))
+        others = [
+            rows[r]["ms"] for r in ("saved", "recomputed") if r in rows and rows[r]["peak_bytes"] <= budget
+        ]
+        fails = row["peak_bytes"] > budget or row["ms"] > min(others, default=row["ms"])
+        text = f"{budget / 1e9:g}: {row['ms']:.1f}, {row['peak_bytes'] / 1e9:.2f}"
+        cells.append(bold(text, fails))
+    return cells
+
+
+def budgets_markdown(results: Iterable[tuple[str, Any]]) -> str:
+    """The page of results with budgets, pairs of a file's name and what it holds."""
+    lines = []
+    for name, result in results:
+        rows = result["rows"]
+        references = [
+            f"{rows[r]['ms']:.1f}, {rows[r]['peak_bytes'] / 1e9:.2f}" if r in rows else NONE
+            for r in ("saved", "recomputed")
+        ]
+        device = result["provenance"]["device"].removeprefix("1 x ")
+        lines.append([name, device, *references, *_planned_cells(rows)])
+    width = max(len(line) for line in lines)
+    padded = [line + [NONE] * (width - len(line)) for line in lines]
+    return BUDGETS + table(["program", "card", "saved", "recomputed", *["budget"] * (width - 4)], padded)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Reads result files and prints or writes their page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, nargs="+", help="result files, JSON")
+    parser.add_argument("--budgets", action="store_true", help="the results are of --device-gb")
     parser.add_argument("--markdown", type=Path, help="where the page goes; printed without")
     options = parser.parse_args(arguments)
-    page = markdown((path.stem, json.loads(path.read_text())) for path in sorted(options.results))
+    write = budgets_markdown if options.budgets else markdown
+    page = write((path.stem, json.loads(path.read_text())) for path in sorted(options.results))
     if options.markdown is None:
         print(page)
     else:

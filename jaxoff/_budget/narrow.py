@@ -1,8 +1,8 @@
 """Stacks of a loop in the narrow type of their rows.
 
-A layer with float32 weights and bfloat16 compute makes its weights' gradients in bfloat16 and widens them, so
-the loop stacks float32 rows. Here the loop stacks the rows before the conversion, and the stack is widened by
-its readers: the same numbers in half the memory.
+A layer with float32 weights and bfloat16 compute makes the gradients of its weights in bfloat16 and widens
+the gradients, so the loop stacks float32 rows. Here the loop stacks bfloat16 rows, and the stack's readers
+widen the stack: the same numbers in half the memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from jaxoff._jaxpr.primitives import KernelClass, classify_kernel
 def narrow_stacks(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program whose loops stack rows before they are widened, at each level of its loops.
 
-    Only stacks that elementwise equations or reductions read: XLA computes the conversion inside of these.
+    Stacks with other readers than elementwise equations and reductions stay wide: XLA computes the conversion
+    inside of elementwise and reducing kernels only.
     """
 
     def write(program: Jaxpr) -> Jaxpr:
@@ -68,7 +69,7 @@ def _narrow_loop(eqn: JaxprEqn, may_narrow: Callable[[Var], bool]) -> Sequence[J
 
 
 def _is_widening(eqn: JaxprEqn) -> bool:
-    """Whether an equation converts floating-point numbers to a type that has them all."""
+    """Whether an equation converts floating-point numbers to a type with more exponents and digits."""
     if eqn.primitive.name != "convert_element_type":
         return False
     before, after = compat.struct_of(eqn.invars[0].aval), compat.struct_of(eqn.outvars[0].aval)

@@ -1,10 +1,9 @@
 """Row-wise regions of a program, run part by part: the cross entropy over a large vocabulary is one.
 
-A head makes the logits of all tokens, and the loss and its gradient with respect to the logits, of the same
-size. Between the products each row depends on its own token alone. So a loop over parts of the tokens makes
-the same values with the wide intermediate arrays of one part at a time. Products over all rows, such as the
-weights' gradients, stay outside of the loop and read whole arrays: their sums are in the order of the
-program as given.
+A head makes the logits of all tokens, the loss, and the loss's gradient with respect to the logits, as large
+as the logits. Between the products, a row depends on its own token alone. So a loop over parts of the tokens
+makes the same values, with wide intermediate arrays of a single part. Products over all rows, such as the
+weights' gradients, stay outside of the loop and read whole arrays: the order of their sums does not change.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from jaxoff._report.tables import format_nbytes
 # A part has at least this many rows, if it can: products of fewer rows run below the device's rate.
 _PART_ROWS = 2048
 _MOST_PARTS = 8
-# Values from this part of the largest value's bytes on are made and read inside of the region, if they can.
+# Makers and readers of values with this part of the seed's bytes join the region.
 _LARGE = 1 / 8
 
 

@@ -1,8 +1,7 @@
 """The axes of an equation's operands whose rows make the rows of its result.
 
-A row-wise equation computes each row of its result, along an axis, from the same rows of some operands and
-from the other operands as a whole. Such an equation can run on a part of the rows. Arguments and results of
-the equations are those of the primitives in jax.lax.
+A row-wise equation computes a row of its result, along an axis, from the same row of some operands and from
+other operands as a whole. A row-wise equation can run on a part of the rows.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from jaxoff._budget.fit import Budget, BudgetError, find_fitting
 from jaxoff._budget.report import BudgetReport
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
-from jaxoff._jaxpr.saved_twin import build_saved_twin
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._runtime import flags
@@ -33,6 +32,7 @@ from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.settings import JAXLIB, Setting, add_without_graphs, list_settings
 from jaxoff._schedule.sharding_marks import find_loop_shardings
+from jaxoff._schedule.traced import Traced
 from jaxoff._schedule.tuning import (
     Tuning,
     find_fastest,
@@ -53,41 +53,6 @@ _OWN_FILES = (
     *(os.path.dirname(package) for package in (os.path.dirname(__file__), jax.__file__)),
     contextlib.__file__.removesuffix(".py"),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Traced:
-    """A traced and rewritten program, for the later attempts of one call.
-
-    Attributes:
-      signature: the tree of the arguments, and by position the types of the traced arguments.
-      given: the user's program.
-      shapes: its results.
-      program: the rewritten program.
-      findings: its unmet requests.
-    """
-
-    signature: tuple[Any, ...]
-    given: compat.ClosedJaxpr
-    shapes: Any
-    program: Rewritten
-    findings: tuple[Finding, ...] = ()
-
-    @functools.cached_property
-    def twin(self) -> compat.ClosedJaxpr | None:
-        """The saved twin of the user's program, if there is one."""
-        return build_saved_twin(self.given)
-
-    def follow(self, recipe: Recipe) -> compat.ClosedJaxpr:
-        """The program by a recipe."""
-        if recipe is Recipe.SAVED and self.twin is not None:
-            return self.twin
-        return self.given if recipe is Recipe.STOCK else self.program.jaxpr
-
-    @property
-    def is_reusable(self) -> bool:
-        """Whether the program holds no tracer of a trace that may have ended."""
-        return not compat.holds_tracers(self.given)
 
 
 class _ProbedError(Exception):
@@ -210,7 +175,7 @@ class Jitted:
         return self._latest.recipe.value
 
     @contextlib.contextmanager
-    def _settle(self, call: Call, traced: _Traced | None = None) -> Iterator[Any]:
+    def _settle(self, call: Call, traced: Traced | None = None) -> Iterator[Any]:
         """Yields the `jax.jit` function for a call, and chooses its setting the first time."""
         if call.key in self._chosen:
             self._latest = self._chosen[call.key]
@@ -222,7 +187,7 @@ class Jitted:
             yield self._find_instance(call, self._latest)
 
     @contextlib.contextmanager
-    def _probe(self, call: Call, traced: _Traced | None = None) -> Iterator[_Traced]:
+    def _probe(self, call: Call, traced: Traced | None = None) -> Iterator[Traced]:
         """Traces the user's function for a call; the traces in the context take the program over."""
         if traced is None:
             try:
@@ -231,7 +196,7 @@ class Jitted:
             except _ProbedError as error:
                 signature, given, shapes, findings = error.found
             program = self._rewrite(call, signature, given, shapes)
-            traced = _Traced(signature, given, shapes, program, findings)
+            traced = Traced(signature, given, shapes, program, findings)
             self._report(traced.findings)
         self._probed.traced = traced if traced.is_reusable else None
         try:
@@ -248,7 +213,7 @@ class Jitted:
 
         def compile_marked(marked: compat.ClosedJaxpr) -> None:
             program = Rewritten(marked, loops=0, scanned=0, flat=False, spare_nbytes=0)
-            self._probed.traced = _Traced(signature, marked, shapes, program)
+            self._probed.traced = Traced(signature, marked, shapes, program)
             stock = self._overlapped(call.devices, Setting(Recipe.STOCK, ()))
             _jax_jit(stock, **self._kwargs).lower(*call.args, **call.kwargs).compile()
 
@@ -258,7 +223,7 @@ class Jitted:
         """The rates of one of several devices."""
         return self._device.sharing(max(1, devices // jax.process_count()))
 
-    def _choose(self, call: Call, traced: _Traced) -> Setting:
+    def _choose(self, call: Call, traced: Traced) -> Setting:
         """The setting of the recipe that a program runs by; compiles the candidates if there are several."""
         settings = {s.recipe: s for s in self._list_settings(call, traced)}
         if len(settings) == 1:
@@ -274,14 +239,14 @@ class Jitted:
         self._report(unmet.get(settings[recipe], ()))
         return settings[recipe]
 
-    def _compile(self, call: Call, traced: _Traced, unmet: _Unmet, setting: Setting) -> jax.stages.Compiled:
+    def _compile(self, call: Call, traced: Traced, unmet: _Unmet, setting: Setting) -> jax.stages.Compiled:
         """Compiles the program of a setting, and adds to `unmet` what it was to offload and does not."""
         compiled = self._lower(call, setting).compile()
         if call.is_on_gpu and setting.recipe is not Recipe.SAVED:  # whose choice is a finding itself
             unmet[setting] = tuple(find_vanished(traced.given, call.devices, compiled))
         return compiled
 
-    def _fit(self, call: Call, traced: _Traced) -> Setting:
+    def _fit(self, call: Call, traced: Traced) -> Setting:
         """The setting of the program within the budget; its instance takes the place of a choice."""
         budget, self.budget = self._budget, None
         if budget is None or traced.twin is None or not traced.is_reusable:
@@ -334,7 +299,7 @@ class Jitted:
                 self._start_tuning(call, traced)
         return self._tunings.get(call.key)
 
-    def _start_tuning(self, call: Call, traced: _Traced) -> None:
+    def _start_tuning(self, call: Call, traced: Traced) -> None:
         """Compiles the programs to compare, or chooses where the decision is known or there is only one."""
         settings, unmet, self.tuned = self._list_settings(call, traced), {}, {}
         if len(settings) > 1:
@@ -381,7 +346,7 @@ class Jitted:
                 self.findings += (finding,)
                 warnings.warn(str(finding), skip_file_prefixes=_OWN_FILES)
 
-    def _list_settings(self, call: Call, traced: _Traced) -> list[Setting]:
+    def _list_settings(self, call: Call, traced: Traced) -> list[Setting]:
         """The settings for a program, the preferred one first; a single one where nothing is to choose."""
         compares = call.is_on_gpu or self._tunes
         has_twin = (compares or self._recipe is Recipe.SAVED) and traced.twin is not None
@@ -419,7 +384,7 @@ class Jitted:
                 return watch.call(self._fun, positional, named)
 
             signature = tree, tuple(traced), tuple(jax.typeof(leaves[i]) for i in traced)
-            made: _Traced | None = getattr(self._probed, "traced", None)
+            made: Traced | None = getattr(self._probed, "traced", None)
             if made is None or made.signature != signature:
                 with watch:
                     closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(
@@ -428,7 +393,7 @@ class Jitted:
                 if setting is None:
                     raise _ProbedError(signature, closed, shapes, watch.find(closed))
                 program = rewrite(closed, self._share_link(devices), one_device=devices == 1)
-                made = _Traced(signature, closed, shapes, program)
+                made = Traced(signature, closed, shapes, program)
             if setting is None:
                 raise AssertionError("a probe has no program to take over")
             self._check(made.given, made.program)

@@ -49,6 +49,29 @@ def test_the_page_is_that_of_the_results():
     found = sorted((root / "bench" / "results" / "clients").glob("*.json"))
     page = clients_table.markdown((path.stem, json.loads(path.read_text())) for path in found)
     assert (root / "docs" / "clients.md").read_text() == page
+    found = sorted((root / "bench" / "results" / "budget").glob("*.json"))
+    page = clients_table.budgets_markdown((path.stem, json.loads(path.read_text())) for path in found)
+    assert (root / "docs" / "budgets.md").read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("ms", "gigabytes", "fails"),
+    [(100.0, 51.9, False), (90.0, 52.1, True), (101.0, 51.0, True)],
+)
+def test_a_budget_that_is_overrun_or_slower_than_what_fits_is_bold(ms, gigabytes, fails):
+    rows = {"saved": {"ms": 90.0, "peak_bytes": 60e9}, "recomputed": {"ms": 100.5, "peak_bytes": 50e9}}
+    rows["planned-52"] = {"ms": ms, "peak_bytes": 1e9 * gigabytes}
+    page = clients_table.budgets_markdown([("decoder", {"provenance": {"device": "1 x H100"}, "rows": rows})])
+    assert f"52: {ms:.1f}, {gigabytes:.2f}" in page
+    assert (f"**52: {ms:.1f}" in page) == fails
+
+
+def test_a_budget_that_nothing_fits_is_left_out(tmp_path, capsys):
+    out = tmp_path / "decoder.json"
+    tiny = ["--sizes", "tiny", "--layers", "2", "--steps", "1", "--samples", "1"]
+    clients.main([*tiny, "--variants", "recomputed", "--device-gb", "1", "0.0001", "--out", str(out)])
+    assert set(json.loads(out.read_text())["rows"]) == {"recomputed", "planned-1"}
+    assert "no program fits 100.00 kB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""A traced step with its rewritten program and its saved twin."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.saved_twin import build_saved_twin
+from jaxoff._report.finding import Finding
+from jaxoff._schedule.recipes import Recipe
+from jaxoff._schedule.rewrite import Rewritten
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced and rewritten program, for the later attempts of one call.
+
+    Attributes:
+      signature: the tree of the arguments, and by position the types of the traced arguments.
+      given: the user's program.
+      shapes: its results.
+      program: the rewritten program.
+      findings: its unmet requests.
+    """
+
+    signature: tuple[Any, ...]
+    given: compat.ClosedJaxpr
+    shapes: Any
+    program: Rewritten
+    findings: tuple[Finding, ...] = ()
+
+    @functools.cached_property
+    def twin(self) -> compat.ClosedJaxpr | None:
+        """The saved twin of the user's program, if there is one."""
+        return build_saved_twin(self.given)
+
+    def follow(self, recipe: Recipe) -> compat.ClosedJaxpr:
+        """The program by a recipe."""
+        if recipe is Recipe.SAVED and self.twin is not None:
+            return self.twin
+        return self.given if recipe is Recipe.STOCK else self.program.jaxpr
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the program holds no tracer of a trace that may have ended."""
+        return not compat.holds_tracers(self.given)
