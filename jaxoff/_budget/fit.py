@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.loop_pairs import LoopPair
 from jaxoff._budget.narrow import narrow_stacks
@@ -48,10 +50,42 @@ class BudgetError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The most memory of a step, on each device and for it on the host; None on the host for any."""
+    """The most memory of a step, on each device and for it on the host; None on the host for any.
+
+    An infinite `device_nbytes` stands for the limit of the device's allocator; see `resolve`.
+    """
 
     device_nbytes: float
     host_nbytes: float | None = None
+
+    def resolve(self, arguments: Any) -> Budget:
+        """The budget of a call, in numbers.
+
+        Args:
+          arguments: of the call, a pytree; their bytes count as the step's, those of other arrays do not.
+
+        Raises:
+          ValueError: for the limit of an allocator that has none, and in one of several processes.
+        """
+        if math.isfinite(self.device_nbytes):
+            return self
+        device = jax.local_devices()[0]
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats or jax.process_count() > 1:
+            where = f"{device.platform!r}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+            raise ValueError(
+                "device_bytes='fit' takes the limit of a GPU's allocator, in a single process; got "
+                f"{where}. Give a number of bytes."
+            )
+        shards = [
+            shard
+            for leaf in jax.tree.leaves(arguments)
+            if isinstance(leaf, jax.Array)
+            for shard in leaf.addressable_shards
+        ]
+        own = sum(shard.data.nbytes for shard in shards if shard.device == device)
+        others = max(0, stats["bytes_in_use"] - own)
+        return dataclasses.replace(self, device_nbytes=stats["bytes_limit"] - others)
 
     @staticmethod
     def of(device_bytes: float | str | None, host_bytes: float | str | None) -> Budget | None:
@@ -65,7 +99,7 @@ class Budget:
             if host is not None:
                 raise ValueError(f"host_bytes goes with device_bytes; got host_bytes={host_bytes!r} alone.")
             return None
-        return Budget(parse_nbytes(device_bytes, "device_bytes"), host)
+        return Budget(math.inf if device_bytes == "fit" else parse_nbytes(device_bytes, "device_bytes"), host)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,11 +59,13 @@ def jit(
         programs; four steps each, and the fastest stays. `tuned` of the result has the times. The decision is
         kept in `$JAXOFF_CACHE_DIR` (default: `~/.cache/jaxoff`), by program, device and versions. All the
         programs compute the same step, in roundings of their own.
-      device_bytes: a budget of device memory for the step, on each device: bytes, or text such as "60GB".
-        The step needs no names and no policy. Each value that the loops over layers keep for their backward
-        pass is saved, offloaded or recomputed, whatever the model's own `jax.checkpoint` does, so that the
-        compiled program is within the budget and fast by the model of time. One to six programs are compiled.
-        `jaxoff.mark_not_offload` is kept to. Values outside of loops stay as they are.
+      device_bytes: a budget of device memory for the step, on each device: bytes, text such as "60GB", or
+        "fit", the limit of the GPU's allocator less other live arrays. The step needs no names and no policy.
+        Each value that the loops over layers keep for their backward pass is saved, offloaded or recomputed,
+        whatever the model's own `jax.checkpoint` does, so that the compiled program is within the budget and
+        fast by the model of time. If its logits decide the peak, a head runs in parts of its rows. At most
+        four programs without and four with copies to the host are compiled. `jaxoff.mark_not_offload` is kept
+        to. Layers in a Python loop stay as they are.
       host_bytes: the most host memory for offloaded values, likewise; None for any.
       **kwargs: as for `jax.jit`: static and donated arguments, shardings.
 
@@ -80,7 +82,8 @@ def jit(
     Raises:
       TypeError: for a device that is no `jaxoff.Device`.
       BudgetError: at the first call or by `lower`, if no program within `device_bytes` is found.
-      ValueError: for an unknown recipe, and for `tune` with a recipe or in one of several processes.
+      ValueError: for an unknown recipe, for `tune` with a recipe or in one of several processes, for
+        `device_bytes` together with either, and at the first call for "fit" without a single GPU process.
       RuntimeError: when the program is traced, at the first call or by `lower`, if it moves residuals on a
         GPU and jaxlib is older than 0.11.1, which computes wrong gradients then; or if it needs more pinned
         host memory at once than XLA's pool has, which XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB sets.

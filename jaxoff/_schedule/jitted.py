@@ -255,6 +255,7 @@ class Jitted:
                 "the device and whose constants are known; this one has arguments, results or copies of "
                 "several values at once in host memory, or closes over values of a trace around it."
             )
+        budget = budget.resolve((call.args, call.kwargs))
         programs = 0
 
         def compile_program(closed: compat.ClosedJaxpr, *, smallest: bool) -> tuple[float, Any]:

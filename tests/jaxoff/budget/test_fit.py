@@ -156,6 +156,23 @@ def test_other_budgets_are_errors(given):
         jaxoff.jit(lambda x: x, device_bytes=given)
 
 
+def test_the_limit_of_the_allocator_is_that_of_a_gpu(monkeypatch):
+    with pytest.raises(
+        ValueError, match="takes the limit of a GPU's allocator, in a single process; got 'cpu'"
+    ):
+        jaxoff.jit(loss, device_bytes="fit")(*jax.tree.map(lambda s: jnp.ones(s.shape), structs(2, 8, 8)))
+    assert Budget(5.0).resolve(None) == Budget(5.0)
+
+    class Gpu:
+        platform = "gpu"
+
+        def memory_stats(self):
+            return {"bytes_limit": 1000, "bytes_in_use": 300}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
+    assert Budget.of("fit", None).resolve(jnp.ones(8)) == Budget(700)  # an array of another device
+
+
 def test_a_budget_excludes_a_recipe_and_host_bytes_alone():
     with pytest.raises(ValueError, match="chooses the recipe by compiled memory"):
         jaxoff.jit(lambda x: x, device_bytes=1e9, recipe="stock")
