@@ -19,6 +19,7 @@ from jaxoff._budget.fit import Budget, BudgetError, find_fitting
 from jaxoff._budget.report import BudgetReport
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
+from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._runtime import flags
@@ -391,8 +392,10 @@ class Jitted:
                     closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(
                         *(leaves[i] for i in traced)
                     )
+                findings = watch.find(closed)
+                closed = merge_nested_loops(closed, with_copies=True)
                 if setting is None:
-                    raise _ProbedError(signature, closed, shapes, watch.find(closed))
+                    raise _ProbedError(signature, closed, shapes, findings)
                 program = rewrite(closed, self._share_link(devices), one_device=devices == 1)
                 made = Traced(signature, closed, shapes, program)
             if setting is None:

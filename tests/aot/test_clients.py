@@ -39,7 +39,7 @@ DEEP = Sizes(
     batch=64,
     length=128,
 )
-# XLA's GPU compiler refuses to offload in a scan inside of a scan.
+# XLA's GPU compiler refuses to offload in a scan inside of a scan; jaxoff.jit merges the two.
 REFUSED = {"groups"}
 QUICK = {"groups"}  # test_a_decoder_never_takes_more_memory is quick, too
 
@@ -85,6 +85,9 @@ def test_a_step_takes_no_more_memory_and_says_what_it_does(name):
     assert all(repr(jitted.recipe) in finding.message for finding in replaced)
     assert texts == [str(finding) for finding in jitted.findings]
     assert (facts.d2h_bytes > 0) == (jitted.recipe != "saved")
+    if name in REFUSED:
+        assert jitted.recipe != "saved"
+        assert facts.device_peak_bytes < 0.8 * twin.device_peak_bytes
     assert count_kernels(facts) <= kernels
 
 

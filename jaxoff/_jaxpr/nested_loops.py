@@ -1,0 +1,162 @@
+"""Loops over groups of layers, merged with the loops over the layers of a group.
+
+A scan whose body is another scan runs the inner body once for each layer of each group. A single scan over
+all layers computes the same values. Its stacks are views of the stacks by group. XLA's GPU compiler (jaxlib
+0.11.2) refuses copies to host memory in a scan within a scan; in the single scan they compile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
+
+
+def merge_nested_loops(closed: ClosedJaxpr, *, with_copies: bool = False) -> ClosedJaxpr:
+    """A program with its perfectly nested scans merged, at each level of its loops.
+
+    A scan is perfectly nested in another if it is all of the body: its carry is that of the outer scan, its
+    rows are rows of the outer scan's rows, and its constants are constants of the outer scan.
+
+    Args:
+      closed: the program.
+      with_copies: whether to merge only scans with copies between device and host in them.
+    """
+
+    def merge(program: Jaxpr) -> Jaxpr:
+        return _merge_level(program, merge, with_copies=with_copies)
+
+    return compat.map_open(closed, merge)
+
+
+def _holds_copy(program: Jaxpr) -> bool:
+    return any(
+        compat.transfer_in(eqn) is not None or any(map(_holds_copy, compat.sub_jaxprs(eqn)))
+        for eqn in program.eqns
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nest:
+    """A scan with a scan as its body.
+
+    Attributes:
+      outer, inner: the equations.
+      consts: the inner scan's constants: operands of the outer scan, or literals.
+      carry: the operands of the outer scan that start the carry.
+      rows: the inner scan's rows: operands of the outer scan.
+      stacks: for each stack of the outer scan's results, the position among the inner scan's stacks.
+    """
+
+    outer: JaxprEqn
+    inner: JaxprEqn
+    consts: tuple[Any, ...]
+    carry: tuple[Any, ...]
+    rows: tuple[Any, ...]
+    stacks: tuple[int, ...]
+
+    @staticmethod
+    def find(eqn: JaxprEqn) -> _Nest | None:
+        """The nest of an equation, if it is the outer scan of one."""
+        layout = compat.scan_in(eqn)
+        if layout is None or eqn.params["jaxpr"].consts or layout.unroll not in (1, False):
+            return None
+        body = inline_program(eqn.params["jaxpr"].jaxpr)
+        own = compat.scan_in(body.eqns[0]) if len(body.eqns) == 1 else None
+        if own is None or own.unroll not in (1, False) or eqn.effects:
+            return None
+        (inner,) = body.eqns
+        first = layout.num_consts + layout.num_carry
+        operands: dict[Any, Any] = dict(zip(body.invars, eqn.invars, strict=True))
+        consts, carried = body.invars[: layout.num_consts], body.invars[layout.num_consts : first]
+        own_first = own.num_consts + own.num_carry
+        own_consts, rows = inner.invars[: own.num_consts], inner.invars[own_first:]
+        results: dict[Any, int] = {v: i for i, v in enumerate(inner.outvars[own.num_carry :])}
+        stacks = body.outvars[layout.num_carry :]
+        is_perfect = (
+            eqn.params["reverse"] == inner.params["reverse"]
+            and not inner.params["jaxpr"].consts
+            and list(inner.invars[own.num_consts : own_first]) == list(carried)
+            and list(body.outvars[: layout.num_carry]) == list(inner.outvars[: own.num_carry])
+            and all(isinstance(v, Literal) or v in consts for v in own_consts)
+            and all(isinstance(v, Var) and v in body.invars[first:] for v in rows)
+            and all(isinstance(v, Var) and v in results for v in stacks)
+        )
+        if not is_perfect:
+            return None
+        return _Nest(
+            eqn,
+            inner,
+            tuple(v if isinstance(v, Literal) else operands[v] for v in own_consts),
+            tuple(operands[v] for v in carried),
+            tuple(operands[v] for v in rows),
+            tuple(results[v] for v in stacks),
+        )
+
+
+def _merge_level(program: Jaxpr, merge: Callable[[Jaxpr], Jaxpr], *, with_copies: bool) -> Jaxpr:
+    level = inline_program(program)
+    renamed: Renamed = {}
+    flat: dict[Any, Var] = {}  # rows in groups -> the same rows without groups
+    eqns: list[JaxprEqn] = []
+    for given in level.eqns:
+        eqn = given.replace(invars=[resolve(renamed, v) for v in given.invars])
+        nest = _Nest.find(eqn)
+        if nest is None or (with_copies and not _holds_copy(compat.as_open(eqn.params["jaxpr"]))):
+            eqns.append(compat.map_programs(eqn, merge))
+            continue
+        merged, results = _merge(nest, flat)
+        eqns += merged
+        renamed.update(zip(eqn.outvars, results, strict=True))
+    if not renamed:
+        same = all(a.params == b.params for a, b in zip(eqns, level.eqns, strict=True))
+        return program if same else level.replace(eqns=eqns)
+    merged = level.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in level.outvars])
+    return merge(compat.dce_jaxpr(merged, [True] * len(merged.outvars), instantiate=True)[0])
+
+
+def _merge(nest: _Nest, flat: dict[Any, Var]) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a merged nest, and the results of the outer scan; adds to `flat`."""
+    outer, inner = compat.scan_in(nest.outer), compat.scan_in(nest.inner)
+    assert outer is not None
+    assert inner is not None
+    length = outer.length * inner.length
+    eqns: list[JaxprEqn] = []
+    for v in nest.rows:
+        if v not in flat:
+            views, (flat[v],) = trace_call(lambda x: x.reshape(length, *x.shape[2:]), [v], like=nest.outer)
+            eqns += views
+    run = compat.jaxpr_as_fun(nest.inner.params["jaxpr"])
+    known = [v.val if isinstance(v, Literal) else None for v in nest.consts]
+    consts = [v for v in nest.consts if not isinstance(v, Literal)]
+
+    def scan(consts: Sequence[Any], carry: Sequence[Any], rows: Sequence[Any]):
+        given = iter(consts)
+        filled = [next(given) if value is None else value for value in known]
+
+        def step(carry, row):
+            values = run(*filled, *carry, *row)
+            return tuple(values[: inner.num_carry]), tuple(values[inner.num_carry :])
+
+        reverse = nest.outer.params["reverse"]
+        return jax.lax.scan(step, tuple(carry), tuple(rows), length=length, reverse=reverse)
+
+    rows = [flat[v] for v in nest.rows]
+    loop, results = trace_call(scan, [consts, list(nest.carry), rows], like=nest.outer)
+    carry, stacks = results[: inner.num_carry], results[inner.num_carry :]
+    found = list(carry)
+    for i in nest.stacks:
+        groups = (outer.length, inner.length)
+        views, (grouped,) = trace_call(
+            lambda x, groups=groups: x.reshape(*groups, *x.shape[1:]), [stacks[i]], like=nest.outer
+        )
+        loop += views
+        flat[grouped] = stacks[i]
+        found.append(grouped)
+    return [*eqns, *loop], found
