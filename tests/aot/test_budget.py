@@ -10,6 +10,8 @@ from jax import lax
 
 import jaxoff
 from bench.client_steps import PROGRAMS
+from jaxoff._budget.parts import write_in_parts
+from jaxoff._jaxpr import compat
 from tests.aot.test_clients import DEEP
 
 pytestmark = pytest.mark.aot
@@ -66,6 +68,31 @@ def test_a_budget_that_nothing_fits_says_the_least():
         compile_within(jaxoff.target("h100"), step, arguments(), 1e6)
 
 
+def loss_of_head(params, x, labels):
+    logits = (x @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return (log_z - chosen).mean()
+
+
+def test_logits_exist_in_parts_only():
+    """Of 1.1 GB of logits and as much of their gradient, a part, and the gradient in bfloat16."""
+    tokens, width, vocabulary = 8192, 256, 32768
+    params = {"head": jax.ShapeDtypeStruct((width, vocabulary), "float32")}
+    x = jax.ShapeDtypeStruct((1, tokens, width), "bfloat16")
+    args = params, x, jax.ShapeDtypeStruct((1, tokens), "int32")
+    closed = jax.make_jaxpr(jax.value_and_grad(loss_of_head, argnums=(0, 1)))(*args)
+    written, (region,) = write_in_parts(closed, 1e8)
+    assert region.parts == 4
+    target, leaves = jaxoff.target("h100"), jax.tree.leaves(args)
+    whole, in_parts = (
+        target.compile(jax.jit(compat.jaxpr_as_fun(program)), *leaves).memory_analysis().temp_size_in_bytes
+        for program in (closed, written)
+    )
+    assert whole > 4 * tokens * vocabulary
+    assert in_parts < (2 + 2 * 4 / 4) * tokens * vocabulary * 1.05
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["decoder-scan", "linen-scan", "accumulation", "vit"])
 @pytest.mark.parametrize("part", [0.8, 0.55])
@@ -78,6 +105,7 @@ def test_whole_steps_of_others_fit(name, part):
     assert facts.device_peak_bytes <= part * most
 
 
+@pytest.mark.long
 def test_a_head_in_parts_takes_less_than_everything_recomputed():
     program = dataclasses.replace(PROGRAMS["decoder-scan"], offloads=None)
     step = program.build(dataclasses.replace(DEEP, vocabulary=1 << 15), attention="xla")

@@ -41,7 +41,6 @@ DEEP = Sizes(
 )
 # XLA's GPU compiler refuses to offload in a scan inside of a scan; jaxoff.jit merges the two.
 REFUSED = {"groups"}
-QUICK = {"groups"}  # test_a_decoder_never_takes_more_memory is quick, too
 
 
 def compile_step(target, step, transform):
@@ -60,9 +59,17 @@ def count_kernels(facts):
     return sum(copy.via == "kernel" for copy in facts.copies)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in PROGRAMS]
-)
+def test_a_scan_in_a_scan_offloads():
+    step = PROGRAMS["groups"].build(SMALL, offloads=True, attention="xla")
+    jitted = step.jit(jaxoff.jit, recipe="ordered")
+    compiled = jaxoff.target("h100").compile(jitted, step.state, step.batch)
+    facts = jaxoff.verify(compiled, compiler_options=jitted.options)
+    assert facts.d2h_bytes == facts.h2d_bytes > 0
+    assert all(copy.overlaps for copy in facts.copies)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_step_takes_no_more_memory_and_says_what_it_does(name):
     if name == "equinox":
         pytest.importorskip("equinox")

@@ -66,6 +66,7 @@ def test_a_budget_that_is_overrun_or_slower_than_what_fits_is_bold(ms, gigabytes
     assert (f"**52: {ms:.1f}" in page) == fails
 
 
+@pytest.mark.long  # compiles ten programs
 def test_a_budget_that_nothing_fits_is_left_out(tmp_path, capsys):
     out = tmp_path / "decoder.json"
     tiny = ["--sizes", "tiny", "--layers", "2", "--steps", "1", "--samples", "1"]
