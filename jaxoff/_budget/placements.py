@@ -240,6 +240,8 @@ def _trace_scan(
     def run(consts, initial, rows):
         first_rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows]
         _, made = jax.eval_shape(lambda *state: step(consts, *state), tuple(initial), first_rows)
+        if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in made):  # random keys
+            return scan(consts, initial, rows)
         # The allocation waits for the carry: XLA would allocate at the start of the step.
         scalars = [compat.empty_scalar(jax.typeof(jnp.zeros((), x.dtype))) for x in made]
         scalars, initial = jax.lax.optimization_barrier((scalars, tuple(initial)))

@@ -154,7 +154,8 @@ def test_a_stack_that_the_program_returns_stays():
         np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def test_random_numbers_are_drawn_again():
+@pytest.mark.parametrize("fills", [True, False])
+def test_random_numbers_are_drawn_again(fills):
     def layer(carry, w):
         x, key = carry
         key, own = jax.random.split(key)
@@ -165,11 +166,33 @@ def test_random_numbers_are_drawn_again():
 
     fun, args = jax.value_and_grad(loss), (*arguments(), jax.random.key(3))
     closed = jax.make_jaxpr(fun)(*args)
-    placed = write_placed(closed, lambda pair: Placements(tuple(range(len(pair.carried)))))
+    placed = write_placed(closed, lambda pair: Placements(tuple(range(len(pair.carried)))), fills=fills)
     for got, expected in zip(
-        compat.jaxpr_as_fun(placed)(*args), compat.jaxpr_as_fun(closed)(*args), strict=True
+        jax.jit(compat.jaxpr_as_fun(placed))(*args), compat.jaxpr_as_fun(closed)(*args), strict=True
     ):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_stacks_are_allocated_without_a_fill():
+    """In a while loop, with the bits of the scan, forward and in reverse."""
+
+    def layer(x, w):
+        return jnp.sin(x @ w), x.sum()
+
+    def loss(x, ws):
+        x, sums = lax.scan(layer, x, ws)
+        return x.sum() + sums.sum()
+
+    args = arguments()
+    closed = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*args)
+    filled, allocated = (write_placed(closed, keep_all, fills=fills) for fills in (True, False))
+    names = [[eqn.primitive.name for eqn in program.jaxpr.eqns] for program in (filled, allocated)]
+    assert [n.count("scan") for n in names] == [2, 0]
+    assert [n.count("while") for n in names] == [0, 2]
+    assert names[1].count("unwritten") >= 2
+    runs = (jax.jit(compat.jaxpr_as_fun(program)) for program in (allocated, filled))
+    for got, expected in zip(*(run(*args) for run in runs), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_a_program_without_loops_over_layers_stays():
