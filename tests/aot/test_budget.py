@@ -63,6 +63,7 @@ def test_a_step_without_a_name_fits_each_budget():
     assert moved[-1] >= LAYERS * ROWS * WIDTH * 2  # the layers' inputs
 
 
+@pytest.mark.long
 def test_a_budget_that_nothing_fits_says_the_least():
     with pytest.raises(jaxoff.BudgetError, match=r"no program fits 1\.00 MB.*The least of \d compiled takes"):
         compile_within(jaxoff.target("h100"), step, arguments(), 1e6)

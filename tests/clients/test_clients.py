@@ -15,7 +15,9 @@ from bench.client_steps import PROGRAMS
 # With these options each program rounds every value, so that results are equal to the bit.
 ROUNDED = {"xla_allow_excess_precision": False, "xla_disable_hlo_passes": "algsimp"}
 
-SLOW = {"equinox", "groups", "inner-jit", "nnx-list", "ssm"}
+SLOW = {"equinox", "groups", "nnx-list", "ssm"}
+# Styles close to another's: bits of whole steps on demand.
+LONG = {"inner-jit", "layer-axis", "nnx-scan", "ssm-chunks", "vit"}
 
 
 def build(name, **options):
@@ -34,7 +36,11 @@ def run(step, transform, state):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROGRAMS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW) + [pytest.mark.long] * (name in LONG))
+        for name in PROGRAMS
+    ],
 )
 def test_a_step_keeps_its_bits_and_its_function_runs_once(name):
     offloading, calls = build(name), []
