@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.loop_pairs import LoopPair
@@ -75,8 +75,8 @@ class Costs:
         ready = dict.fromkeys(pair.carried, 0.0)
         for eqn, ms in zip(pair.body.eqns, itertools.accumulate(forward), strict=True):
             ready.update(dict.fromkeys(eqn.outvars, ms))
-        into_kernels = _find_operands_of_kernels(pair.rest)
-        saving = {v: _count_passes(pair, v, into_kernels) * device.pass_ms(n) for v, n in nbytes.items()}
+        into_kernels, makers = _find_operands_of_kernels(pair.rest), map_makers(pair.body.eqns)
+        saving = {v: _count_passes(v, makers, into_kernels) * device.pass_ms(n) for v, n in nbytes.items()}
         into_kernels |= _find_operands_of_kernels(pure)
         for i, eqn in enumerate(pure):
             if is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars):
@@ -104,14 +104,14 @@ def _find_operands_of_kernels(eqns: Sequence[JaxprEqn]) -> set[Var]:
     return found
 
 
-def _count_passes(pair: LoopPair, v: Var, into_kernels: set[Var]) -> int:
+def _count_passes(v: Var, makers: Mapping[Var, JaxprEqn], into_kernels: set[Var]) -> int:
     """How often memory takes a row of a value's stack: written in the forward, read in the backward loop.
 
     A product and the like write a buffer of their own, copied to the stack: two passes. A fused kernel writes
     the stack itself: one pass more than without. A product reads a copy of the row, too; a fused kernel reads
     the stack, as it would read what is recomputed.
     """
-    makers, origin = map_makers(pair.body.eqns), v
+    origin = v
     while origin in makers and makers[origin].primitive.name in VIEWS and variables(makers[origin]):
         origin = variables(makers[origin])[0]
     writes = 2 if origin not in makers or is_compute(makers[origin]) else 1

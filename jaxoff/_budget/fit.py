@@ -27,7 +27,7 @@ TRIES = 4
 # A program within this part of the budget is not followed by a further search.
 CLOSE_ENOUGH = 0.04
 # Part of the layers' time by which a program with copies must be faster, by the model, to be tried: copies
-# hide less well than the model believes (bench/LOG.md, "budgets on an H100").
+# hide less well than the model believes (bench/LOG.md, "2026-11-26: budgets win time").
 _COPIES_WIN = 0.01
 _NO_COPIES = 0.0
 # Values from this part of the budget on are worth a loop over parts of their rows.
@@ -180,7 +180,7 @@ class _Search[P]:
         devices: int,
     ):
         self._device, self._budget, self._compile, self._devices = device, budget, compile_program, devices
-        self._whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), _drop_dead)
+        self._whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), compat.drop_dead)
         self._in_parts, self._regions = write_in_parts(
             self._whole, _LARGE * budget.device_nbytes, is_divided=devices > 1
         )
@@ -277,11 +277,6 @@ class _Search[P]:
             f"{format_nbytes(nbytes)}, with {kept}.",
             nbytes,
         )
-
-
-def _drop_dead(program: compat.Jaxpr) -> compat.Jaxpr:
-    """A program without the equations that its results do not need."""
-    return compat.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)[0]
 
 
 def _join(device: Device, devices: int) -> Device:

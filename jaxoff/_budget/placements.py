@@ -128,7 +128,7 @@ def _write_forward(
     """The forward loop: its results without the old residuals, then the stacks of kept values."""
     layout = pair.layout
     outs = [v for i, v in enumerate(pair.body.outvars) if i not in pair.residuals]
-    body = _prune(pair.body.replace(outvars=[*outs, *placements.list_kept(pair)]))
+    body = compat.drop_dead(pair.body.replace(outvars=[*outs, *placements.list_kept(pair)]))
     run = compat.jaxpr_as_fun(ClosedJaxpr(body, ()))
     count = len(placements.offloaded)
 
@@ -268,8 +268,3 @@ def _trace_scan(
     avals = [v.aval for v in (*consts, *initial, *rows)]
     fills = fills or any(map(compat.varying_axes, avals))
     return trace_call(scan if fills else run, [list(consts), list(initial), list(rows)], like=loop)
-
-
-def _prune(body: Jaxpr) -> Jaxpr:
-    """A body without the equations that none of its results need."""
-    return compat.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0]

@@ -30,16 +30,11 @@ def merge_nested_loops(closed: ClosedJaxpr, *, with_copies: bool = False) -> Clo
     """
 
     def merge(program: Jaxpr) -> Jaxpr:
+        if with_copies and not compat.holds_copies(program):
+            return program
         return _merge_level(program, merge, with_copies=with_copies)
 
     return compat.map_open(closed, merge)
-
-
-def _holds_copy(program: Jaxpr) -> bool:
-    return any(
-        compat.transfer_in(eqn) is not None or any(map(_holds_copy, compat.sub_jaxprs(eqn)))
-        for eqn in program.eqns
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +103,7 @@ def _merge_level(program: Jaxpr, merge: Callable[[Jaxpr], Jaxpr], *, with_copies
     for given in level.eqns:
         eqn = given.replace(invars=[resolve(renamed, v) for v in given.invars])
         nest = _Nest.find(eqn)
-        if nest is None or (with_copies and not _holds_copy(compat.as_open(eqn.params["jaxpr"]))):
+        if nest is None or (with_copies and not compat.holds_copies(compat.as_open(eqn.params["jaxpr"]))):
             eqns.append(compat.map_programs(eqn, merge))
             continue
         merged, results = _merge(nest, flat)
@@ -118,7 +113,7 @@ def _merge_level(program: Jaxpr, merge: Callable[[Jaxpr], Jaxpr], *, with_copies
         same = all(a.params == b.params for a, b in zip(eqns, level.eqns, strict=True))
         return program if same else level.replace(eqns=eqns)
     merged = level.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in level.outvars])
-    return merge(compat.dce_jaxpr(merged, [True] * len(merged.outvars), instantiate=True)[0])
+    return merge(compat.drop_dead(merged))
 
 
 def _merge(nest: _Nest, flat: dict[Any, Var]) -> tuple[list[JaxprEqn], list[Any]]:

@@ -256,8 +256,7 @@ def _differentiate(group: LayerGroup) -> LayerPasses:
 
     cotangents = [x for x in results if _is_inexact(x)]
     jaxpr = jax.make_jaxpr(run_both)(operands, cotangents).jaxpr
-    jaxpr, _ = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    jaxpr = inline_program(jaxpr)
+    jaxpr = inline_program(compat.drop_dead(jaxpr))
     eqns, outs = tuple(jaxpr.eqns), list(jaxpr.outvars)
     inputs = zip(jaxpr.invars[: len(operands)], group.carried, strict=True)
     return LayerPasses(

@@ -173,7 +173,7 @@ class TracedFunction:
             return out, aux, pullback([jnp.ones_like(x) for x in out])
 
         jaxpr = compat.as_open(jax.make_jaxpr(both)(*self._structs))
-        return compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+        return compat.drop_dead(jaxpr)
 
     def trace_kept(self, policy: Callable[..., Any] | None = None) -> KeptValues:
         """Traces the forward pass of the differentiated function, down to the kept values.

@@ -118,7 +118,7 @@ def _time_kernels(
 
 def _holds_copies(eqn: JaxprEqn) -> bool:
     """Whether an equation, such as a loop, has copies inside. Kernels inside then hide these copies only."""
-    return any(compat.transfer_in(e) or _holds_copies(e) for j in compat.sub_jaxprs(eqn) for e in j.eqns)
+    return any(map(compat.holds_copies, compat.sub_jaxprs(eqn)))
 
 
 def _estimate_traffic(jaxpr: Jaxpr, device: Device, source: str, iterations: int) -> Iterator[Traffic]:

@@ -16,7 +16,7 @@ def peak_host_nbytes(closed: ClosedJaxpr) -> int:
     loop buffers of their own for the whole program, and reuses all other buffers. XLA may fold copies outside
     of loops, and then takes less. A sharded array counts with the bytes of all shards.
     """
-    live, _ = compat.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    live = compat.drop_dead(closed.jaxpr)
     return _find_peak(live)
 
 
