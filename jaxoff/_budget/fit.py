@@ -19,6 +19,7 @@ from jaxoff._budget.report import PlacedValue, list_values
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._report.tables import format_nbytes
 
@@ -180,7 +181,7 @@ class _Search[P]:
         devices: int,
     ):
         self._device, self._budget, self._compile, self._devices = device, budget, compile_program, devices
-        self._whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), compat.drop_dead)
+        self._whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
         self._in_parts, self._regions = write_in_parts(
             self._whole, _LARGE * budget.device_nbytes, is_divided=devices > 1
         )

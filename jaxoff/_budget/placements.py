@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import map_makers, variables
+from jaxoff._jaxpr.dataflow import drop_dead, map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 
 
@@ -128,7 +128,7 @@ def _write_forward(
     """The forward loop: its results without the old residuals, then the stacks of kept values."""
     layout = pair.layout
     outs = [v for i, v in enumerate(pair.body.outvars) if i not in pair.residuals]
-    body = compat.drop_dead(pair.body.replace(outvars=[*outs, *placements.list_kept(pair)]))
+    body = drop_dead(pair.body.replace(outvars=[*outs, *placements.list_kept(pair)]))
     run = compat.jaxpr_as_fun(ClosedJaxpr(body, ()))
     count = len(placements.offloaded)
 

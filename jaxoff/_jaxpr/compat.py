@@ -421,18 +421,6 @@ def is_manual(eqn: JaxprEqn) -> bool | None:
     return None if mesh.empty or mesh.size == 1 else mesh.are_all_axes_manual
 
 
-def drop_dead(program: Jaxpr) -> Jaxpr:
-    """A program without the equations that none of its results need; its arguments stay."""
-    return dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)[0]
-
-
-def holds_copies(program: Jaxpr) -> bool:
-    """Whether a program, or a program in it, copies between device and host."""
-    return any(
-        transfer_in(eqn) is not None or any(map(holds_copies, sub_jaxprs(eqn))) for eqn in program.eqns
-    )
-
-
 def transfer_in(eqn: JaxprEqn) -> str | None:
     """The direction of a copy between device and host memory: "D2H", "H2D", or None for another equation."""
     if eqn.primitive is not _primitives.device_put_p or len(eqn.invars) != 1:

@@ -6,7 +6,8 @@ import collections
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxoff._jaxpr.compat import JaxprEqn, Var
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 
 
 def variables(eqn: JaxprEqn) -> list[Var]:
@@ -59,3 +60,8 @@ def mark_dependents(eqns: Sequence[JaxprEqn], sources: set[Var]) -> list[bool]:
         if depends:
             found.update(eqn.outvars)
     return out
+
+
+def drop_dead(program: Jaxpr) -> Jaxpr:
+    """A program without the equations that none of its results need; its arguments stay."""
+    return compat.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)[0]

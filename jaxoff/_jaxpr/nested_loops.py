@@ -15,7 +15,9 @@ import jax
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
+from jaxoff._jaxpr.primitives import holds_copies
 
 
 def merge_nested_loops(closed: ClosedJaxpr, *, with_copies: bool = False) -> ClosedJaxpr:
@@ -30,7 +32,7 @@ def merge_nested_loops(closed: ClosedJaxpr, *, with_copies: bool = False) -> Clo
     """
 
     def merge(program: Jaxpr) -> Jaxpr:
-        if with_copies and not compat.holds_copies(program):
+        if with_copies and not holds_copies(program):
             return program
         return _merge_level(program, merge, with_copies=with_copies)
 
@@ -103,7 +105,7 @@ def _merge_level(program: Jaxpr, merge: Callable[[Jaxpr], Jaxpr], *, with_copies
     for given in level.eqns:
         eqn = given.replace(invars=[resolve(renamed, v) for v in given.invars])
         nest = _Nest.find(eqn)
-        if nest is None or (with_copies and not compat.holds_copies(compat.as_open(eqn.params["jaxpr"]))):
+        if nest is None or (with_copies and not holds_copies(compat.as_open(eqn.params["jaxpr"]))):
             eqns.append(compat.map_programs(eqn, merge))
             continue
         merged, results = _merge(nest, flat)
@@ -113,7 +115,7 @@ def _merge_level(program: Jaxpr, merge: Callable[[Jaxpr], Jaxpr], *, with_copies
         same = all(a.params == b.params for a, b in zip(eqns, level.eqns, strict=True))
         return program if same else level.replace(eqns=eqns)
     merged = level.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in level.outvars])
-    return merge(compat.drop_dead(merged))
+    return merge(drop_dead(merged))
 
 
 def _merge(nest: _Nest, flat: dict[Any, Var]) -> tuple[list[JaxprEqn], list[Any]]:

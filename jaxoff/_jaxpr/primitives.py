@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import JaxprEqn
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn
 from jaxoff._jaxpr.dataflow import variables
 
 DOTS = frozenset(
@@ -95,6 +95,14 @@ def is_pallas(eqn: JaxprEqn) -> bool:
     """Whether an equation is or calls a Pallas kernel."""
     return eqn.primitive.name in PALLAS or any(
         is_pallas(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in jaxpr.eqns
+    )
+
+
+def holds_copies(program: Jaxpr) -> bool:
+    """Whether a program, or a program in it, copies between device and host."""
+    return any(
+        compat.transfer_in(eqn) is not None or any(map(holds_copies, compat.sub_jaxprs(eqn)))
+        for eqn in program.eqns
     )
 
 

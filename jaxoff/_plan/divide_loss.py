@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import variables
+from jaxoff._jaxpr.dataflow import drop_dead, variables
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.scopes import find_layer_number, is_layer_loop
 from jaxoff._plan.divided import DividedStep, ProgramKey, collect_numbers
@@ -256,7 +256,7 @@ def _differentiate(group: LayerGroup) -> LayerPasses:
 
     cotangents = [x for x in results if _is_inexact(x)]
     jaxpr = jax.make_jaxpr(run_both)(operands, cotangents).jaxpr
-    jaxpr = inline_program(compat.drop_dead(jaxpr))
+    jaxpr = inline_program(drop_dead(jaxpr))
     eqns, outs = tuple(jaxpr.eqns), list(jaxpr.outvars)
     inputs = zip(jaxpr.invars[: len(operands)], group.carried, strict=True)
     return LayerPasses(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.provenance import Scope
 from jaxoff._jaxpr.stack_slices import splits_stack
 from jaxoff._jaxpr.tag import Tag
@@ -173,7 +174,7 @@ class TracedFunction:
             return out, aux, pullback([jnp.ones_like(x) for x in out])
 
         jaxpr = compat.as_open(jax.make_jaxpr(both)(*self._structs))
-        return compat.drop_dead(jaxpr)
+        return drop_dead(jaxpr)
 
     def trace_kept(self, policy: Callable[..., Any] | None = None) -> KeptValues:
         """Traces the forward pass of the differentiated function, down to the kept values.

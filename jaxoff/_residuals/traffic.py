@@ -12,7 +12,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.inline import inline_calls
 from jaxoff._jaxpr.kernels import KernelGraph
-from jaxoff._jaxpr.primitives import is_compute
+from jaxoff._jaxpr.primitives import holds_copies, is_compute
 from jaxoff._report.finding import Finding, FindingCode
 
 _NEGLIGIBLE_MS = 1.0
@@ -118,7 +118,7 @@ def _time_kernels(
 
 def _holds_copies(eqn: JaxprEqn) -> bool:
     """Whether an equation, such as a loop, has copies inside. Kernels inside then hide these copies only."""
-    return any(map(compat.holds_copies, compat.sub_jaxprs(eqn)))
+    return any(map(holds_copies, compat.sub_jaxprs(eqn)))
 
 
 def _estimate_traffic(jaxpr: Jaxpr, device: Device, source: str, iterations: int) -> Iterator[Traffic]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import drop_dead
 
 
 def peak_host_nbytes(closed: ClosedJaxpr) -> int:
@@ -16,7 +17,7 @@ def peak_host_nbytes(closed: ClosedJaxpr) -> int:
     loop buffers of their own for the whole program, and reuses all other buffers. XLA may fold copies outside
     of loops, and then takes less. A sharded array counts with the bytes of all shards.
     """
-    live = compat.drop_dead(closed.jaxpr)
+    live = drop_dead(closed.jaxpr)
     return _find_peak(live)
 
 
