@@ -6,12 +6,12 @@ The model ranks, compilation judges: `jaxoff._budget.fit` compiles each choice, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
 from jaxoff._budget.integer_program import IntegerProgram
-from jaxoff._budget.loop_pairs import LoopPair
-from jaxoff._budget.placements import Placements
+from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._device.kernel_time import step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -48,7 +48,7 @@ class Costs:
       forward_ms, backward_ms: compute of an iteration, without repetitions.
     """
 
-    pair: LoopPair
+    pair: JointGraph
     nbytes: dict[Var, int]
     saving_ms: dict[Var, float]
     equation_ms: tuple[float, ...]
@@ -57,26 +57,28 @@ class Costs:
     backward_ms: float
 
     @staticmethod
-    def of(pair: LoopPair, device: Device) -> Costs:
+    def of(pair: JointGraph, device: Device) -> Costs:
         """The costs at a device's rates."""
         pure = pair.pure
-        outs = {v for v in pair.body.outvars if isinstance(v, Var)}
+        outs = {v for v in pair.results if isinstance(v, Var)}
         graph = KernelGraph(pure, frozenset(outs | pair.needed))
         times = [0.0] * len(pure)
         for i in graph.kernels:
             times[i] = step_kernel_ms(graph, i, device)
         rest = KernelGraph(pair.rest, frozenset(v for v in pair.outs if isinstance(v, Var)))
         # Values of weights and constants alone are conversions and the like: cheap to repeat.
-        depends = mark_dependents(pair.body.eqns, set(pair.carried))
-        layers = [eqn for eqn, does in zip(pair.body.eqns, depends, strict=True) if does and not eqn.effects]
+        depends = mark_dependents(pair.eqns, set(pair.carried))
+        layers = [eqn for eqn, does in zip(pair.eqns, depends, strict=True) if does and not eqn.effects]
         values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars)]
         nbytes = {v: compat.nbytes(v.aval) for v in values if hasattr(v.aval, "shape") and v not in pair.free}
-        forward = times[: len(pair.body.eqns)]  # the first of `pure`
+        forward = times[: len(pair.eqns)]  # the first of `pure`
         ready = dict.fromkeys(pair.carried, 0.0)
-        for eqn, ms in zip(pair.body.eqns, itertools.accumulate(forward), strict=True):
+        for eqn, ms in zip(pair.eqns, itertools.accumulate(forward), strict=True):
             ready.update(dict.fromkeys(eqn.outvars, ms))
-        into_kernels, makers = _find_operands_of_kernels(pair.rest), map_makers(pair.body.eqns)
-        saving = {v: _count_passes(v, makers, into_kernels) * device.pass_ms(n) for v, n in nbytes.items()}
+        into_kernels, makers = _find_operands_of_kernels(pair.rest), map_makers(pair.eqns)
+        stored = frozenset(v for i in graph.kernels for v in pure[i].outvars)
+        count_passes = _count_passes if pair.has_stacks else functools.partial(_count_stores, stored)
+        saving = {v: count_passes(v, makers, into_kernels) * device.pass_ms(n) for v, n in nbytes.items()}
         into_kernels |= _find_operands_of_kernels(pure)
         for i, eqn in enumerate(pure):
             if is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars):
@@ -116,6 +118,19 @@ def _count_passes(v: Var, makers: Mapping[Var, JaxprEqn], into_kernels: set[Var]
         origin = variables(makers[origin])[0]
     writes = 2 if origin not in makers or is_compute(makers[origin]) else 1
     return writes + (2 if v in into_kernels else 0)
+
+
+def _count_stores(stored: frozenset[Var], v: Var, makers: Mapping[Var, JaxprEqn], _: set[Var]) -> int:
+    """How often memory takes a value outside of loops: not at all, unless only fused kernels read the value.
+
+    Args:
+      stored: results of kernels.
+      v: the value.
+      makers: value -> its equation in the layer.
+    """
+    while v not in stored and v in makers and makers[v].primitive.name in VIEWS and variables(makers[v]):
+        v = variables(makers[v])[0]
+    return 0 if v in stored or v not in makers else 1
 
 
 def choose_placements(
@@ -160,7 +175,7 @@ def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> fl
     total = 0.0
     for cost, placed in zip(costs, placements, strict=True):
         values = cost.pair.values
-        total += cost.pair.layout.length * compat.nbytes_of(values[i] for i in placed.saved)
+        total += cost.pair.count * compat.nbytes_of(values[i] for i in placed.saved)
         total += _BUFFERS * compat.nbytes_of(values[i] for i in placed.offloaded)
     return total
 
@@ -177,7 +192,7 @@ def _add_pair(
     Returns:
       value -> the variables for saving and for offloading the value (None: never offloaded).
     """
-    pair, length = costs.pair, costs.pair.layout.length
+    pair, length = costs.pair, costs.pair.count
     kept: dict[Var, tuple[int, int | None]] = {}
     copies_out: list[tuple[int, float, float]] = []  # variable, time of the copy, earliest start
     copies_back: list[tuple[int, float]] = []
@@ -228,7 +243,7 @@ def _add_pair(
     return kept
 
 
-def _is_marked(pair: LoopPair, v: Var) -> bool:
+def _is_marked(pair: JointGraph, v: Var) -> bool:
     """Whether `jaxoff.mark_not_offload` keeps a value off the host."""
     name = pair.names.get(v)
     return name is not None and Tag.of(name).mark == "not_offload"

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
-from jaxoff._budget.loop_pairs import LoopPair
+from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import Region, write_in_parts
-from jaxoff._budget.placements import Placements, list_loop_pairs, write_placed
+from jaxoff._budget.placements import list_joint_graphs, write_placed
 from jaxoff._budget.report import PlacedValue, list_values
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -117,7 +117,7 @@ class Tried[P]:
       program: the second result of the caller's `compile_program`.
     """
 
-    pairs: tuple[LoopPair, ...]
+    pairs: tuple[JointGraph, ...]
     placements: tuple[Placements, ...]
     regions: tuple[Region, ...]
     added_ms: float
@@ -185,9 +185,9 @@ class _Search[P]:
         self._in_parts, self._regions = write_in_parts(
             self._whole, _LARGE * budget.device_nbytes, is_divided=devices > 1
         )
-        self._pairs = list_loop_pairs(self._whole)
+        self._pairs = list_joint_graphs(self._whole)
         self._costs = [Costs.of(pair, device) for pair in self._pairs]
-        self._step_ms = sum(c.pair.layout.length * (c.forward_ms + c.backward_ms) for c in self._costs)
+        self._step_ms = sum(c.pair.count * (c.forward_ms + c.backward_ms) for c in self._costs)
         fastest = choose_placements(self._costs, device, math.inf, _NO_COPIES)
         assert fastest is not None  # everything may be saved
         self._fastest = fastest
@@ -305,7 +305,7 @@ def _choose_least(
     costs: Sequence[Costs], device: Device, host_nbytes: float | None
 ) -> tuple[list[Placements], float] | None:
     """Placements with as little kept on the device as the model knows; None without such placements."""
-    low, high = 0.0, sum(c.pair.layout.length * sum(c.nbytes.values()) for c in costs) + 1.0
+    low, high = 0.0, sum(c.pair.count * sum(c.nbytes.values()) for c in costs) + 1.0
     found = choose_placements(costs, device, high, host_nbytes)
     for _ in range(16):
         middle = (low + high) / 2

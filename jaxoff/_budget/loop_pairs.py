@@ -11,15 +11,13 @@ frameworks work.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
+from jaxoff._budget.joint_graph import JointGraph
+from jaxoff._budget.numbering import Numbering
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
 
@@ -32,8 +30,8 @@ _CHEAP = frozenset(
 _ALIASES = frozenset({"name", "optimization_barrier"})
 
 
-@dataclasses.dataclass(frozen=True)
-class LoopPair:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopPair(JointGraph):
     """A loop over layers and the loop of its backward pass, their bodies over common variables.
 
     Attributes:
@@ -42,11 +40,7 @@ class LoopPair:
       body: the forward body, its calls inlined; residuals are among its stacked results. The body
         makes masks and fills moved out of the loop by differentiation, as the backward body does.
       residuals: positions among the forward equation's results: stacks that only the backward loop reads.
-      only_backward: equations of the backward body without cotangents among their ancestors, none repeated.
-      rest: the equations of the backward body that depend on cotangents.
-      outs: the results of the backward body.
       given: the arguments of the backward body with no counterpart in `body`.
-      names: forward variable -> its name from `checkpoint_name`.
     """
 
     forward: JaxprEqn
@@ -55,42 +49,7 @@ class LoopPair:
     backward_layout: compat.ScanLayout
     body: Jaxpr
     residuals: tuple[int, ...]
-    only_backward: tuple[JaxprEqn, ...]
-    rest: tuple[JaxprEqn, ...]
-    outs: tuple[Any, ...]
     given: tuple[Var, ...]
-    names: Mapping[Var, str]
-
-    @functools.cached_property
-    def carried(self) -> tuple[Var, ...]:
-        """The carried arguments of the forward body."""
-        first = self.layout.num_consts
-        return tuple(self.body.invars[first : first + self.layout.num_carry])
-
-    @functools.cached_property
-    def values(self) -> tuple[Var, ...]:
-        """The carried arguments and the values of the forward body, in program order."""
-        return (*self.carried, *(v for eqn in self.body.eqns for v in eqn.outvars))
-
-    @functools.cached_property
-    def free(self) -> dict[Var, Any]:
-        """Arguments of the forward body that the backward loop can read, too: argument -> the operand."""
-        operands = zip(self.body.invars, self.forward.invars, strict=True)
-        return {v: operand for v, operand in operands if v not in self.carried}
-
-    @functools.cached_property
-    def pure(self) -> tuple[JaxprEqn, ...]:
-        """The equations of the layer without cotangents among their ancestors."""
-        return (*self.body.eqns, *self.only_backward)
-
-    @functools.cached_property
-    def needed(self) -> frozenset[Var]:
-        """The values of `pure`, and carried arguments, that the equations in `rest` or the results read."""
-        made = {v for eqn in self.pure for v in eqn.outvars}.union(self.carried)
-        read = {v for eqn in self.rest for v in variables(eqn)}.union(
-            v for v in self.outs if isinstance(v, Var)
-        )
-        return frozenset(made & read)
 
 
 def find_loop_pairs(jaxpr: Jaxpr) -> list[LoopPair]:
@@ -133,7 +92,7 @@ def _pair(
     consts = {v: inner for v, inner in arguments[: layout.num_consts] if isinstance(v, Var)}
     rows = {v: inner for v, inner in arguments[first:] if isinstance(v, Var)}
     body = _repeat_constants(body, consts, makers)
-    numbering = _Numbering(body)
+    numbering = Numbering(body.invars, body.eqns)
     theirs, _ = _inline_body(bodies[1].jaxpr)
 
     # The backward body's arguments, as arguments and results of the forward body.
@@ -168,18 +127,29 @@ def _pair(
         for i, v in enumerate(forward.outvars)
         if i >= layout.num_carry and reads[v] and reads[v] == sum(v is operand for operand in backward.invars)
     ]
+    outs = tuple(resolve(known, v) for v in theirs.outvars)
+    carry = tuple(body.invars[layout.num_consts : first])
+    made = {v for eqn in (*body.eqns, *only_backward) for v in eqn.outvars}.union(carry)
+    read = {v for eqn in rest for v in variables(eqn)}.union(v for v in outs if isinstance(v, Var))
     return LoopPair(
-        forward,
-        backward,
-        layout,
-        own,
-        body,
-        tuple(residuals),
-        tuple(only_backward),
-        tuple(rest),
-        tuple(resolve(known, v) for v in theirs.outvars),
-        tuple(given),
-        names,
+        count=layout.length,
+        eqns=tuple(body.eqns),
+        results=tuple(body.outvars),
+        carried=carry,
+        free={v: w for v, w in zip(body.invars, forward.invars, strict=True) if v not in carry},
+        only_backward=tuple(only_backward),
+        rest=tuple(rest),
+        outs=outs,
+        needed=frozenset(made & read),
+        names=names,
+        has_stacks=True,
+        forward=forward,
+        backward=backward,
+        layout=layout,
+        backward_layout=own,
+        body=body,
+        residuals=tuple(residuals),
+        given=tuple(given),
     )
 
 
@@ -242,65 +212,3 @@ def _follow(renamed: Renamed, atom: Any) -> Any:
     while (found := resolve(renamed, atom)) is not atom:
         atom = found
     return atom
-
-
-class _Numbering:
-    """The values of a body by how they are computed.
-
-    Attributes:
-      known: the arguments and the values.
-      aliases: value -> an earlier value that is computed in the same way.
-    """
-
-    def __init__(self, body: Jaxpr):
-        self.known = set(body.invars)
-        self.aliases: Renamed = {}
-        self._by_key: dict[Any, list[Var]] = {}
-        for eqn in body.eqns:
-            self.add(eqn)
-
-    def add(self, eqn: JaxprEqn) -> None:
-        """Adds the values of an equation."""
-        self.known.update(eqn.outvars)
-        if eqn.effects:
-            return
-        operands = [resolve(self.aliases, v) for v in eqn.invars]
-        first = self._by_key.setdefault(self._key(eqn, operands), eqn.outvars)
-        self.aliases.update((v, w) for v, w in zip(eqn.outvars, first, strict=True) if v is not w)
-
-    def find(self, eqn: JaxprEqn, operands: list[Any]) -> list[Var] | None:
-        """The values that an equation on known operands computes once more; None if it repeats nothing."""
-        return self._by_key.get(self._key(eqn, [resolve(self.aliases, v) for v in operands]))
-
-    @staticmethod
-    def _key(eqn: JaxprEqn, operands: list[Any]) -> Any:
-        # A program among the parameters prints its equations; a function prints its address.
-        params = ", ".join(f"{name}={eqn.params[name]}" for name in sorted(eqn.params))
-        arrays = tuple(map(_identify, _list_arrays(eqn.params)))
-        atoms = ((_identify(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in operands)
-        return eqn.primitive.name, params, arrays, tuple(atoms)
-
-
-def _list_arrays(value: Any) -> Iterator[Any]:
-    """The arrays in parameters of an equation, which the text of the parameters abbreviates or leaves out."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _list_arrays(item)
-    elif isinstance(value, (Jaxpr, ClosedJaxpr)):
-        yield from getattr(value, "consts", ())
-        for eqn in value.eqns:
-            yield from (v.val for v in eqn.invars if isinstance(v, Literal) and compat.shape_of(v.aval))
-            yield from _list_arrays(eqn.params)
-    elif isinstance(value, (np.ndarray, jax.Array)):
-        yield value
-
-
-def _identify(value: Any) -> Any:
-    """A hashable key of a number or an array: equal keys mean equal values."""
-    if isinstance(value, jax.Array):
-        return "id", id(value)
-    if hasattr(value, "tobytes"):  # of NumPy, or JAX's own for constants
-        return str(value.dtype), value.shape, np.asarray(value).tobytes()
-    return type(value), value

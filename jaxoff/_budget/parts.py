@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxoff._budget.loop_pairs import find_loop_pairs
 from jaxoff._budget.row_axes import find_operand_axes, find_result_axis, resize
+from jaxoff._budget.sequences import find_sequences
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import index_makers, index_readers, mark_dependents, variables
@@ -82,9 +83,10 @@ def write_in_parts(
     def write(program: Jaxpr) -> Jaxpr:
         level = inline_program(program)
         paired = {id(eqn) for pair in find_loop_pairs(level) for eqn in (pair.forward, pair.backward)}
+        layers = _list_layer_values(level)
         eqns = [eqn if id(eqn) in paired else compat.map_programs(eqn, write) for eqn in level.eqns]
         level = level.replace(eqns=eqns)
-        region = find_region(level, least_nbytes, first_axis=int(is_divided))
+        region = find_region(level, least_nbytes, first_axis=int(is_divided), excluded=layers)
         if region is None:
             return level
         regions.append(region)
@@ -94,15 +96,27 @@ def write_in_parts(
     return (written, regions) if regions else (closed, [])
 
 
-def find_region(level: Jaxpr, least_nbytes: float, *, first_axis: int = 0) -> Region | None:
+def _list_layer_values(level: Jaxpr) -> frozenset[Var]:
+    """The values of layers one after the other, which the forward pass makes."""
+    found = find_sequences(level)
+    sequences = found.sequences if found else ()
+    return frozenset(
+        v for sequence in sequences for layer in sequence.layers for eqn in layer.eqns for v in eqn.outvars
+    )
+
+
+def find_region(
+    level: Jaxpr, least_nbytes: float, *, first_axis: int = 0, excluded: frozenset[Var] = frozenset()
+) -> Region | None:
     """The row-wise region that spares the most memory; None if none spares `least_nbytes`.
 
     Args:
       level: the equations of a program or of a loop's body, calls inlined.
       least_nbytes: the bytes to be spared at least.
       first_axis: the first of the axes to be divided.
+      excluded: values whose equations are in no region.
     """
-    graph = _Graph(level)
+    graph = _Graph(level, excluded)
     found: list[Region] = []
     for seed in graph.list_seeds(least_nbytes):
         shape = compat.shape_of(seed.aval)
@@ -116,8 +130,8 @@ def find_region(level: Jaxpr, least_nbytes: float, *, first_axis: int = 0) -> Re
 class _Graph:
     """The equations of a level with their makers and readers."""
 
-    def __init__(self, level: Jaxpr):
-        self.eqns = level.eqns
+    def __init__(self, level: Jaxpr, excluded: frozenset[Var]):
+        self.eqns, self.excluded = level.eqns, excluded
         self.outs = {v for v in level.outvars if isinstance(v, Var)}
         self.makers, self.readers = index_makers(level.eqns), index_readers(level.eqns)
 
@@ -125,7 +139,8 @@ class _Graph:
         """The largest products and their like: one for each shape of such a value."""
         by_shape: dict[Any, Var] = {}
         for eqn in self.eqns:
-            for v in eqn.outvars if eqn.primitive.name == "dot_general" else ():
+            is_seed = eqn.primitive.name == "dot_general" and self.excluded.isdisjoint(eqn.outvars)
+            for v in eqn.outvars if is_seed else ():
                 wide = [w for i in self.readers.get(v, ()) for w in self.eqns[i].outvars]
                 if max(map(_nbytes, (v, *wide))) >= least_nbytes:
                     by_shape.setdefault(compat.shape_of(v.aval), v)
@@ -167,7 +182,8 @@ class _Growth:
         """Adds an equation; returns False if it is not row-wise, or at odds with the others."""
         eqn = self._graph.eqns[i]
         axis = self._find_axis(eqn)
-        axes = None if axis is None or eqn.effects else find_operand_axes(eqn, axis)
+        is_left = bool(eqn.effects) or not self._graph.excluded.isdisjoint(eqn.outvars)
+        axes = None if axis is None or is_left else find_operand_axes(eqn, axis)
         if axis is None or axes is None:
             return False
         rows = {v: a for v, a in zip(eqn.invars, axes, strict=True) if isinstance(v, Var) and a is not None}

@@ -2,92 +2,63 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
+from jaxoff._budget.sequences import find_sequences
+from jaxoff._budget.write_sequences import write_sequences
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import drop_dead, map_makers, variables
+from jaxoff._jaxpr.dataflow import drop_dead, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 
 
-@dataclasses.dataclass(frozen=True)
-class Placements:
-    """The kept values of a layer, by their positions in `LoopPair.values`.
-
-    The backward loop recomputes all other values among its operands.
-
-    Attributes:
-      saved: stacked on the device.
-      offloaded: stacked in pinned host memory.
-    """
-
-    saved: tuple[int, ...] = ()
-    offloaded: tuple[int, ...] = ()
-
-    def list_kept(self, pair: LoopPair) -> list[Var]:
-        """The kept values of a pair of loops, in the order of their stacks."""
-        return [pair.values[i] for i in self.saved + self.offloaded]
-
-
-def list_recomputed(pair: LoopPair, placements: Placements) -> list[JaxprEqn]:
-    """The equations that the backward loop repeats, in program order.
-
-    Raises:
-      ValueError: if a carried value of the layer is needed and not kept.
-    """
-    makers = map_makers(pair.pure)
-    have = {*placements.list_kept(pair), *pair.free}
-    todo, found = [v for v in pair.needed if v not in have], set()
-    while todo:
-        v = todo.pop()
-        if v in have:
-            continue
-        have.add(v)
-        if v not in makers:
-            raise ValueError(f"the backward loop needs {v.aval}, an input of the layer, which is not kept.")
-        found.add(id(makers[v]))
-        todo += variables(makers[v])
-    return [eqn for eqn in pair.pure if id(eqn) in found]
-
-
 def write_placed(
-    closed: ClosedJaxpr, decide: Callable[[LoopPair], Placements | None], *, fills: bool = True
+    closed: ClosedJaxpr, decide: Callable[[JointGraph], Placements | None], *, fills: bool = True
 ) -> ClosedJaxpr:
-    """A program with other placements of the values of its loops over layers.
+    """A program with other placements of the values of its layers, in loops and one after the other.
 
     Args:
       closed: a differentiated program. Its values are on the device.
-      decide: the placements for a pair of loops, or None to leave the pair. Pairs come in a fixed order;
-        pairs inside of the loops of a pair are left.
+      decide: the placements for a pair of loops or a sequence of layers, or None to leave the layers. They
+        come in a fixed order; loops inside of layers are left.
       fills: whether loops fill their stacks before they write them. Without, the program has to be that of
         one device.
     """
 
     def write(program: Jaxpr) -> Jaxpr:
-        level, by_eqn, paired = inline_program(program), {}, set()
+        inlined = inline_program(program)
+        level, by_eqn, paired = _write_sequences(inlined, decide), {}, set()
         for pair in find_loop_pairs(level):
             paired.update((id(pair.forward), id(pair.backward)))
             if (placements := decide(pair)) is not None:
                 by_eqn[id(pair.forward)] = by_eqn[id(pair.backward)] = pair, placements
         inner = {id(eqn): eqn if id(eqn) in paired else compat.map_programs(eqn, write) for eqn in level.eqns}
-        if not by_eqn and all(inner[id(eqn)].params == eqn.params for eqn in level.eqns):
+        same = all(inner[id(eqn)].params == eqn.params for eqn in level.eqns)
+        if level is inlined and not by_eqn and same:
             return program
         return _write_level(level, by_eqn, inner, fills=fills)
 
     return compat.map_open(closed, write)
 
 
-def list_loop_pairs(closed: ClosedJaxpr) -> list[LoopPair]:
-    """The pairs of loops of a program, in the order in which `write_placed` asks for their placements."""
-    pairs: list[LoopPair] = []
-    write_placed(closed, pairs.append)  # returns None: leaves each pair
-    return pairs
+def list_joint_graphs(closed: ClosedJaxpr) -> list[JointGraph]:
+    """The layers of a program, in the order in which `write_placed` asks for their placements."""
+    graphs: list[JointGraph] = []
+    write_placed(closed, graphs.append)  # returns None: leaves the layers
+    return graphs
+
+
+def _write_sequences(level: Jaxpr, decide: Callable[[JointGraph], Placements | None]) -> Jaxpr:
+    found = find_sequences(level)
+    placements = [decide(sequence) for sequence in found.sequences] if found else []
+    decided = [placed for placed in placements if placed is not None]
+    return write_sequences(level, found, decided) if found and len(decided) == len(placements) else level
 
 
 def _write_level(

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jaxoff._budget.loop_pairs import LoopPair
-from jaxoff._budget.placements import Placements, list_recomputed
+from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.dataflow import map_makers
 from jaxoff._jaxpr.primitives import is_compute
@@ -78,7 +77,7 @@ class BudgetReport:
         return f"{render_text(table)}\n{parts}\ncompiled peak {peak} of {budget}; {programs}"
 
 
-def list_values(pair: LoopPair, placements: Placements) -> Iterator[PlacedValue]:
+def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValue]:
     """The rows of a pair of loops: saved, offloaded, then recomputed values, each in program order.
 
     Of recomputed values, results of products, attention, loops and the like have a row.
@@ -97,8 +96,8 @@ def list_values(pair: LoopPair, placements: Placements) -> Iterator[PlacedValue]
             yield PlacedValue(
                 value,
                 f"{compat.struct_of(v.aval).dtype}{list(compat.shape_of(v.aval))}",
-                pair.layout.length,
-                pair.layout.length * compat.nbytes(v.aval),
+                pair.count,
+                pair.count * compat.nbytes(v.aval),
                 placement,
                 "" if eqn is None else compat.source_line(eqn),
             )

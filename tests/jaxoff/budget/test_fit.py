@@ -12,7 +12,8 @@ from jax import lax
 import jaxoff
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.fit import TRIES, Budget, BudgetError, find_fitting, parse_nbytes
-from jaxoff._budget.placements import Placements, list_loop_pairs, list_recomputed
+from jaxoff._budget.joint_graph import Placements, list_recomputed
+from jaxoff._budget.placements import list_joint_graphs
 from jaxoff._budget.report import BudgetReport, list_values
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr.tag import Tag
@@ -42,7 +43,7 @@ def closed():
 
 @pytest.fixture(scope="module")
 def costs(closed):
-    return [Costs.of(pair, H200) for pair in list_loop_pairs(closed)]
+    return [Costs.of(pair, H200) for pair in list_joint_graphs(closed)]
 
 
 class Compiler:
@@ -216,7 +217,7 @@ def named_loss(w, x):
 
 
 def place_named(room, loss=named_loss):
-    pairs = list_loop_pairs(jax.make_jaxpr(jax.value_and_grad(loss))(*structs()))
+    pairs = list_joint_graphs(jax.make_jaxpr(jax.value_and_grad(loss))(*structs()))
     found = choose_placements([Costs.of(pair, H200) for pair in pairs], H200, room)
     assert found is not None
     return list(list_values(pairs[0], found[0][0]))
@@ -239,7 +240,7 @@ def test_a_report_has_a_row_for_each_kept_value_by_name_or_by_path_and_source():
 
 def test_a_value_marked_not_offload_stays_off_the_host():
     free_link = dataclasses.replace(H200, d2h_gbps=1e9, h2d_gbps=1e9, memory_gbps=1e9)
-    (pair,) = list_loop_pairs(jax.make_jaxpr(jax.value_and_grad(named_loss))(*structs()))
+    (pair,) = list_joint_graphs(jax.make_jaxpr(jax.value_and_grad(named_loss))(*structs()))
     marked = [v for v, name in pair.names.items() if Tag.of(name).mark == "not_offload"]
     assert marked
     found = choose_placements([Costs.of(pair, free_link)], free_link, 1e8)

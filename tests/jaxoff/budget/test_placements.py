@@ -12,8 +12,10 @@ from jax import lax
 
 import jaxoff
 from bench.client_steps import PROGRAMS
-from jaxoff._budget.loop_pairs import LoopPair, _Numbering
-from jaxoff._budget.placements import Placements, list_loop_pairs, list_recomputed, write_placed
+from jaxoff._budget.joint_graph import Placements, list_recomputed
+from jaxoff._budget.loop_pairs import LoopPair
+from jaxoff._budget.numbering import Numbering
+from jaxoff._budget.placements import list_joint_graphs, write_placed
 from jaxoff._jaxpr import compat
 from tests.clients.test_clients import ROUNDED
 
@@ -91,7 +93,7 @@ def arguments():
 
 
 def pairs_of(fun, *args):
-    return list_loop_pairs(jax.make_jaxpr(fun)(*args))
+    return list_joint_graphs(jax.make_jaxpr(fun)(*args))
 
 
 def test_what_the_backward_loop_repeats_is_the_forward_value():
@@ -124,7 +126,7 @@ def test_values_that_differ_in_a_long_constant_are_told_apart():
     body = jax.make_jaxpr(jax.grad(lambda x: product(x).sum()))(x).jaxpr
     calls = [eqn for eqn in body.eqns if eqn.primitive.name == "jit" and eqn.invars == body.invars]
     assert len(calls) == 3
-    numbering = _Numbering(body)
+    numbering = Numbering(body)
     same = [numbering.find(eqn, eqn.invars) for eqn in calls]
     assert same[0] == same[2] == calls[0].outvars
     assert same[1] == calls[1].outvars

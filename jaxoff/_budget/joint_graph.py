@@ -1,0 +1,98 @@
+"""The equations of a layer and of its backward pass, as one graph.
+
+It is the joint graph on which the partitioners of other frameworks work: with it, any value of the layer may
+be kept for the backward pass or recomputed there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from jaxoff._jaxpr.compat import JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import map_makers, variables
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JointGraph:
+    """A layer that a program repeats, and its backward pass, over common variables.
+
+    Attributes:
+      count: the number of layers.
+      eqns: the equations of the forward pass.
+      results: the results of the forward pass.
+      carried: the arguments that come from the layer before.
+      free: arguments that the backward pass can read, too: argument -> the operand outside of the layers.
+      only_backward: equations of the backward pass without cotangents among their ancestors, none of which
+        repeats an equation of the forward pass.
+      rest: the equations of the backward pass that depend on cotangents.
+      outs: the results of the backward pass.
+      needed: the values of the layer, and carried arguments, that the backward pass reads in `rest` or has as
+        results.
+      names: forward variable -> its name from `checkpoint_name`.
+      has_stacks: whether a kept value is a row of a stack, as in a loop, and not an array of its own.
+    """
+
+    count: int
+    eqns: tuple[JaxprEqn, ...]
+    results: tuple[Any, ...]
+    carried: tuple[Var, ...]
+    free: Mapping[Var, Any]
+    only_backward: tuple[JaxprEqn, ...]
+    rest: tuple[JaxprEqn, ...]
+    outs: tuple[Any, ...]
+    needed: frozenset[Var]
+    names: Mapping[Var, str]
+    has_stacks: bool
+
+    @functools.cached_property
+    def values(self) -> tuple[Var, ...]:
+        """The carried arguments and the values of the forward pass, in program order."""
+        return (*self.carried, *(v for eqn in self.eqns for v in eqn.outvars))
+
+    @functools.cached_property
+    def pure(self) -> tuple[JaxprEqn, ...]:
+        """The equations of the layer without cotangents among their ancestors."""
+        return (*self.eqns, *self.only_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placements:
+    """The kept values of a layer, by their positions in `JointGraph.values`.
+
+    The backward pass recomputes all other values that it reads.
+
+    Attributes:
+      saved: on the device.
+      offloaded: in pinned host memory.
+    """
+
+    saved: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
+
+    def list_kept(self, graph: JointGraph) -> list[Var]:
+        """The kept values of a layer, in the order of the placements."""
+        return [graph.values[i] for i in self.saved + self.offloaded]
+
+
+def list_recomputed(graph: JointGraph, placements: Placements) -> list[JaxprEqn]:
+    """The equations that the backward pass repeats, in program order.
+
+    Raises:
+      ValueError: if a carried value of the layer is needed and not kept.
+    """
+    makers = map_makers(graph.pure)
+    have = {*placements.list_kept(graph), *graph.free}
+    todo, found = [v for v in graph.needed if v not in have], set()
+    while todo:
+        v = todo.pop()
+        if v in have:
+            continue
+        have.add(v)
+        if v not in makers:
+            raise ValueError(f"the backward pass needs {v.aval}, an input of the layer, which is not kept.")
+        found.add(id(makers[v]))
+        todo += variables(makers[v])
+    return [eqn for eqn in graph.pure if id(eqn) in found]

@@ -1,0 +1,75 @@
+"""Value numbering: equations that compute the same value from the same operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.inline import Renamed, resolve
+
+
+class Numbering:
+    """The values of equations by how they are computed.
+
+    Attributes:
+      known: the arguments and the values.
+      aliases: value -> an earlier value that is computed in the same way.
+    """
+
+    def __init__(self, arguments: Iterable[Var], eqns: Iterable[JaxprEqn] = ()):
+        self.known = set(arguments)
+        self.aliases: Renamed = {}
+        self._by_key: dict[Any, list[Var]] = {}
+        for eqn in eqns:
+            self.add(eqn)
+
+    def add(self, eqn: JaxprEqn) -> None:
+        """Adds the values of an equation."""
+        self.known.update(eqn.outvars)
+        if eqn.effects:
+            return
+        operands = [resolve(self.aliases, v) for v in eqn.invars]
+        first = self._by_key.setdefault(self._key(eqn, operands), eqn.outvars)
+        self.aliases.update((v, w) for v, w in zip(eqn.outvars, first, strict=True) if v is not w)
+
+    def find(self, eqn: JaxprEqn, operands: list[Any]) -> list[Var] | None:
+        """The values that an equation on known operands computes once more; None if it repeats nothing."""
+        return self._by_key.get(self._key(eqn, [resolve(self.aliases, v) for v in operands]))
+
+    @staticmethod
+    def _key(eqn: JaxprEqn, operands: list[Any]) -> Any:
+        # A program among the parameters prints its equations; a function prints its address.
+        params = ", ".join(f"{name}={eqn.params[name]}" for name in sorted(eqn.params))
+        arrays = tuple(map(_identify, _list_arrays(eqn.params)))
+        atoms = ((_identify(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in operands)
+        return eqn.primitive.name, params, arrays, tuple(atoms)
+
+
+def _list_arrays(value: Any) -> Iterator[Any]:
+    """The arrays in parameters of an equation, which the text of the parameters abbreviates or leaves out."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _list_arrays(item)
+    elif isinstance(value, (Jaxpr, ClosedJaxpr)):
+        yield from getattr(value, "consts", ())
+        for eqn in value.eqns:
+            yield from (v.val for v in eqn.invars if isinstance(v, Literal) and compat.shape_of(v.aval))
+            yield from _list_arrays(eqn.params)
+    elif isinstance(value, (np.ndarray, jax.Array)):
+        yield value
+
+
+def _identify(value: Any) -> Any:
+    """A hashable key of a number or an array: equal keys mean equal values."""
+    if isinstance(value, jax.Array):
+        return "id", id(value)
+    if hasattr(value, "tobytes"):  # of NumPy, or JAX's own for constants
+        return str(value.dtype), value.shape, np.asarray(value).tobytes()
+    return type(value), value

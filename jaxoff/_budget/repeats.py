@@ -1,0 +1,115 @@
+"""Runs of equations that a program repeats: the layers of a model, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import JaxprEqn
+from jaxoff._jaxpr.dataflow import index_makers, variables
+from jaxoff._jaxpr.primitives import is_compute
+from jaxoff._jaxpr.scopes import is_transposed
+
+# Part of the forward pass's compute from which on a run is worth a choice of its own.
+_LEAST_SHARE = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run of equations, as alike layers of one length.
+
+    Attributes:
+      start: index of the first equation.
+      length: equations of a layer.
+      count: the number of layers.
+    """
+
+    start: int
+    length: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """The index behind the last equation."""
+        return self.start + self.length * self.count
+
+    def layer(self, number: int) -> range:
+        """The indices of a layer's equations."""
+        first = self.start + self.length * number
+        return range(first, first + self.length)
+
+
+def find_runs(eqns: Sequence[JaxprEqn]) -> list[Run]:
+    """The runs of alike equations in a forward pass, those with most compute first; none overlap.
+
+    Two equations are alike if primitive and shapes are. A run repeats the shortest series of equations. Of
+    the ways to divide a run into layers, the one with the fewest bytes from a layer to the next is taken.
+
+    Args:
+      eqns: of a differentiated program, calls inlined. Loops and branches are in no run.
+    """
+    excluded = [is_transposed(e) or bool(e.effects) or _is_loop(e) for e in eqns]
+    weights = [0 if no else _weigh(eqn) for eqn, no in zip(eqns, excluded, strict=True)]
+    before = [0, *itertools.accumulate(weights)]
+    numbers: dict[Any, int] = {}
+    keys = np.array(
+        [
+            -i - 1 if no else numbers.setdefault(_key(e), len(numbers))
+            for i, (e, no) in enumerate(zip(eqns, excluded, strict=True))
+        ],
+        dtype=np.int64,
+    )
+    least = max(1.0, _LEAST_SHARE * before[-1])
+
+    def cover(run: Run) -> int:
+        return before[run.end] - before[run.start]
+
+    makers = index_makers(eqns)
+    taken = np.zeros(len(eqns), dtype=bool)
+    found = []
+    candidates = [(run, slack) for run, slack in _list_periods(keys) if cover(run) >= least]
+    for run, slack in sorted(candidates, key=lambda c: (-cover(c[0]), c[0].length)):
+        if not taken[run.start : run.end].any():
+            shifted = (dataclasses.replace(run, start=run.start + i) for i in range(slack + 1))
+            best = min(shifted, key=lambda r: _passed_nbytes(eqns, makers, r))
+            if cover(best) >= least and not taken[best.start : best.end].any():
+                found.append(best)
+                taken[best.start : best.end] = True
+    return found
+
+
+def _key(eqn: JaxprEqn) -> Any:
+    atoms = (*eqn.invars, *eqn.outvars)
+    return eqn.primitive.name, len(eqn.invars), tuple(str(v.aval) for v in atoms)
+
+
+def _is_loop(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in ("scan", "while", "cond")
+
+
+def _weigh(eqn: JaxprEqn) -> int:
+    """The bytes that an equation of compute reads and writes, as its weight among others."""
+    return compat.nbytes_of([*variables(eqn), *eqn.outvars]) if is_compute(eqn) else 0
+
+
+def _list_periods(keys: np.ndarray) -> Iterator[tuple[Run, int]]:
+    """The longest runs of each length of a layer, with the number of equations left over at the end."""
+    for length in range(1, len(keys) // 2 + 1):
+        same = np.flatnonzero(keys[length:] != keys[:-length])
+        bounds = np.concatenate(([-1], same, [len(keys) - length]))
+        matches = np.diff(bounds) - 1
+        for i in np.flatnonzero(matches >= length):
+            count, slack = divmod(int(matches[i]) + length, length)
+            yield Run(int(bounds[i]) + 1, length, count), slack
+
+
+def _passed_nbytes(eqns: Sequence[JaxprEqn], makers: dict[Any, int], run: Run) -> int:
+    """Bytes of the values of a run's first layer that its second layer reads."""
+    first = run.layer(0)
+    read = {v for i in run.layer(1) for v in variables(eqns[i])}
+    return compat.nbytes_of(v for v in read if makers.get(v, -1) in first)

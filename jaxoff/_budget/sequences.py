@@ -1,0 +1,260 @@
+"""Layers one after the other, as a Python loop over layers leaves them in a differentiated program.
+
+The forward pass repeats the equations of a layer, and the backward pass reads the values of the layers in
+reverse order. As for loops, an equation of the backward pass that repeats a forward equation on the same
+operands, under `jax.checkpoint`, stands for the forward value, and any value may be kept or recomputed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxoff._budget.joint_graph import JointGraph
+from jaxoff._budget.numbering import Numbering
+from jaxoff._budget.repeats import Run, find_runs
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.dataflow import mark_dependents, variables
+from jaxoff._jaxpr.inline import Renamed, resolve
+from jaxoff._jaxpr.scopes import is_transposed
+
+type _Place = tuple[Run, int]  # a layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer of a sequence.
+
+    Attributes:
+      eqns: the equations of the forward pass.
+      arguments: the operands that other layers, or the equations ahead of the first layer, make.
+      only_backward: as in `JointGraph`.
+    """
+
+    eqns: tuple[JaxprEqn, ...]
+    arguments: tuple[Any, ...]
+    only_backward: tuple[JaxprEqn, ...]
+
+    @functools.cached_property
+    def values(self) -> tuple[Any, ...]:
+        """The arguments and the values of the forward pass, as in `JointGraph.values`."""
+        return (*self.arguments, *(v for eqn in self.eqns for v in eqn.outvars))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSequence(JointGraph):
+    """Layers one after the other; the layer in the middle stands for all in `eqns` and the like.
+
+    Attributes:
+      layers: the layers, in the order of the forward pass.
+      first_reads: index of the first equation of each layer's backward pass; descending.
+    """
+
+    layers: tuple[Layer, ...]
+    first_reads: tuple[int, ...]
+
+    def find_layer(self, i: int) -> int | None:
+        """The number of the layer to whose backward pass equation `i` belongs; None ahead of all of them."""
+        behind = bisect.bisect_right(self.first_reads[::-1], i)
+        return None if behind == 0 else len(self.layers) - behind
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequenced:
+    """A program and its layers one after the other.
+
+    Attributes:
+      eqns: the equations. Those of the backward pass have values of the forward pass as operands where they
+        had the same value computed again.
+      repeated: indices of the equations that repeat, or belong to, values of layers without their cotangents:
+        the backward pass makes them where they are read.
+      outvars: the results.
+      sequences: the layers.
+    """
+
+    eqns: tuple[JaxprEqn, ...]
+    repeated: frozenset[int]
+    outvars: tuple[Any, ...]
+    sequences: tuple[LayerSequence, ...]
+
+
+def find_sequences(jaxpr: Jaxpr) -> Sequenced | None:
+    """The layers one after the other in a program with its calls inlined; None if there are none."""
+    eqns, outvars, names = _drop_names(jaxpr)
+    runs = find_runs(eqns)
+    while runs:
+        joint = _Joint(jaxpr, eqns, runs)
+        sequences = [joint.make_sequence(run, names) for run in runs]
+        if all(sequences):
+            outs = tuple(resolve(joint.renamed, v) for v in outvars)
+            found = tuple(s for s in sequences if s)
+            return Sequenced(tuple(joint.eqns), frozenset(joint.repeated), outs, found)
+        runs = [run for run, sequence in zip(runs, sequences, strict=True) if sequence]
+    return None
+
+
+def _drop_names(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any], dict[Var, str]]:
+    """The equations without names, the results, and the names by variable."""
+    renamed: Renamed = {}
+    eqns, names = [], {}
+    for eqn in jaxpr.eqns:
+        here = eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars])
+        if (name := compat.name_in(eqn)) is not None:
+            renamed[eqn.outvars[0]] = here.invars[0]
+            names[here.invars[0]] = name
+        else:
+            eqns.append(here)
+            if eqn.primitive.name == "reduce_precision" and here.invars[0] in names:  # pins a rounding
+                names[eqn.outvars[0]] = names[here.invars[0]]
+    return eqns, [resolve(renamed, v) for v in jaxpr.outvars], names
+
+
+class _Joint:
+    """The equations of a program with runs, in which the backward pass repeats no equation of a run.
+
+    Attributes:
+      eqns, repeated: as in `Sequenced`.
+      renamed: result of an equation in `repeated` -> the value of the forward pass.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], runs: Sequence[Run]):
+        self.eqns = list(eqns)
+        self.renamed: Renamed = {}
+        self.repeated: set[int] = set()
+        self._outs = {v for v in jaxpr.outvars if isinstance(v, Var)}
+        self._numbering = Numbering([*jaxpr.invars, *jaxpr.constvars])
+        self._only_backward: dict[_Place, list[JaxprEqn]] = {}
+        self._owner: dict[Var, _Place] = {}  # value of a layer -> the layer
+        self._passed_to: dict[Var, _Place | None] = {}  # value that a layer passes on -> the next layer
+        self._arguments: dict[_Place, tuple[Any, ...]] = {}
+        for run in runs:
+            self._find_arguments(run)
+        layers = {i: (run, n) for run in runs for n in range(run.count) for i in run.layer(n)}
+        read: set[Var] = set()
+        for i, eqn in enumerate(eqns):
+            here = self.eqns[i] = eqn.replace(invars=[resolve(self.renamed, v) for v in eqn.invars])
+            if i in layers:
+                self._owner.update(dict.fromkeys(eqn.outvars, layers[i]))
+                self._numbering.add(here)
+                read.update(variables(here))
+            elif self._owner and _is_backward(eqn):
+                self._follow(i, here, read)
+
+    def _find_arguments(self, run: Run) -> None:
+        """Finds what the layers of a run pass on, by what the layer in the middle reads of the others."""
+        makers = {v: (i, k) for i in range(run.start, run.end) for k, v in enumerate(self.eqns[i].outvars)}
+        middle = run.layer(run.count // 2)
+        operands: dict[
+            Var, tuple[int, int]
+        ] = {}  # argument -> where it is read: equation in the layer, operand
+        for j, i in enumerate(middle):
+            for k, v in enumerate(self.eqns[i].invars):
+                if isinstance(v, Var) and v in makers and makers[v][0] not in middle:
+                    operands.setdefault(v, (j, k))
+        for n in range(run.count):
+            own = tuple(self.eqns[run.layer(n)[j]].invars[k] for j, k in operands.values())
+            self._arguments[run, n] = own
+            self._passed_to.update((v, (run, n)) for v in own if v in makers)
+        # The last layer makes values that no layer reads, in the place of those passed on.
+        for v in self._arguments[run, run.count - 1]:
+            if v in makers and makers[v][0] + run.length < run.end:
+                i, k = makers[v]
+                self._passed_to[self.eqns[i + run.length].outvars[k]] = None
+
+    def _follow(self, i: int, eqn: JaxprEqn, read: set[Var]) -> None:
+        """Takes an equation of the backward pass out if it makes a value of a layer without cotangents."""
+        owned = {v for v in variables(eqn) if v in self._owner}
+        if not all(isinstance(v, Literal) or v in owned or v in read for v in eqn.invars):
+            return
+        if eqn.primitive.name == "optimization_barrier":
+            v = eqn.invars[0]
+            if len(eqn.invars) == 1 and isinstance(v, Var) and self._passed_to.get(v, ()) is not None:
+                self.renamed[eqn.outvars[0]] = v
+                self.repeated.add(i)
+            return
+        same = self._numbering.find(eqn, list(eqn.invars))
+        if same is not None:
+            self.renamed.update(zip(eqn.outvars, same, strict=True))
+            self.repeated.add(i)
+            return
+        own = owned - self._passed_to.keys()
+        owners = {self._owner[v] for v in own}
+        if len(owners) == 1:
+            (owner,) = owners
+            if all(v in own or v in self._arguments[owner] for v in owned):
+                self._owner.update(dict.fromkeys(eqn.outvars, owner))
+                self._numbering.add(eqn)
+                self._only_backward.setdefault(owner, []).append(eqn)
+                self.repeated.add(i)
+
+    def make_sequence(self, run: Run, names: Mapping[Var, str]) -> LayerSequence | None:
+        """The layers of a run; None if the backward pass does not read their values in reverse order."""
+        layers = [
+            Layer(
+                tuple(self.eqns[i] for i in run.layer(n)),
+                self._arguments[run, n],
+                tuple(self._only_backward.get((run, n), ())),
+            )
+            for n in range(run.count)
+        ]
+        first = self._find_first_reads(run, layers)
+        if first is None:
+            return None
+        number = run.count // 2
+        layer, (start, end) = layers[number], (first[number], first[number - 1])
+        backward = [i for i, eqn in enumerate(self.eqns) if _is_backward(eqn) and i not in self.repeated]
+        rest = [self.eqns[i] for i in backward if start <= i < end]
+        later = {v for i in range(end, len(self.eqns)) for v in variables(self.eqns[i])} | self._outs
+        pure = (*layer.eqns, *layer.only_backward)
+        made = {v for eqn in pure for v in eqn.outvars}
+        passed_on = self._passed_to.keys() & {v for eqn in layer.eqns for v in eqn.outvars}
+        read_backward = {v for i in backward for v in variables(self.eqns[i])}
+        own, skip = set(run.layer(number)), {*backward, *self.repeated}
+        elsewhere = (i for i in range(len(self.eqns)) if i not in own and i not in skip)
+        read_forward = {v for i in elsewhere for v in variables(self.eqns[i])} | self._outs
+        operands = {v for eqn in pure for v in variables(eqn)} - made - {*layer.arguments}
+        return LayerSequence(
+            count=run.count,
+            eqns=layer.eqns,
+            results=tuple(v for eqn in layer.eqns for v in eqn.outvars if v in read_forward),
+            carried=layer.arguments,
+            free={v: v for v in operands},
+            only_backward=layer.only_backward,
+            rest=tuple(rest),
+            outs=tuple(v for eqn in rest for v in eqn.outvars if v in later),
+            needed=frozenset((made | {*layer.arguments}) & read_backward - passed_on),
+            names=names,
+            has_stacks=False,
+            layers=tuple(layers),
+            first_reads=tuple(first),
+        )
+
+    def _find_first_reads(self, run: Run, layers: Sequence[Layer]) -> list[int] | None:
+        """The index of the first equation of each layer's backward pass; None unless they descend."""
+        of_layer: dict[Var, int] = {}
+        for n, layer in enumerate(layers):
+            arguments = {v for v in layer.arguments if isinstance(v, Var)}
+            of_layer.update(dict.fromkeys(arguments, n))
+            depends = mark_dependents(layer.eqns, arguments)
+            own = [v for eqn, does in zip(layer.eqns, depends, strict=True) if does for v in eqn.outvars]
+            own += [v for eqn in layer.only_backward for v in eqn.outvars]
+            of_layer.update(dict.fromkeys((v for v in own if v not in self._passed_to), n))
+        first: dict[int, int] = {}
+        for i, eqn in enumerate(self.eqns):
+            if i >= run.end and _is_backward(eqn) and i not in self.repeated:
+                for v in variables(eqn):
+                    if v in of_layer:
+                        first.setdefault(of_layer[v], i)
+        found = [first.get(n, -1) for n in range(len(layers))]
+        descend = all(a > b >= 0 for a, b in itertools.pairwise(found))
+        return found if descend else None
+
+
+def _is_backward(eqn: JaxprEqn) -> bool:
+    """Whether an equation of the backward pass may make or read values of layers."""
+    return is_transposed(eqn) and not eqn.effects

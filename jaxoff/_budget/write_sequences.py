@@ -1,0 +1,153 @@
+"""A program with other placements of the values of its layers one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxoff._budget.joint_graph import Placements
+from jaxoff._budget.sequences import LayerSequence, Sequenced
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.dataflow import drop_dead, variables
+from jaxoff._jaxpr.inline import Renamed, resolve, trace_call
+from jaxoff._jaxpr.scopes import is_transposed
+
+
+def write_sequences(jaxpr: Jaxpr, found: Sequenced, placements: Sequence[Placements]) -> Jaxpr:
+    """A program in which the backward pass reads kept values of layers, and makes the others again.
+
+    Args:
+      jaxpr: the program of `found`.
+      found: its layers one after the other.
+      placements: by sequence.
+    """
+    writer = _Writer(found, placements)
+    for i, eqn in enumerate(found.eqns):
+        if i not in found.repeated:
+            writer.add(i, eqn)
+    outs = [writer.read(v, len(found.eqns), None) if writer.is_late(v) else v for v in found.outvars]
+    return drop_dead(jaxpr.replace(eqns=writer.eqns, outvars=outs))
+
+
+class _Writer:
+    """Writes the equations of a program in their order.
+
+    Attributes:
+      eqns: the equations written.
+    """
+
+    def __init__(self, found: Sequenced, placements: Sequence[Placements]):
+        self.eqns: list[JaxprEqn] = []
+        self._sequence: dict[Var, LayerSequence] = {}  # value of a layer -> its layers
+        self._maker: dict[Var, int] = {}
+        self._layer_eqns: list[JaxprEqn] = []
+        self._late: set[Var] = set()
+        self._saved: set[Any] = set()
+        self._offloaded: set[Any] = set()
+        self._on_host: Renamed = {}
+        self._reloaded: Renamed = {}
+        self._made: dict[tuple[int, int | None], Renamed] = {}  # values made again, by sequence and layer
+        self._delayed: dict[tuple[int, int | None], Renamed] = {}  # kept values behind a barrier, likewise
+        self._position: dict[Var, int] = {}  # of the values outside of layers, in the order of writing
+        for sequence, placed in zip(found.sequences, placements, strict=True):
+            for layer in sequence.layers:
+                self._saved.update(layer.values[k] for k in placed.saved)
+                self._offloaded.update(layer.values[k] for k in placed.offloaded)
+                for eqn in (*layer.eqns, *layer.only_backward):
+                    self._sequence.update(dict.fromkeys(eqn.outvars, sequence))
+                    self._maker.update(dict.fromkeys(eqn.outvars, len(self._layer_eqns)))
+                    self._layer_eqns.append(eqn)
+                self._late.update(v for eqn in layer.only_backward for v in eqn.outvars)
+            # What the last layer passes on has readers right behind it, and is a single layer's.
+            before, last = sequence.layers[-2:]
+            passed = [before.values.index(v) for v in last.arguments if v in before.values]
+            self._saved.update(last.values[k] for k in passed)
+        self._offloaded -= self._saved
+        self._kept = self._saved | self._offloaded
+
+    def is_late(self, v: Any) -> bool:
+        """Whether only the backward pass makes a value."""
+        return isinstance(v, Var) and v in self._late
+
+    def add(self, i: int, eqn: JaxprEqn) -> None:
+        """Writes equation `i`."""
+        if any(v in self._maker for v in eqn.outvars):
+            for v in variables(eqn):
+                self._send(v, eqn)  # the first layer's arguments
+            self.eqns.append(eqn)
+            for v in eqn.outvars:
+                self._send(v, eqn)
+            return
+        backward = is_transposed(eqn) and not eqn.effects
+        others = [v for v in variables(eqn) if v not in self._maker and v in self._position]
+        latest = max(others, key=lambda v: self._position[v], default=None)
+        operands = [self.read(v, i, latest) if backward or self.is_late(v) else v for v in eqn.invars]
+        self.eqns.append(eqn.replace(invars=operands))
+        self._position.update(dict.fromkeys(eqn.outvars, len(self.eqns)))
+
+    def _send(self, v: Var, like: JaxprEqn) -> None:
+        """Copies a value to the host, if it is to be there and is not yet."""
+        if v in self._offloaded and v not in self._on_host:
+            eqns, (self._on_host[v],) = trace_call(
+                lambda x: jax.device_put(x, jax.memory.Space.Host), [v], like=like
+            )
+            self.eqns += eqns
+
+    def read(self, v: Any, i: int, cotangent: Var | None) -> Any:
+        """The value to read in the place of a value of a layer, in equation `i` of the backward pass.
+
+        Args:
+          v: the value.
+          i: the number of the equation.
+          cotangent: for which values made again wait, so that XLA neither makes them early nor finds them
+            equal to the values of the forward pass.
+        """
+        if isinstance(v, Literal) or v in self._saved:
+            return v
+        if v in self._offloaded:
+            return self._reload(v)
+        if v not in self._sequence:
+            return v
+        sequence = self._sequence[v]
+        key = id(sequence), sequence.find_layer(i)
+        made = self._made.setdefault(key, {})
+        todo, found = [v], set()
+        while todo:
+            w = todo.pop()
+            if w in self._maker and w not in self._kept and w not in made and self._maker[w] not in found:
+                found.add(self._maker[w])
+                todo += variables(self._layer_eqns[self._maker[w]])
+        for k in sorted(found):
+            self._make(self._layer_eqns[k], made, self._delayed.setdefault(key, {}), cotangent)
+        return made[v]
+
+    def _make(self, eqn: JaxprEqn, made: Renamed, delayed: Renamed, cotangent: Var | None) -> None:
+        """Writes an equation of a layer once more."""
+
+        def find(v: Any) -> Any:
+            return self._reload(v) if isinstance(v, Var) and v in self._offloaded else resolve(made, v)
+
+        operands = [find(v) for v in eqn.invars]
+        is_free = all(a is b for a, b in zip(operands, eqn.invars, strict=True))  # XLA would find it made
+        for k, v in enumerate(operands):
+            if isinstance(v, Var) and (v in self._saved or is_free):
+                if v not in delayed:
+                    tied = [v] if cotangent is None else [v, cotangent]
+                    (delayed[v], *_), barrier = compat.make_barrier(tied, like=eqn)
+                    self.eqns.append(barrier)
+                operands[k] = delayed[v]
+        outs = [Var(v.aval) for v in eqn.outvars]
+        self.eqns.append(eqn.replace(invars=operands, outvars=outs))
+        made.update(zip(eqn.outvars, outs, strict=True))
+
+    def _reload(self, v: Var) -> Any:
+        if v not in self._reloaded:
+            host = self._on_host[v]
+            eqns, (self._reloaded[v],) = trace_call(
+                lambda x: jax.device_put(x, jax.memory.Space.Device), [host], like=self.eqns[-1]
+            )
+            self.eqns += eqns
+        return self._reloaded[v]
