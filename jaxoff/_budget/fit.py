@@ -269,9 +269,9 @@ class _Search[P]:
         kept = _describe(least.list_values())
         if not self._pairs:
             kept += (
-                ": no loop over layers (jax.lax.scan) with a loop of its backward pass was found. "
-                "Layers in a Python loop are not placed, nor a jax.shard_map that is differentiated from "
-                "outside"
+                ": no layers were found, neither a loop over layers (jax.lax.scan) with a loop of its "
+                "backward pass nor alike layers one after the other. Layers that differ in shape from each "
+                "other are not placed, nor a jax.shard_map that is differentiated from outside"
             )
         return BudgetError(
             f"no program fits {budget} of device memory. The least of {len(self.tried)} compiled takes "

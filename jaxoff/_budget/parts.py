@@ -83,7 +83,7 @@ def write_in_parts(
     def write(program: Jaxpr) -> Jaxpr:
         level = inline_program(program)
         paired = {id(eqn) for pair in find_loop_pairs(level) for eqn in (pair.forward, pair.backward)}
-        layers = _list_layer_values(level)
+        layers = found.all_values if (found := find_sequences(level)) else frozenset[Var]()
         eqns = [eqn if id(eqn) in paired else compat.map_programs(eqn, write) for eqn in level.eqns]
         level = level.replace(eqns=eqns)
         region = find_region(level, least_nbytes, first_axis=int(is_divided), excluded=layers)
@@ -94,15 +94,6 @@ def write_in_parts(
 
     written = compat.map_open(closed, write)
     return (written, regions) if regions else (closed, [])
-
-
-def _list_layer_values(level: Jaxpr) -> frozenset[Var]:
-    """The values of layers one after the other, which the forward pass makes."""
-    found = find_sequences(level)
-    sequences = found.sequences if found else ()
-    return frozenset(
-        v for sequence in sequences for layer in sequence.layers for eqn in layer.eqns for v in eqn.outvars
-    )
 
 
 def find_region(

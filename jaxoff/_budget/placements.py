@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
-from jaxoff._budget.sequences import find_sequences
+from jaxoff._budget.sequences import Sequenced, find_sequences
 from jaxoff._budget.write_sequences import write_sequences
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -33,8 +33,17 @@ def write_placed(
 
     def write(program: Jaxpr) -> Jaxpr:
         inlined = inline_program(program)
-        level, by_eqn, paired = _write_sequences(inlined, decide), {}, set()
-        for pair in find_loop_pairs(level):
+        found = find_sequences(inlined)
+        loops = [
+            pair
+            for pair in find_loop_pairs(inlined)
+            if not found or pair.forward.outvars[0] not in found.values
+        ]
+        level, by_eqn, paired = _write_sequences(inlined, found, decide), {}, set()
+        if level is not inlined:  # the equations that read values of the sequences are others now
+            left = {pair.forward.outvars[0] for pair in loops}
+            loops = [pair for pair in find_loop_pairs(level) if pair.forward.outvars[0] in left]
+        for pair in loops:
             paired.update((id(pair.forward), id(pair.backward)))
             if (placements := decide(pair)) is not None:
                 by_eqn[id(pair.forward)] = by_eqn[id(pair.backward)] = pair, placements
@@ -54,8 +63,9 @@ def list_joint_graphs(closed: ClosedJaxpr) -> list[JointGraph]:
     return graphs
 
 
-def _write_sequences(level: Jaxpr, decide: Callable[[JointGraph], Placements | None]) -> Jaxpr:
-    found = find_sequences(level)
+def _write_sequences(
+    level: Jaxpr, found: Sequenced | None, decide: Callable[[JointGraph], Placements | None]
+) -> Jaxpr:
     placements = [decide(sequence) for sequence in found.sequences] if found else []
     decided = [placed for placed in placements if placed is not None]
     return write_sequences(level, found, decided) if found and len(decided) == len(placements) else level

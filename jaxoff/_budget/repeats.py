@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxoff._device.flops import product_flops
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn
 from jaxoff._jaxpr.dataflow import index_makers, variables
@@ -51,11 +51,12 @@ def find_runs(eqns: Sequence[JaxprEqn]) -> list[Run]:
     the ways to divide a run into layers, the one with the fewest bytes from a layer to the next is taken.
 
     Args:
-      eqns: of a differentiated program, calls inlined. Loops and branches are in no run.
+      eqns: of a differentiated program, calls inlined.
     """
-    excluded = [is_transposed(e) or bool(e.effects) or _is_loop(e) for e in eqns]
-    weights = [0 if no else _weigh(eqn) for eqn, no in zip(eqns, excluded, strict=True)]
-    before = [0, *itertools.accumulate(weights)]
+    excluded = [is_transposed(eqn) or bool(eqn.effects) for eqn in eqns]
+    weights = [0.0 if no else _weigh(eqn) for eqn, no in zip(eqns, excluded, strict=True)]
+    in_loops = [w if compat.scan_in(eqn) else 0.0 for eqn, w in zip(eqns, weights, strict=True)]
+    before, before_in_loops = (np.concatenate(([0.0], np.cumsum(w))) for w in (weights, in_loops))
     numbers: dict[Any, int] = {}
     keys = np.array(
         [
@@ -66,13 +67,19 @@ def find_runs(eqns: Sequence[JaxprEqn]) -> list[Run]:
     )
     least = max(1.0, _LEAST_SHARE * before[-1])
 
-    def cover(run: Run) -> int:
+    def cover(run: Run) -> float:
         return before[run.end] - before[run.start]
+
+    def is_of_loops(run: Run) -> bool:
+        """Whether most of a run's compute is in loops, over layers themselves."""
+        return 2 * (before_in_loops[run.end] - before_in_loops[run.start]) > cover(run)
 
     makers = index_makers(eqns)
     taken = np.zeros(len(eqns), dtype=bool)
     found = []
-    candidates = [(run, slack) for run, slack in _list_periods(keys) if cover(run) >= least]
+    candidates = [
+        (run, slack) for run, slack in _list_periods(keys) if cover(run) >= least and not is_of_loops(run)
+    ]
     for run, slack in sorted(candidates, key=lambda c: (-cover(c[0]), c[0].length)):
         if not taken[run.start : run.end].any():
             shifted = (dataclasses.replace(run, start=run.start + i) for i in range(slack + 1))
@@ -88,13 +95,9 @@ def _key(eqn: JaxprEqn) -> Any:
     return eqn.primitive.name, len(eqn.invars), tuple(str(v.aval) for v in atoms)
 
 
-def _is_loop(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in ("scan", "while", "cond")
-
-
-def _weigh(eqn: JaxprEqn) -> int:
-    """The bytes that an equation of compute reads and writes, as its weight among others."""
-    return compat.nbytes_of([*variables(eqn), *eqn.outvars]) if is_compute(eqn) else 0
+def _weigh(eqn: JaxprEqn) -> float:
+    """The operations of an equation of compute and the bytes that it writes, as its weight among others."""
+    return product_flops(eqn) + compat.nbytes_of(eqn.outvars) if is_compute(eqn) else 0.0
 
 
 def _list_periods(keys: np.ndarray) -> Iterator[tuple[Run, int]]:

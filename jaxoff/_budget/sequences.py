@@ -21,7 +21,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import mark_dependents, variables
 from jaxoff._jaxpr.inline import Renamed, resolve
-from jaxoff._jaxpr.scopes import is_transposed
+from jaxoff._jaxpr.scopes import is_recomputed, is_transposed
 
 type _Place = tuple[Run, int]  # a layer
 
@@ -82,6 +82,24 @@ class Sequenced:
     outvars: tuple[Any, ...]
     sequences: tuple[LayerSequence, ...]
 
+    @functools.cached_property
+    def values(self) -> frozenset[Var]:
+        """The values of the layers without cotangents among their ancestors."""
+        layers = (layer for sequence in self.sequences for layer in sequence.layers)
+        eqns = (eqn for layer in layers for eqn in (*layer.eqns, *layer.only_backward))
+        return frozenset(v for eqn in eqns for v in eqn.outvars)
+
+    @functools.cached_property
+    def all_values(self) -> frozenset[Var]:
+        """The values of the layers, forward and backward, repeated ones included."""
+        indices = set(self.repeated)
+        for sequence in self.sequences:
+            first, second, *_ = sequence.first_reads
+            # The backward pass of the first layer takes as many equations as that of the second.
+            end = min(2 * first - second, len(self.eqns))
+            indices.update(range(sequence.first_reads[-1], end))
+        return self.values.union(v for i in indices for v in self.eqns[i].outvars)
+
 
 def find_sequences(jaxpr: Jaxpr) -> Sequenced | None:
     """The layers one after the other in a program with its calls inlined; None if there are none."""
@@ -132,6 +150,7 @@ class _Joint:
         self._owner: dict[Var, _Place] = {}  # value of a layer -> the layer
         self._passed_to: dict[Var, _Place | None] = {}  # value that a layer passes on -> the next layer
         self._arguments: dict[_Place, tuple[Any, ...]] = {}
+        self._dependent: set[Var] = set()  # values of layers that depend on the layer's arguments
         for run in runs:
             self._find_arguments(run)
         layers = {i: (run, n) for run in runs for n in range(run.count) for i in run.layer(n)}
@@ -159,10 +178,15 @@ class _Joint:
         for n in range(run.count):
             own = tuple(self.eqns[run.layer(n)[j]].invars[k] for j, k in operands.values())
             self._arguments[run, n] = own
-            self._passed_to.update((v, (run, n)) for v in own if v in makers)
+            self._passed_to.update((v, (run, n)) for v in own if isinstance(v, Var) and v in makers)
+            eqns = [self.eqns[i] for i in run.layer(n)]
+            depends = mark_dependents(eqns, {v for v in own if isinstance(v, Var)})
+            self._dependent.update(
+                v for e, does in zip(eqns, depends, strict=True) if does for v in e.outvars
+            )
         # The last layer makes values that no layer reads, in the place of those passed on.
         for v in self._arguments[run, run.count - 1]:
-            if v in makers and makers[v][0] + run.length < run.end:
+            if isinstance(v, Var) and v in makers and makers[v][0] + run.length < run.end:
                 i, k = makers[v]
                 self._passed_to[self.eqns[i + run.length].outvars[k]] = None
 
@@ -182,12 +206,15 @@ class _Joint:
             self.renamed.update(zip(eqn.outvars, same, strict=True))
             self.repeated.add(i)
             return
-        own = owned - self._passed_to.keys()
-        owners = {self._owner[v] for v in own}
+        if not owned and is_recomputed(eqn):
+            read.update(eqn.outvars)  # of weights and constants alone
+        inner = (owned & self._dependent) - self._passed_to.keys()
+        owners = {self._owner[v] for v in inner}
         if len(owners) == 1:
             (owner,) = owners
-            if all(v in own or v in self._arguments[owner] for v in owned):
+            if (owned & self._passed_to.keys()).issubset(self._arguments[owner]):
                 self._owner.update(dict.fromkeys(eqn.outvars, owner))
+                self._dependent.update(eqn.outvars)
                 self._numbering.add(eqn)
                 self._only_backward.setdefault(owner, []).append(eqn)
                 self.repeated.add(i)
@@ -238,12 +265,10 @@ class _Joint:
         """The index of the first equation of each layer's backward pass; None unless they descend."""
         of_layer: dict[Var, int] = {}
         for n, layer in enumerate(layers):
-            arguments = {v for v in layer.arguments if isinstance(v, Var)}
-            of_layer.update(dict.fromkeys(arguments, n))
-            depends = mark_dependents(layer.eqns, arguments)
-            own = [v for eqn, does in zip(layer.eqns, depends, strict=True) if does for v in eqn.outvars]
-            own += [v for eqn in layer.only_backward for v in eqn.outvars]
-            of_layer.update(dict.fromkeys((v for v in own if v not in self._passed_to), n))
+            own = (v for eqn in (*layer.eqns, *layer.only_backward) for v in eqn.outvars)
+            own = (v for v in own if v in self._dependent and v not in self._passed_to)
+            arguments = (v for v in layer.arguments if isinstance(v, Var))
+            of_layer.update(dict.fromkeys((*arguments, *own), n))
         first: dict[int, int] = {}
         for i, eqn in enumerate(self.eqns):
             if i >= run.end and _is_backward(eqn) and i not in self.repeated:

@@ -45,8 +45,8 @@ class _Writer:
         self._maker: dict[Var, int] = {}
         self._layer_eqns: list[JaxprEqn] = []
         self._late: set[Var] = set()
-        self._saved: set[Any] = set()
-        self._offloaded: set[Any] = set()
+        self._saved: set[Var] = set()
+        self._offloaded: set[Var] = set()
         self._on_host: Renamed = {}
         self._reloaded: Renamed = {}
         self._made: dict[tuple[int, int | None], Renamed] = {}  # values made again, by sequence and layer
@@ -54,8 +54,8 @@ class _Writer:
         self._position: dict[Var, int] = {}  # of the values outside of layers, in the order of writing
         for sequence, placed in zip(found.sequences, placements, strict=True):
             for layer in sequence.layers:
-                self._saved.update(layer.values[k] for k in placed.saved)
-                self._offloaded.update(layer.values[k] for k in placed.offloaded)
+                for places, kept in ((placed.saved, self._saved), (placed.offloaded, self._offloaded)):
+                    kept.update(v for k in places if isinstance(v := layer.values[k], Var))
                 for eqn in (*layer.eqns, *layer.only_backward):
                     self._sequence.update(dict.fromkeys(eqn.outvars, sequence))
                     self._maker.update(dict.fromkeys(eqn.outvars, len(self._layer_eqns)))
@@ -108,7 +108,7 @@ class _Writer:
         if isinstance(v, Literal) or v in self._saved:
             return v
         if v in self._offloaded:
-            return self._reload(v)
+            return self._reload(v, cotangent)
         if v not in self._sequence:
             return v
         sequence = self._sequence[v]
@@ -128,26 +128,35 @@ class _Writer:
         """Writes an equation of a layer once more."""
 
         def find(v: Any) -> Any:
-            return self._reload(v) if isinstance(v, Var) and v in self._offloaded else resolve(made, v)
+            return (
+                self._reload(v, cotangent)
+                if isinstance(v, Var) and v in self._offloaded
+                else resolve(made, v)
+            )
 
         operands = [find(v) for v in eqn.invars]
         is_free = all(a is b for a, b in zip(operands, eqn.invars, strict=True))  # XLA would find it made
         for k, v in enumerate(operands):
             if isinstance(v, Var) and (v in self._saved or is_free):
                 if v not in delayed:
-                    tied = [v] if cotangent is None else [v, cotangent]
-                    (delayed[v], *_), barrier = compat.make_barrier(tied, like=eqn)
-                    self.eqns.append(barrier)
+                    delayed[v] = self._delay(v, cotangent, eqn)
                 operands[k] = delayed[v]
         outs = [Var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=operands, outvars=outs))
         made.update(zip(eqn.outvars, outs, strict=True))
 
-    def _reload(self, v: Var) -> Any:
+    def _reload(self, v: Var, cotangent: Var | None) -> Any:
+        """Copies a value back, behind a barrier: XLA would take a copy there and back away."""
         if v not in self._reloaded:
-            host = self._on_host[v]
+            host = self._delay(self._on_host[v], cotangent, self.eqns[-1])
             eqns, (self._reloaded[v],) = trace_call(
                 lambda x: jax.device_put(x, jax.memory.Space.Device), [host], like=self.eqns[-1]
             )
             self.eqns += eqns
         return self._reloaded[v]
+
+    def _delay(self, v: Var, cotangent: Var | None, like: JaxprEqn) -> Var:
+        """A value behind a barrier, which waits for a cotangent if there is one."""
+        (delayed, *_), barrier = compat.make_barrier([v] if cotangent is None else [v, cotangent], like=like)
+        self.eqns.append(barrier)
+        return delayed

@@ -12,6 +12,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn
 
 PLAIN_LOOP = "jaxoff_plain"  # a loop left to XLA
+_RECOMPUTED = "rematted_computation"  # JAX's own
 LAYER_LOOP = "jaxoff_layers"  # a loop for `jaxoff.jit` to rewrite
 _LAYER = "jaxoff_layer_{}_"  # a layer of `jaxoff.layers`, with its number
 
@@ -45,6 +46,11 @@ def is_differentiated(eqn: JaxprEqn) -> bool:
 def is_transposed(eqn: JaxprEqn) -> bool:
     """Whether an equation belongs to a backward pass."""
     return "transpose(" in _read_scopes(eqn)
+
+
+def is_recomputed(eqn: JaxprEqn) -> bool:
+    """Whether an equation of a backward pass recomputes a value of a `jax.checkpoint`."""
+    return _RECOMPUTED in _read_scopes(eqn)
 
 
 def _read_scopes(eqn: JaxprEqn) -> str:

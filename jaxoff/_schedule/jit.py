@@ -61,11 +61,11 @@ def jit(
         programs compute the same step, in roundings of their own.
       device_bytes: a budget of device memory for the step, on each device: bytes, text such as "60GB", or
         "fit", the limit of the GPU's allocator less other live arrays. The step needs no names and no policy.
-        Each value that the loops over layers keep for their backward pass is saved, offloaded or recomputed,
-        whatever the model's own `jax.checkpoint` does, so that the compiled program is within the budget and
-        fast by the model of time. If its logits decide the peak, a head runs in parts of its rows. At most
-        four programs without and four with copies to the host are compiled. `jaxoff.mark_not_offload` is kept
-        to. Layers in a Python loop stay as they are.
+        Each value that layers keep for their backward pass is saved, offloaded or recomputed, whatever the
+        model's own `jax.checkpoint` does, so that the compiled program is within the budget and fast by the
+        model of time. Layers are the iterations of a loop, or alike one after the other, as a Python loop
+        leaves them. If its logits decide the peak, a head runs in parts of its rows. At most four programs
+        without and four with copies to the host are compiled. `jaxoff.mark_not_offload` is kept to.
       host_bytes: the most host memory for offloaded values, likewise; None for any.
       **kwargs: as for `jax.jit`: static and donated arguments, shardings.
 

@@ -63,6 +63,31 @@ def test_a_step_without_a_name_fits_each_budget():
     assert moved[-1] >= LAYERS * ROWS * WIDTH * 2  # the layers' inputs
 
 
+def step_in_python(layers, x):
+    def loss(layers):
+        h = x
+        for w in layers:
+            h = layer(h, w)[0]
+        return h.astype(jnp.float32).mean()
+
+    value, grads = jax.value_and_grad(loss)(layers)
+    return jax.tree.map(lambda v, g: v - 0.01 * g, layers, grads), value
+
+
+def test_layers_in_a_python_loop_fit_each_budget():
+    w, x = arguments()
+    args = [jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)] * LAYERS, x
+    target = jaxoff.target("h100")
+    stock = jaxoff.verify(target.compile(jax.jit(step_in_python, donate_argnums=0), *args))
+    peaks = []
+    for part in (0.8, 0.3):
+        facts = compile_within(target, step_in_python, args, part * stock.device_peak_bytes)
+        assert facts.device_peak_bytes <= part * stock.device_peak_bytes
+        assert not facts.copies
+        peaks.append(facts.device_peak_bytes)
+    assert peaks[0] > 1.5 * peaks[1]
+
+
 @pytest.mark.long
 def test_a_budget_that_nothing_fits_says_the_least():
     with pytest.raises(jaxoff.BudgetError, match=r"no program fits 1\.00 MB.*The least of \d compiled takes"):
@@ -95,7 +120,7 @@ def test_logits_exist_in_parts_only():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["decoder-scan", "linen-scan", "accumulation", "vit"])
+@pytest.mark.parametrize("name", ["decoder-scan", "decoder-python", "linen-scan", "accumulation", "vit"])
 @pytest.mark.parametrize("part", [0.8, 0.55])
 def test_whole_steps_of_others_fit(name, part):
     target = jaxoff.target("h100")

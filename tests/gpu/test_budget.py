@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 STEPS = 5
 
 
-@pytest.mark.parametrize("name", ["decoder-scan", "nnx-scan"])
+@pytest.mark.parametrize("name", ["decoder-scan", "nnx-scan", "decoder-python", "nnx-list"])
 def test_steps_within_a_budget_are_those_of_the_plain_program(name):
     program = dataclasses.replace(PROGRAMS[name], offloads=None)
     step = program.build(dataclasses.replace(DEEP, vocabulary=1 << 15), attention="xla")

@@ -20,9 +20,9 @@ from jaxoff._jaxpr import compat
 from tests.clients.test_clients import ROUNDED
 
 QUICK = {("decoder-scan", "all recomputed")}
-SCANS = (
-    "accumulation", "decoder-scan", "equinox", "groups", "layer-axis", "linen-scan", "nnx-scan", "ssm-chunks",
-    "vit",
+STYLES = (
+    "accumulation", "decoder-python", "decoder-scan", "equinox", "groups", "inner-jit", "layer-axis",
+    "linen-scan", "nnx-list", "nnx-scan", "ssm-chunks", "vit",
 )  # fmt: skip
 # The model's own checkpoint: none at all, everything recomputed.
 CHECKPOINTS = {"all saved": jax.checkpoint_policies.everything_saveable, "all recomputed": None}
@@ -51,7 +51,7 @@ def count_host(closed):
     ("name", "checkpoint"),
     [
         pytest.param(name, checkpoint, marks=[pytest.mark.long] * ((name, checkpoint) not in QUICK))
-        for name in SCANS
+        for name in STYLES
         for checkpoint in CHECKPOINTS
     ],
 )
@@ -126,7 +126,7 @@ def test_values_that_differ_in_a_long_constant_are_told_apart():
     body = jax.make_jaxpr(jax.grad(lambda x: product(x).sum()))(x).jaxpr
     calls = [eqn for eqn in body.eqns if eqn.primitive.name == "jit" and eqn.invars == body.invars]
     assert len(calls) == 3
-    numbering = Numbering(body)
+    numbering = Numbering(body.invars, body.eqns)
     same = [numbering.find(eqn, eqn.invars) for eqn in calls]
     assert same[0] == same[2] == calls[0].outvars
     assert same[1] == calls[1].outvars
