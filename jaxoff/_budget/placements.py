@@ -66,9 +66,18 @@ def list_joint_graphs(closed: ClosedJaxpr) -> list[JointGraph]:
 def _write_sequences(
     level: Jaxpr, found: Sequenced | None, decide: Callable[[JointGraph], Placements | None]
 ) -> Jaxpr:
-    placements = [decide(sequence) for sequence in found.sequences] if found else []
-    decided = [placed for placed in placements if placed is not None]
-    return write_sequences(level, found, decided) if found and len(decided) == len(placements) else level
+    groups = [sequence.split() for sequence in found.sequences] if found else []
+    placements = [[decide(group) for group in of_sequence] for of_sequence in groups]
+    if found is None or any(placed is None for of_sequence in placements for placed in of_sequence):
+        return level
+    return write_sequences(
+        level,
+        found,
+        [
+            [placed for group, placed in zip(*pair, strict=True) for _ in group.layers if placed]
+            for pair in zip(groups, placements, strict=True)
+        ],
+    )
 
 
 def _write_level(

@@ -16,13 +16,13 @@ from jaxoff._jaxpr.inline import Renamed, resolve, trace_call
 from jaxoff._jaxpr.scopes import is_transposed
 
 
-def write_sequences(jaxpr: Jaxpr, found: Sequenced, placements: Sequence[Placements]) -> Jaxpr:
+def write_sequences(jaxpr: Jaxpr, found: Sequenced, placements: Sequence[Sequence[Placements]]) -> Jaxpr:
     """A program in which the backward pass reads kept values of layers, and makes the others again.
 
     Args:
       jaxpr: the program of `found`.
       found: its layers one after the other.
-      placements: by sequence.
+      placements: by sequence and layer.
     """
     writer = _Writer(found, placements)
     for i, eqn in enumerate(found.eqns):
@@ -39,7 +39,7 @@ class _Writer:
       eqns: the equations written.
     """
 
-    def __init__(self, found: Sequenced, placements: Sequence[Placements]):
+    def __init__(self, found: Sequenced, placements: Sequence[Sequence[Placements]]):
         self.eqns: list[JaxprEqn] = []
         self._sequence: dict[Var, LayerSequence] = {}  # value of a layer -> its layers
         self._maker: dict[Var, int] = {}
@@ -52,8 +52,8 @@ class _Writer:
         self._made: dict[tuple[int, int | None], Renamed] = {}  # values made again, by sequence and layer
         self._delayed: dict[tuple[int, int | None], Renamed] = {}  # kept values behind a barrier, likewise
         self._position: dict[Var, int] = {}  # of the values outside of layers, in the order of writing
-        for sequence, placed in zip(found.sequences, placements, strict=True):
-            for layer in sequence.layers:
+        for sequence, of_sequence in zip(found.sequences, placements, strict=True):
+            for layer, placed in zip(sequence.layers, of_sequence, strict=True):
                 for places, kept in ((placed.saved, self._saved), (placed.offloaded, self._offloaded)):
                     kept.update(v for k in places if isinstance(v := layer.values[k], Var))
                 for eqn in (*layer.eqns, *layer.only_backward):

@@ -13,9 +13,10 @@ import jaxoff
 from jaxoff._budget.choose import Costs, choose_placements
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.placements import list_joint_graphs, write_placed
-from jaxoff._budget.sequences import LayerSequence
+from jaxoff._budget.sequences import LayerSequence, find_sequences
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.inline import inline_program
 from tests.clients.test_clients import ROUNDED
 
 LAYERS, ROWS, WIDTH = 4, 16, 8
@@ -75,9 +76,8 @@ def make_step(layer, checkpoint="none", layers=LAYERS):
 
 
 def sequences_of(fun, *args):
-    graphs = list_joint_graphs(jax.make_jaxpr(fun)(*args))
-    assert all(isinstance(graph, LayerSequence) for graph in graphs)
-    return graphs
+    found = find_sequences(inline_program(jax.make_jaxpr(fun)(*args).jaxpr))
+    return found.sequences if found else ()
 
 
 def assert_placed_alike(step, args, decide, rtol=0.0):
@@ -281,13 +281,26 @@ def test_loops_over_layers_one_after_the_other_are_loops():
     assert [type(graph).__name__ for graph in graphs] == ["LoopPair"] * 3
 
 
+@pytest.mark.parametrize("layers", [2, 3, 4, 5])
+def test_groups_of_layers_are_placed_each_on_its_own(layers):
+    step, args = make_step(feed, "none", layers)
+    groups = list_joint_graphs(jax.make_jaxpr(step)(*args))
+    assert all(isinstance(group, LayerSequence) for group in groups)
+    assert sum(group.count for group in groups) == layers
+    assert len(groups) == (2 if layers < 4 else 3)
+    left = iter([keep_all, *[keep_inputs] * 2])
+    placed = assert_placed_alike(step, args, lambda group: next(left)(group))
+    # Two products for each that the forward pass makes, and one again in all layers but those of a group.
+    assert count(placed, "dot_general") == 3 * (2 * layers + 1) + layers - groups[0].count
+
+
 def test_layers_with_effects_are_left():
     def talking(x, w):
         jax.debug.print("{}", x.mean())
         return feed(x, w)
 
     step, args = make_step(talking)
-    assert sequences_of(step, *args) == []
+    assert sequences_of(step, *args) == ()
 
 
 def test_less_memory_is_more_recomputed_and_names_are_told():
@@ -328,5 +341,5 @@ def test_a_step_with_layers_in_a_python_loop_runs_within_its_budget():
     got = planned(*args)
     for ours, theirs in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=1e-3)
-    assert {v.count for v in planned.budget.values} == {LAYERS}
+    assert {v.count for v in planned.budget.values} == {1, 2}
     assert "recompute" not in {v.placement for v in planned.budget.values}
