@@ -2,7 +2,6 @@
 
     python -m bench.parallel --out p2.json --mesh pipe=2 --virtual 2 --layers 4 --microbatches 8
     python -m bench.parallel --out bits.json --mesh pipe=2 --layers 2 --microbatches 4 --bits 300
-    python -m bench.parallel --out plan.json --mesh expert=2 --layers 4 --microbatches 4 --device-gb 60
 
 All variants are compiled in one process, run their first step in the order of their memory, so that the peak
 of each variant on every GPU can be read, and are then timed in balanced rounds. The result file is rewritten
@@ -229,7 +228,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logits-chunk", type=int, default=0, help="tokens with logits at a time; 0: all")
     parser.add_argument("--offload", default=OFFLOAD, help="names to offload")
     parser.add_argument("--save", default=SAVE, help="names to save on the device; the rest is recomputed")
-    parser.add_argument("--device-gb", type=float, help="plan the policy for so much memory of each device")
     parser.add_argument(
         "--variants", type=one_of(VARIANTS), default=tuple(VARIANTS), help=", ".join(VARIANTS)
     )
@@ -275,10 +273,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     result |= provenance({key: value for key, value in vars(o).items() if key != "workload"})
     save()
-    if o.device_gb is not None:
-        o.workload, plan = o.workload.plan(o.device_gb * 1e9)
-        result["plan"] = json.loads(plan.to_json().replace(f"{Path.cwd()}/", ""))
-        say(plan.table())
     say(o.workload.name)
     (run_bits if o.bits else run)(o.workload, o, result, over, save)
 

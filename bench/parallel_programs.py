@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import os
@@ -145,30 +144,6 @@ class Workload:
         )
         of_tokens = NamedSharding(self.mesh, P(None, BATCH))
         return params, jax.ShapeDtypeStruct(self._tokens_shape, jnp.int32, sharding=of_tokens)
-
-    def plan(self, device_bytes: float) -> tuple[Workload, jaxoff.Plan]:
-        """The workload under the policy of `jaxoff.plan` for a budget of each device, and the plan.
-
-        The plan is checked by the compiled step, except for CPUs, which have one kind of memory.
-        """
-
-        def under(policy: Any) -> Workload:
-            return dataclasses.replace(self, policy=policy)
-
-        def compile_step(policy: Any) -> jax.stages.Compiled:
-            return under(policy).lower(VARIANTS["jaxoff"]).compile()
-
-        bare = under(jaxoff.policy())
-        on_gpus = self.target is not None or jax.default_backend() == "gpu"
-        with self.target.tracing() if self.target else contextlib.nullcontext():
-            plan = jaxoff.plan(
-                bare.jit_step(VARIANTS["jaxoff"]),
-                *bare.shapes(),
-                device_bytes=device_bytes,
-                link=self.mesh.size,
-                compile_step=compile_step if on_gpus else None,
-            )
-        return under(plan.policy), plan
 
     def inputs(self, seed: int = 0) -> jax.Array:
         """Tokens (microbatches, sequences, seq + 1), on their devices; others for each seed."""

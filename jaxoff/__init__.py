@@ -1,11 +1,15 @@
 """Activation offload in JAX: named residuals, placed at trace time, copied to pinned host memory, proven.
 
 `name` and the marks tag values, `policy` decides where each value waits for the backward pass, and `jit`
-overlaps the copies with compute. `plan` chooses the placements for a budget of memory. `explain` reads the
+overlaps the copies with compute. `jit(device_bytes=...)` chooses the placements for a budget of memory, and
+`plan` shows them beforehand. `explain` reads the
 program before its compilation, `verify` the compiled program, `measure` the running program, and `diagnose`
 the machine.
 """
 
+from jaxoff._budget.fit import BudgetError as BudgetError
+from jaxoff._budget.report import PlacedValue as PlacedValue
+from jaxoff._budget.report import Plan as Plan
 from jaxoff._compiled.facts import CompiledFacts as CompiledFacts
 from jaxoff._compiled.facts import HostCopy as HostCopy
 from jaxoff._compiled.verify import verify as verify
@@ -18,9 +22,6 @@ from jaxoff._layers.scan import scan as scan
 from jaxoff._plan.frontier import Frontier as Frontier
 from jaxoff._plan.frontier import frontier as frontier
 from jaxoff._plan.plan import plan as plan
-from jaxoff._plan.result import BudgetError as BudgetError
-from jaxoff._plan.result import Plan as Plan
-from jaxoff._plan.result import Planned as Planned
 from jaxoff._policy.combinators import FirstLayers as FirstLayers
 from jaxoff._policy.marks import mark_not_offload as mark_not_offload
 from jaxoff._policy.marks import mark_offload as mark_offload

@@ -52,26 +52,24 @@ def plan(
     function: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:FUNCTION",
-            help="Called without arguments, returns (loss, *its arguments) or (train step, *its arguments).",
+            metavar="MODULE:FUNCTION", help="Called without arguments, returns (train step, *its arguments)."
         ),
     ],
     device_gb: Annotated[float, typer.Option(help="Budget of device memory, GB (10^9 bytes).")],
     host_gb: Annotated[float | None, typer.Option(help="Budget of pinned host memory, GB.")] = None,
-    resident_gb: Annotated[
-        float, typer.Option(help="Other bytes on the device: with a loss, the optimizer's state, GB.")
-    ] = 0.0,
     device: Annotated[str, typer.Option(help="A shipped profile or the path of a profile.")] = "h200",
-    gpus: Annotated[int, typer.Option(help="How many GPUs of the host copy at once.")] = 1,
-    first_layers: Annotated[
-        bool, typer.Option(help="Whether the first layers may have a placement of their own.")
-    ] = False,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compiled/--estimated", help="Memory by the compiler [where there is one], or estimated."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[
         str | None, typer.Option("--frontier", help="Draw time against memory into this file.")
     ] = None,
 ) -> None:
-    """Plan where the residuals of a loss or a train step live, within a budget of device memory.
+    """Plan where the values of a train step wait for the backward pass, within a budget of device memory.
 
     Exit status 2, with the reason, where there is no plan.
     """
@@ -80,14 +78,8 @@ def plan(
 
     try:
         fun, *arguments = load_user_function(function)
-        given: dict[str, Any] = dict(
-            host_bytes=None if host_gb is None else host_gb * 1e9,
-            resident_bytes=resident_gb * 1e9,
-            link=gpus,
-            device=jaxoff.Device.of(device),
-            first_layers=first_layers,
-        )
-        planned = jaxoff.plan(fun, *arguments, device_bytes=device_gb * 1e9, **given)
+        given: dict[str, Any] = {"host_bytes": None if host_gb is None else host_gb * 1e9, "device": device}
+        planned = jaxoff.plan(fun, *arguments, device_bytes=device_gb * 1e9, compiled=compiled, **given)
         print(planned.to_json() if as_json else planned)
         if picture is not None:
             jaxoff.frontier(fun, *arguments, **given).draw(picture)

@@ -71,10 +71,6 @@ class ParallelProgram(Program):
         params = self.state_shapes["params"]
         return jaxoff.explain(self.model.loss, params, self.tokens_shape, argnums=0, has_aux=True)
 
-    @property
-    def _planning(self) -> dict[str, Any]:
-        return {"link": jax.local_device_count()}  # all devices of a host copy at once
-
     def init(self) -> State:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         return jax.jit(self._init, out_shardings=shardings)()
@@ -82,7 +78,7 @@ class ParallelProgram(Program):
     @functools.cached_property
     def step(self) -> Any:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        return jaxoff.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
+        return jaxoff.jit(self._step, **self._jit_options, out_shardings=(shardings, None))
 
     def compile_held_out(self, windows: np.ndarray) -> Any:
         """Compiles (params, tokens (B, S + 1)) to the cross-entropy, for windows as large as a batch."""

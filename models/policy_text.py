@@ -86,7 +86,7 @@ def render(policy: jaxoff.Policy | jaxoff.FirstLayers) -> str:
         return f"{_FIRST}{policy.count}|{render(first)}|{render(rest)}"
     if policy.memory_kind != "pinned_host":
         raise ValueError(f"The text of a policy has no word for memory_kind={policy.memory_kind!r}.")
-    parts = [policy.preset] if policy.preset and policy.is_planned else []  # a marker beside the lists
+    parts: list[str] = []
     for key in ("offload", "save", "recompute"):
         names = getattr(policy, key)
         for name in names:

@@ -26,11 +26,6 @@ from pallas_kernels import Implementation
 
 State = dict[str, Any]
 
-# Share of device memory left free by a plan without compilation. Compiled steps, half of whose memory was the
-# state, needed up to 9% more than predicted: XLA leaves a hole between the logits of a large vocabulary and
-# the gradients of the layers.
-_MARGIN = 0.18
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -42,10 +37,14 @@ class Program:
     Attributes:
       options: checked options.
       policy: a policy of JAX's protocol, or None.
+      device_bytes: budget of each device's memory, within which `jaxoff.jit` places each value; or None.
+      device: profile of the device, for the budget; None for an H200's.
     """
 
     options: Options
     policy: Callable[..., Any] | None
+    device_bytes: float | None = None
+    device: jaxoff.Device | None = None
 
     @functools.cached_property
     def config(self) -> Config:
@@ -105,33 +104,21 @@ class Program:
         params = self.state_shapes["params"]
         return jaxoff.explain(self.loss, params, self.microbatch_shape, argnums=0, has_aux=True)
 
-    def plan(
-        self,
-        device_bytes: float,
-        compile_step: Callable[[Any], jax.stages.Compiled] | None = None,
-        device: jaxoff.Device | None = None,
-    ) -> jaxoff.Plan:
-        """Plans the placement of a step's residuals for a budget of device memory.
-
-        On a single device the first layers may have another policy than the rest.
-
-        Args:
-          device_bytes: budget of each device.
-          compile_step, device: arguments of `jaxoff.plan`.
+    @functools.cached_property
+    def plan(self) -> jaxoff.Plan | None:
+        """The plan of a step within `device_bytes`, compiled; None without a budget.
 
         Raises:
-          jaxoff.BudgetError: no policy fits the budget.
+          jaxoff.BudgetError: nothing fits the budget.
         """
-        planned = type(self)(self.options, jaxoff.policy())  # a plan is for checkpointed layers
-        args = self.state_shapes, self.tokens_shape
-        told = self._planning if compile_step is None else {**self._planning, "margin": None}
-        told |= {"device_bytes": device_bytes, "compile_step": compile_step, "device": device}
-        return jaxoff.plan(planned.step, *args, **told)
+        if self.device_bytes is None:
+            return None
+        self.step.lower(self.state_shapes, self.tokens_shape)
+        return self.step.plan
 
     @property
-    def _planning(self) -> dict[str, Any]:
-        """Further arguments of `jaxoff.plan`."""
-        return {"margin": _MARGIN, "first_layers": True}
+    def _jit_options(self) -> dict[str, Any]:
+        return {"donate_argnums": 0, "device_bytes": self.device_bytes, "device": self.device}
 
     def init(self) -> State:
         """Computes the state before the first step."""
@@ -140,7 +127,7 @@ class Program:
     @functools.cached_property
     def step(self) -> Any:
         """Maps (state, tokens (A, B, S + 1)) to (state, metrics), by `jaxoff.jit`. The state is donated."""
-        return jaxoff.jit(self._step, donate_argnums=0)
+        return jaxoff.jit(self._step, **self._jit_options)
 
     @functools.cached_property
     def compiled_step(self) -> jax.stages.Compiled:

@@ -31,7 +31,6 @@ from models.history import History
 from models.loop import DivergedError, Outcome, Stop, Trainer
 from models.options import POLICY, Options, parse_overrides
 from models.parallel import ParallelProgram
-from models.planning import plan_within, profile_of
 from models.processes import Processes, is_first, wait_for_all
 from models.program import Program
 
@@ -50,7 +49,6 @@ class Job:
       corpus, batches, windows: the data, its batches to train on and its held-out windows (K, B, S + 1).
       program: computations of the run.
       again: command to continue the run.
-      plan: plan of the policy, or None.
     """
 
     options: Options
@@ -61,7 +59,6 @@ class Job:
     windows: np.ndarray
     program: Program
     again: str
-    plan: jaxoff.Plan | None = None
 
     @property
     def run(self) -> dict[str, Any]:
@@ -77,6 +74,18 @@ class Job:
         check_same_run(where, saved["identity"], self.run["identity"])
 
 
+def profile_of(device: str) -> jaxoff.Device:
+    """Reads the profile named by --device.
+
+    Raises:
+      InputError: the profile is unknown or unreadable.
+    """
+    try:
+        return jaxoff.Device.of(device)
+    except (ValueError, OSError) as error:
+        raise InputError(f"--device: {error}") from None
+
+
 def prepare(
     options: Options,
     out: Path,
@@ -86,7 +95,7 @@ def prepare(
     device_gb: float | None = None,
     device: jaxoff.Device | None = None,
 ) -> Job:
-    """Reads the data, checks all inputs, and plans the policy if a budget of memory is given.
+    """Reads the data, checks all inputs, and plans the step if a budget of memory is given.
 
     Raises:
       InputError: an input is wrong or contradicts another.
@@ -100,13 +109,16 @@ def prepare(
     corpus = data.load(options.data)
     batches = data.Batches(corpus.train, options.batch, options.seq, options.seed)
     kind = Program if options.layout is None else ParallelProgram
-    plan, program = None, kind(options, policy_text.parse(options.policy))
-    if device_gb is not None:
-        # A CPU has a single kind of memory: its compiled steps say nothing of a device's memory.
-        plan, program = plan_within(device_gb, program, device, compiled=jax.default_backend() != "cpu")
-        options = program.options
+    if device_gb is None:
+        program = kind(options, policy_text.parse(options.policy))
+    else:
+        program = kind(options, None, device_gb * 1e9, device)
+        try:
+            program.plan  # noqa: B018  # raises where nothing fits
+        except ValueError as error:
+            raise InputError(f"--device-gb {device_gb:g}: {error}") from None
     windows = program.held_out_windows(corpus.held_out)
-    job = Job(options, folder, resume, corpus, batches, windows, program, again, plan)
+    job = Job(options, folder, resume, corpus, batches, windows, program, again)
     if resume:
         job.check_same(folder.run_file, folder.saved_run())
     return job
@@ -174,10 +186,10 @@ def introduce(job: Job, console: Console) -> jaxoff.Report:
     console.print(f"data     {corpus.nbytes:,} bytes of {corpus.num_files} files{cut}, {held}")
     size = f"{o.batch} x {o.seq} bytes in {o.accum} microbatch{'es' * (o.accum > 1)}"
     console.print(f"run      {o.steps} steps of {size}, into {job.folder.path}", soft_wrap=True, markup=False)
-    console.print(f"policy   {o.policy}\n", markup=False)
-    if job.plan is not None:
-        console.print(job.plan)
-        console.print()
+    if program.plan is None:
+        console.print(f"policy   {o.policy}\n", markup=False)
+    else:
+        console.print(f"plan\n{program.plan}\n", markup=False)
     report = program.explain()
     console.print(report)
     console.print()
@@ -276,13 +288,12 @@ def finish(
 
 
 def prediction_of(job: Job) -> summary.Prediction | None:
-    """Extracts the prediction for a step from the job's plan; None without a plan."""
-    if job.plan is None:
+    """The prediction of the job's plan; None without a plan."""
+    plan = job.program.plan
+    if plan is None:
         return None
-    plan = job.plan
-    return summary.Prediction(
-        plan.device.name, plan.step_ms, plan.peak_bytes, plan.host_bytes, plan.device_bytes
-    )
+    sizes = int(plan.peak_bytes), plan.host_bytes, int(plan.device_bytes)
+    return summary.Prediction(plan.device, plan.step_ms, *sizes)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -359,8 +370,7 @@ def cli(
         raise InputError("--device is what --device-gb plans for; give --device-gb, too.")
     if comparison and device_gb is not None:
         raise InputError(
-            "--compare measures before the device is in use, which --device-gb compiles on. Give --compare "
-            "with the --policy that --device-gb prints."
+            "--compare measures before the device is in use, which --device-gb compiles on; leave one out."
         )
     options = Options.of(
         preset,

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.joint_graph import JointGraph, Placements
+from jaxoff._budget.limits import Budget
+from jaxoff._budget.memory import ESTIMATE_MARGIN, estimate_nbytes
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import Region, write_in_parts
 from jaxoff._budget.placements import list_joint_graphs, write_placed
-from jaxoff._budget.report import PlacedValue, list_values
+from jaxoff._budget.report import PlacedValue, Plan, list_values, merge_rows
+from jaxoff._device.kernel_time import lower_clock, program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.dataflow import drop_dead
+from jaxoff._jaxpr.inline import inline_program
+from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._report.tables import format_nbytes
 
@@ -51,60 +54,6 @@ class BudgetError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget:
-    """The most memory of a step, on each device and for it on the host; None on the host for any.
-
-    An infinite `device_nbytes` stands for the limit of the device's allocator; see `resolve`.
-    """
-
-    device_nbytes: float
-    host_nbytes: float | None = None
-
-    def resolve(self, arguments: Any) -> Budget:
-        """The budget of a call, in numbers.
-
-        Args:
-          arguments: of the call, a pytree; their bytes count as the step's, those of other arrays do not.
-
-        Raises:
-          ValueError: for the limit of an allocator that has none, and in one of several processes.
-        """
-        if math.isfinite(self.device_nbytes):
-            return self
-        device = jax.local_devices()[0]
-        stats = device.memory_stats() or {}
-        if "bytes_limit" not in stats or jax.process_count() > 1:
-            where = f"{device.platform!r}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
-            raise ValueError(
-                "device_bytes='fit' takes the limit of a GPU's allocator, in a single process; got "
-                f"{where}. Give a number of bytes."
-            )
-        shards = [
-            shard
-            for leaf in jax.tree.leaves(arguments)
-            if isinstance(leaf, jax.Array)
-            for shard in leaf.addressable_shards
-        ]
-        own = sum(shard.data.nbytes for shard in shards if shard.device == device)
-        others = max(0, stats["bytes_in_use"] - own)
-        return dataclasses.replace(self, device_nbytes=stats["bytes_limit"] - others)
-
-    @staticmethod
-    def of(device_bytes: float | str | None, host_bytes: float | str | None) -> Budget | None:
-        """The budget of a caller's arguments; None without a budget.
-
-        Raises:
-          ValueError: for anything but a number of bytes, and for a budget of host memory alone.
-        """
-        host = None if host_bytes is None else parse_nbytes(host_bytes, "host_bytes")
-        if device_bytes is None:
-            if host is not None:
-                raise ValueError(f"host_bytes goes with device_bytes; got host_bytes={host_bytes!r} alone.")
-            return None
-        return Budget(math.inf if device_bytes == "fit" else parse_nbytes(device_bytes, "device_bytes"), host)
-
-
-@dataclasses.dataclass(frozen=True)
 class Tried[P]:
     """A program of the search.
 
@@ -113,7 +62,9 @@ class Tried[P]:
       placements: by pair of loops.
       regions: the regions in parts.
       added_ms: the time added to a step by the placements, by the model.
+      saved_ms: the time of a step with every value of the layers saved, by the model.
       nbytes: device memory of the compiled program.
+      programs: the number of programs tried up to now.
       program: the second result of the caller's `compile_program`.
     """
 
@@ -121,13 +72,31 @@ class Tried[P]:
     placements: tuple[Placements, ...]
     regions: tuple[Region, ...]
     added_ms: float
+    saved_ms: float
     nbytes: float
+    programs: int
     program: P
 
     def list_values(self) -> tuple[PlacedValue, ...]:
-        """The values of all loops with their placements."""
+        """The values of all layers with their placements."""
         pairs = zip(self.pairs, self.placements, strict=True)
-        return tuple(value for pair, placements in pairs for value in list_values(pair, placements))
+        return merge_rows(value for pair, placements in pairs for value in list_values(pair, placements))
+
+    def make_plan(self, budget: Budget, device: Device, step: Any, *, is_compiled: bool = True) -> Plan:
+        """The plan of this program, for a step within the budget by a profile's rates."""
+        values = self.list_values()
+        return Plan(
+            device_bytes=budget.device_nbytes,
+            peak_bytes=self.nbytes,
+            host_bytes=sum(v.nbytes for v in values if v.placement == "offload"),
+            step_ms=self.saved_ms + self.added_ms,
+            device=device.name,
+            is_compiled=is_compiled,
+            programs=self.programs,
+            values=values,
+            in_parts=tuple(map(str, self.regions)),
+            step=step,
+        )
 
 
 def find_fitting[P](
@@ -149,26 +118,49 @@ def find_fitting[P](
       budget: the memory of a device.
       compile_program: program -> (bytes on a device, a handle of the compiled program); infinitely many
         bytes for a program that XLA refuses.
-      devices: the number of devices over which the compiler divides the values of `closed`; the model
-        sees a single device with the rates and the memory of all.
+      devices: the number of devices of the program. Where the compiler divides the values over devices, the
+        model sees a single device with the rates and the memory of all. The values in a `jax.shard_map` are
+        those of one device.
 
     Raises:
       BudgetError: if no program fits.
     """
-    search = _Search(closed, _join(device, devices), _scale(budget, devices), compile_program, devices)
+    search = _Search(closed, device, budget, compile_program, devices)
     found = search.run(copies=False)
     if search.may_win_by_copies(found):
         with_copies = search.run(copies=True)
         found = min((t for t in (found, with_copies) if t), key=lambda t: t.added_ms, default=None)
     if found is None:
         raise search.make_error()
-    return found
+    return dataclasses.replace(found, nbytes=found.nbytes / search.devices, programs=len(search.tried))
+
+
+def find_estimated(
+    closed: ClosedJaxpr, device: Device, budget: Budget, donated: Sequence[bool], *, devices: int = 1
+) -> Tried[None]:
+    """Finds the fastest program within a budget by `estimate_nbytes`, with a part of the budget left free.
+
+    Args:
+      closed, device, budget, devices: as for `find_fitting`.
+      donated: for each argument, whether the program may reuse its memory.
+
+    Raises:
+      BudgetError: if no program fits.
+    """
+
+    def estimate(program: ClosedJaxpr) -> tuple[float, None]:
+        return estimate_nbytes(program, donated) / devices, None
+
+    free = dataclasses.replace(budget, device_nbytes=(1 - ESTIMATE_MARGIN) * budget.device_nbytes)
+    return find_fitting(closed, device, free, estimate, devices=devices)
 
 
 class _Search[P]:
-    """A search for the fastest program within a budget; bytes are those of all devices together.
+    """A search for the fastest program within a budget.
 
     Attributes:
+      devices: the number of devices over which the compiler divides the values; bytes in the search are those
+        of all these devices together.
       tried: the programs compiled.
     """
 
@@ -180,22 +172,34 @@ class _Search[P]:
         compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
         devices: int,
     ):
-        self._device, self._budget, self._compile, self._devices = device, budget, compile_program, devices
+        is_manual = any(map(compat.is_shard_map, inline_program(closed.jaxpr).eqns))
+        self.devices = 1 if is_manual else devices
+        self._device, self._budget = _join(device, self.devices), _scale(budget, self.devices)
+        self._compile, self._fills = compile_program, devices > 1
         self._whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
         self._in_parts, self._regions = write_in_parts(
-            self._whole, _LARGE * budget.device_nbytes, is_divided=devices > 1
+            self._whole, _LARGE * self._budget.device_nbytes, is_divided=devices > 1
         )
         self._pairs = list_joint_graphs(self._whole)
-        self._costs = [Costs.of(pair, device) for pair in self._pairs]
+        self._costs = [Costs.of(pair, self._device) for pair in self._pairs]
         self._step_ms = sum(c.pair.count * (c.forward_ms + c.backward_ms) for c in self._costs)
-        fastest = choose_placements(self._costs, device, math.inf, _NO_COPIES)
+        fastest = choose_placements(self._costs, self._device, math.inf, _NO_COPIES)
         assert fastest is not None  # everything may be saved
         self._fastest = fastest
         # Room for kept values, by what is known.
-        self._room = max(0.0, budget.device_nbytes - compat.nbytes_of(closed.jaxpr.invars))
+        arguments = compat.nbytes_of(closed.jaxpr.invars) / (devices / self.devices)
+        self._room = max(0.0, self._budget.device_nbytes - arguments)
         everything = saved_nbytes(self._costs, fastest[0]) + sum(r.nbytes for r in self._regions)
         self._runs_in_parts = bool(self._regions) and everything > self._room
         self.tried: list[Tried[P]] = []
+
+    @functools.cached_property
+    def _saved_ms(self) -> float:
+        left, device = iter(self._fastest[0]), self._device
+        if self._pairs:
+            graph = KernelGraph(self._pairs[0].rest, frozenset())
+            device = lower_clock(graph, graph.kernels, device)
+        return program_ms(write_placed(self._whole, lambda _: next(left)).jaxpr, device)
 
     def may_win_by_copies(self, found: Tried[P] | None) -> bool:
         """Whether a program with copies may be faster than a program found without, by the model."""
@@ -244,18 +248,17 @@ class _Search[P]:
     def _try(self, placements: Sequence[Placements], added_ms: float) -> Tried[P]:
         left = iter(placements)
         program = self._in_parts if self._runs_in_parts else self._whole
-        nbytes, handle = self._compile(
-            write_placed(program, lambda pair: next(left), fills=self._devices > 1)
-        )
+        nbytes, handle = self._compile(write_placed(program, lambda pair: next(left), fills=self._fills))
         regions = self._regions if self._runs_in_parts else ()
         made = tuple(self._pairs), tuple(placements), tuple(regions)
-        self.tried.append(Tried(*made, added_ms, self._devices * nbytes, handle))
+        times, number = (added_ms, self._saved_ms), len(self.tried) + 1
+        self.tried.append(Tried(*made, *times, self.devices * nbytes, number, handle))
         return self.tried[-1]
 
     def make_error(self) -> BudgetError:
         """The error of a search that found nothing, with the least of its programs."""
         least = min(self.tried, key=lambda t: t.nbytes, default=None)
-        budget = format_nbytes(int(self._budget.device_nbytes / self._devices))
+        budget = format_nbytes(int(self._budget.device_nbytes / self.devices))
         if least is None:
             host = format_nbytes(int(self._budget.host_nbytes or 0))
             return BudgetError(f"no placement keeps a layer's input within {host} of host memory.", None)
@@ -265,7 +268,7 @@ class _Search[P]:
                 f"{len(self.tried)} tried.",
                 None,
             )
-        nbytes = int(least.nbytes / self._devices)
+        nbytes = int(least.nbytes / self.devices)
         kept = _describe(least.list_values())
         if not self._pairs:
             kept += (
@@ -323,25 +326,3 @@ def _describe(values: Sequence[PlacedValue]) -> str:
         sum(v.nbytes for v in values if v.placement == placement) for placement in ("save", "offload")
     )
     return f"{format_nbytes(saved)} saved and {format_nbytes(offloaded)} offloaded"
-
-
-def parse_nbytes(value: float | str, name: str) -> float:
-    """A number of bytes, given as a number or as text such as "60GB" or "56 GiB".
-
-    Args:
-      value: the number or text.
-      name: of the argument, for the error.
-
-    Raises:
-      ValueError: for text of another form, and for numbers that are not above 0.
-    """
-    if isinstance(value, str):
-        found = re.fullmatch(r"([0-9.]+)\s*([kMGT]i?)?B", value.strip())
-        unit = (found.group(2) or "") if found else ""
-        scale = (1024 if unit.endswith("i") else 1000) ** " kMGT".index(unit[:1] or " ")
-        nbytes = float(found.group(1)) * scale if found else math.nan
-    else:
-        nbytes = float(value)
-    if not 0 < nbytes < math.inf:
-        raise ValueError(f'{name} is a number of bytes above 0, or text such as "60GB"; got {value!r}.')
-    return nbytes

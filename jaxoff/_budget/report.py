@@ -1,34 +1,45 @@
-"""The table of a step within a budget: a row for each kept or recomputed value."""
+"""A plan: a step within a budget of memory, with a row for each kept or recomputed value."""
 
 from __future__ import annotations
 
 import dataclasses
+import glob
+import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
+from jaxoff._budget.limits import Budget
+from jaxoff._device.kernel_time import program_ms
+from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.dataflow import map_makers
 from jaxoff._jaxpr.primitives import is_compute
+from jaxoff._jaxpr.tag import Tag
 from jaxoff._policy.decision import Placement
+from jaxoff._policy.policy import Policy
 from jaxoff._report.tables import format_nbytes, render_text
 
 # Words of JAX's transformations in scopes.
 _TRANSFORMS = re.compile(r"\b(jvp|transpose|vmap|checkpoint|rematted_computation|closed_call|while|body)\b")
+# Part of the largest value below which values share a row of the table, and are left out of a policy.
+_SMALL = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacedValue:
-    """A value of a loop over layers.
+    """A value of a layer.
 
     Attributes:
       value: the name of a named value, else `path:operation`, or "carry" for an input of the layer.
-      shape: dtype and shape in an iteration.
-      count: the number of iterations.
-      nbytes: bytes of all iterations.
+      shape: dtype and shape in a layer.
+      count: the number of layers.
+      nbytes: bytes of all layers.
       placement: "save", "offload" or "recompute".
       source: `file:line (function)` of the code behind the value.
+      is_named: whether `value` is a name.
     """
 
     value: str
@@ -37,29 +48,68 @@ class PlacedValue:
     nbytes: int
     placement: Placement
     source: str
+    is_named: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class BudgetReport:
-    """A step within a budget; prints as a table.
+class Plan:
+    """A step within a budget of memory: where each value waits for the backward pass. Prints as a table.
 
     Attributes:
       device_bytes: the budget of a device.
-      peak_bytes: the compiled program's device memory.
-      programs: the number of placements compiled in the search.
+      peak_bytes: device memory of the step: compiled, or estimated.
+      host_bytes: bytes of offloaded values.
+      step_ms: duration of a step, by the model of time.
+      device: name of the profile behind `step_ms`.
+      is_compiled: whether `peak_bytes` is the compiler's. An estimate keeps a fifth of the budget free.
+      programs: the number of placements tried; 0 for the step as the user wrote it.
       values: a row for each kept value, and for each recomputed product and the like.
       in_parts: values that exist one part at a time, such as the logits of a head.
+      step: the step, to be called or lowered.
     """
 
     device_bytes: float
     peak_bytes: float
+    host_bytes: int
+    step_ms: float
+    device: str
+    is_compiled: bool
     programs: int
     values: tuple[PlacedValue, ...]
     in_parts: tuple[str, ...] = ()
+    step: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def policy(self) -> Policy | None:
+        """The placements as a policy for `jax.checkpoint`; None where names cannot say them.
+
+        They can if each kept value has a name, or is the saved input of a layer, and no name has two
+        placements. Values of a thousandth of the largest do not count.
+        """
+        large = list(self._list_large())
+        placements = {(v.value, v.placement) for v in large if v.is_named}
+        names = [name for name, _ in placements]
+        unsaid = [v for v in large if not v.is_named and v.placement != "recompute"]
+        if len(set(names)) < len(names) or any((v.value, v.placement) != ("carry", "save") for v in unsaid):
+            return None
+
+        def list_names(placement: Placement) -> tuple[str, ...]:
+            return tuple(glob.escape(name) for name, given in placements if given == placement)
+
+        return Policy(list_names("offload"), list_names("save"), list_names("recompute"))
+
+    def _list_large(self) -> Iterator[PlacedValue]:
+        least = _SMALL * max((v.nbytes for v in self.values), default=0)
+        return (v for v in self.values if v.nbytes >= least)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON-ready values."""
-        return dataclasses.asdict(self)
+        """The fields but for the step, as JSON-ready values."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "step"}
+        return fields | {"values": [dataclasses.asdict(v) for v in self.values]}
+
+    def to_json(self) -> str:
+        """The fields but for the step, as text."""
+        return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
         from rich.table import Table
@@ -68,17 +118,58 @@ class BudgetReport:
         for heading in ("value", "shape", "count", "bytes", "placement", "source"):
             right = heading in ("count", "bytes")
             table.add_column(heading, justify="right" if right else "left", overflow="fold")
-        for v in self.values:
-            cells = (v.value, v.shape, str(v.count), format_nbytes(v.nbytes), v.placement, v.source)
-            table.add_row(*cells)
+        large = list(self._list_large())
+        for v in large:
+            cells = (v.value, v.shape, str(v.count), format_nbytes(v.nbytes), v.placement)
+            table.add_row(*cells, _shorten(v.source))
+        rows = [render_text(table)]
+        if small := [v for v in self.values if v not in large]:
+            nbytes = format_nbytes(sum(v.nbytes for v in small))
+            rows.append(f"{len(small)} smaller value{'s' * (len(small) > 1)}: {nbytes}")
+        rows += ["", *(f"in parts: {_shorten(text)}" for text in self.in_parts)]
         peak, budget = format_nbytes(int(self.peak_bytes)), format_nbytes(int(self.device_bytes))
-        programs = f"{self.programs} program{'s' * (self.programs > 1)} compiled"
-        parts = "".join(f"\n{text}" for text in self.in_parts)
-        return f"{render_text(table)}\n{parts}\ncompiled peak {peak} of {budget}; {programs}"
+        programs = f"{self.programs} program{'s' * (self.programs > 1)}"
+        how = f"compiled peak {peak}" if self.is_compiled else f"estimated peak {peak}, not compiled,"
+        rows.append(f"{how} of {budget}; {programs} tried; host {format_nbytes(self.host_bytes)}")
+        rows.append(f"step about {self.step_ms:.1f} ms on {self.device}")
+        return "\n".join(rows)
+
+
+def make_plan_as_written(
+    closed: compat.ClosedJaxpr, nbytes: float, budget: Budget, device: Device, step: Any
+) -> Plan:
+    """The plan of a step that fits as the user wrote it, and under no other placements."""
+    return Plan(
+        device_bytes=budget.device_nbytes,
+        peak_bytes=nbytes,
+        host_bytes=0,
+        step_ms=program_ms(closed.jaxpr, device),
+        device=device.name,
+        is_compiled=True,
+        programs=0,
+        values=(),
+        step=step,
+    )
+
+
+def _shorten(source: str) -> str:
+    """A source line with a path from the current folder, if the file is in it."""
+    return source.replace(f"{os.getcwd()}{os.sep}", "")
+
+
+def merge_rows(values: Iterable[PlacedValue]) -> tuple[PlacedValue, ...]:
+    """The rows with those of the same value and placement, in several groups of layers, in one."""
+    rows: dict[Any, PlacedValue] = {}
+    for v in values:
+        key = v.value, v.shape, v.placement, v.source
+        if key in rows:
+            v = dataclasses.replace(v, count=rows[key].count + v.count, nbytes=rows[key].nbytes + v.nbytes)
+        rows[key] = v
+    return tuple(rows.values())
 
 
 def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValue]:
-    """The rows of a pair of loops: saved, offloaded, then recomputed values, each in program order.
+    """The rows of a layer: saved, offloaded, then recomputed values, each in program order.
 
     Of recomputed values, results of products, attention, loops and the like have a row.
     """
@@ -92,7 +183,9 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
     for placement, values in groups:
         for v in values:
             eqn = makers.get(v)
-            value = pair.names.get(v) or ("carry" if eqn is None else _describe(eqn))
+            name = pair.names.get(v)
+            label = Tag.of(name).label if name else None
+            value = label or ("carry" if eqn is None else _describe(eqn))
             yield PlacedValue(
                 value,
                 f"{compat.struct_of(v.aval).dtype}{list(compat.shape_of(v.aval))}",
@@ -100,6 +193,7 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
                 pair.count * compat.nbytes(v.aval),
                 placement,
                 "" if eqn is None else compat.source_line(eqn),
+                is_named=bool(label),
             )
 
 

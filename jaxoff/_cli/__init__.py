@@ -1,7 +1,7 @@
 """The command line's own code: `python -m jaxoff COMMAND`.
 
 `jaxoff/__main__.py` declares the commands; `load_user_function` imports a user's `MODULE:FUNCTION`, calls the
-function and checks the result: a loss or a train step, and its arguments.
+function and checks the result: a train step, and its arguments.
 
 In: text of the command line. Out: Python objects, or a `ValueError` with the reason.
 

@@ -20,7 +20,7 @@ def load_user_function(text: str) -> tuple[Any, ...]:
       text: "module:function". The function takes no arguments.
 
     Returns:
-      A loss or a train step, followed by its arguments: arrays or `jax.ShapeDtypeStruct`s.
+      A train step, followed by its arguments: arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
       ValueError: for text without both parts, an unknown module or function, a result other than a tuple of a
@@ -41,7 +41,7 @@ def load_user_function(text: str) -> tuple[Any, ...]:
     found = function()
     if not isinstance(found, tuple) or len(found) < 2 or not callable(found[0]):
         raise ValueError(
-            f"{text} returns (loss, *arguments) or (train step, *arguments): a function and at least one "
+            f"{text} returns (train step, *arguments): a function and at least one "
             f"argument of it, arrays or jax.ShapeDtypeStructs; got {type(found).__name__}."
         )
     fun, *arguments = found
@@ -49,8 +49,8 @@ def load_user_function(text: str) -> tuple[Any, ...]:
         inspect.signature(fun).bind(*arguments)
     except TypeError as error:
         raise ValueError(
-            f"{text} returns (loss, *arguments) or (train step, *arguments), the arguments one after the "
-            f"other, as in `return loss, weights, tokens`; got {len(arguments)} for "
+            f"{text} returns (train step, *arguments), the arguments one after the "
+            f"other, as in `return step, state, batch`; got {len(arguments)} for "
             f"{getattr(fun, '__name__', fun)}{inspect.signature(fun)}: {error}."
         ) from None
     except ValueError:  # a callable written in C has no signature

@@ -1,7 +1,7 @@
 """The time of a kernel, by its operations or by its bytes, at a device's rates.
 
 Two models. `kernel_ms` serves the scheduler and `explain`: a kernel alone at the rates of `Device`.
-`step_kernel_ms` serves the planner: a kernel inside of a training step, by `Device.calibration`.
+`step_kernel_ms` serves plans: a kernel inside of a training step, by `Device.calibration`.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
 def programs_ms(eqn: JaxprEqn, device: Device) -> float:
     """The time of a loop's iterations or of a condition's longest branch, in ms; 0 for other equations."""
     flow = compat.control_flow(eqn)
-    return flow.sum_over_runs(lambda program: _program_ms(program, device)) if flow else 0.0
+    return flow.sum_over_runs(lambda program: program_ms(program, device)) if flow else 0.0
 
 
-def _program_ms(program: Jaxpr, device: Device) -> float:
+def program_ms(program: Jaxpr, device: Device) -> float:
     """The time of all kernels of a program in a row, in ms."""
     program = inline_program(program)
     graph = KernelGraph(program.eqns, frozenset(v for v in program.outvars if isinstance(v, Var)))

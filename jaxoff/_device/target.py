@@ -28,7 +28,7 @@ _OTHER_DEVICES = (
     "Memory kinds passed to jax.jit does not match memory kind",
 )
 # Modules of jax's CUDA plugins.
-_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +235,7 @@ def target(name: str | os.PathLike[str] = "h200", devices: int = 1) -> Target:
             "a GPU's description is the text that XLA dumps as *gpu_target_config.pbtxt, with "
             f"gpu_device_info, core_count and device_description_str; got {os.fspath(name)!r} without them."
         )
-    if not any(importlib.util.find_spec(plugin) for plugin in _PLUGINS):
+    if not any(importlib.util.find_spec(plugin) for plugin in PLUGINS):
         raise ModuleNotFoundError(
             "jaxoff.target compiles with jax's CUDA plugin, which is not installed. It needs no GPU: "
             "pip install 'jax[cuda13]'."
@@ -243,9 +243,14 @@ def target(name: str | os.PathLike[str] = "h200", devices: int = 1) -> Target:
     return Target(os.fspath(name), devices, kind[1], int(cores[1]), text)
 
 
-def _description(name: str | os.PathLike[str]) -> str:
+def list_targets() -> list[str]:
+    """The names of the GPUs whose descriptions ship with jaxoff."""
     folder = importlib.resources.files("jaxoff._device") / "data"
-    known = sorted(f.name.removesuffix(_SUFFIX) for f in folder.iterdir() if f.name.endswith(_SUFFIX))
+    return sorted(f.name.removesuffix(_SUFFIX) for f in folder.iterdir() if f.name.endswith(_SUFFIX))
+
+
+def _description(name: str | os.PathLike[str]) -> str:
+    folder, known = importlib.resources.files("jaxoff._device") / "data", list_targets()
     if name in known:
         return (folder / f"{name}{_SUFFIX}").read_text()
     path = os.fspath(name)

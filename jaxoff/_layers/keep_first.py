@@ -16,7 +16,6 @@ from jax import lax
 
 from jaxoff._device.profile import Device
 from jaxoff._policy.combinators import EquationKind, KeepFirst
-from jaxoff._policy.policy import Policy
 from jaxoff._residuals.residuals import Row, list_kept
 from jaxoff._residuals.traced_function import TracedFunction
 from jaxoff._residuals.traffic import Traffic, estimate_traffic
@@ -70,8 +69,7 @@ def choose_last_policy(
       NotImplementedError, TypeError, ValueError: from JAX, for a layer without a gradient and keep_first
         True.
     """
-    is_planned = isinstance(policy, Policy) and policy.is_planned
-    if keep_first is False or (keep_first == "auto" and is_planned):
+    if keep_first is False:
         return policy
     try:
         looped = _wrap_in_loop(block.layer, policy)

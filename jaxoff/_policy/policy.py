@@ -22,8 +22,6 @@ LISTS: tuple[ListName, ...] = ("offload", "save", "recompute")
 UNMARKED = get_args(Unmarked)
 MEMORY_KINDS = ("pinned_host", "device")
 
-PLAN_PRESET = "plan"
-"""The preset of every policy from `jaxoff.plan`. See `Policy.is_planned`."""
 
 _OFFLOADED_PRIMITIVES = {"offload": DOTS | OPAQUE, "offload_dots": DOTS}
 """`unmarked` -> primitives with offloaded outputs."""
@@ -76,15 +74,6 @@ class Policy(DecidingPolicy):
             raise ValueError(
                 f"min_bytes is a count of bytes, an integer of at least 0, got {self.min_bytes!r}."
             )
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether `jaxoff.plan` made this policy, or a user rebuilt such a policy with `policy("plan", ...)`.
-
-        A plan already counts the copies at the start of the backward pass, so `keep_first="auto"` adds
-        nothing.
-        """
-        return self.preset == PLAN_PRESET
 
     def __call__(self, prim, *in_avals, **params) -> Any:
         placement = self.decide(prim, *in_avals, **params).placement

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxoff._policy.policy import LISTS, PLAN_PRESET, Policy
+from jaxoff._policy.policy import LISTS, Policy
 from jaxoff._report.near_miss import near_miss
 
 DEFAULT_MIN_BYTES = 512 * 1024
@@ -93,15 +93,6 @@ def dots() -> Policy:
     return Policy(unmarked="dots", preset="dots")
 
 
-def plan() -> Policy:
-    """The policy of a plan, for `jaxoff.policy("plan", offload=..., save=...)` with the lists of the plan.
-
-    Without lists every value is recomputed. The preset adds nothing to the lists but a marker,
-    `Policy.is_planned`: `keep_first="auto"` leaves such a policy unchanged.
-    """
-    return Policy(preset=PLAN_PRESET)
-
-
 _PRESETS: dict[str, Callable[..., Policy]] = {}
 
 
@@ -150,7 +141,7 @@ def policies() -> Mapping[str, Callable[..., Policy]]:
     return types.MappingProxyType(dict(_PRESETS))
 
 
-for _factory in (te_v1, te_v2, megatron, save_all, recompute_all, dots, plan):
+for _factory in (te_v1, te_v2, megatron, save_all, recompute_all, dots):
     register(_factory.__name__, _factory)
 
 

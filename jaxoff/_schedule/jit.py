@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxoff._budget.fit import Budget
+from jaxoff._budget.limits import Budget
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._schedule.jitted import Jitted
 from jaxoff._schedule.recipes import checked_recipe
@@ -71,7 +71,7 @@ def jit(
 
     Returns:
       A function like that of `jax.jit`, with `lower`, `trace` and `eval_shape`; `recipe`, `options`,
-      `findings` and `budget` (a table of the values that `device_bytes` placed) describe the latest program.
+      `findings` and `plan` (the `jaxoff.Plan` within `device_bytes`) describe the latest program.
       Called inside another transformation it is an inner `jax.jit`.
 
     Warns:

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxoff._budget.fit import Budget, BudgetError, find_fitting
-from jaxoff._budget.report import BudgetReport
+from jaxoff._budget.fit import BudgetError, find_estimated, find_fitting
+from jaxoff._budget.limits import Budget
+from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
@@ -73,7 +74,7 @@ class Jitted:
     Attributes:
       findings: the findings of the calls so far, each once.
       tuned: milliseconds of a step by each program that `tune` compared, for the latest types of arguments.
-      budget: what `device_bytes` was spent on, for the latest types; None before, and for a step as written.
+      plan: the `jaxoff.Plan` within `device_bytes`, for the latest types of arguments; None before.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Jitted:
         self._probed = threading.local()  # `traced`: the program of the call under way
         self.findings: tuple[Finding, ...] = ()
         self.tuned: dict[str, float] = {}
-        self.budget: BudgetReport | None = None
+        self.plan: Plan | None = None
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
     def __call__(self, *args, **kwargs):
@@ -249,19 +250,10 @@ class Jitted:
 
     def _fit(self, call: Call, traced: Traced) -> Setting:
         """The setting of the program within the budget; its instance takes the place of a choice."""
-        budget, self.budget = self._budget, None
-        if budget is None or traced.twin is None or not traced.is_reusable:
-            raise ValueError(
-                "jaxoff.jit(device_bytes=...) places values of a program whose arguments and results are on "
-                "the device and whose constants are known; this one has arguments, results or copies of "
-                "several values at once in host memory, or closes over values of a trace around it."
-            )
-        budget = budget.resolve((call.args, call.kwargs))
-        programs = 0
+        self.plan = None
+        twin, budget = self._take_twin(call, traced)
 
         def compile_program(closed: compat.ClosedJaxpr, *, smallest: bool) -> tuple[float, Any]:
-            nonlocal programs
-            programs += 1
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
             self._probed.traced = dataclasses.replace(traced, given=closed, program=program)
             settings = list_settings(program, self._given, has_twin=False)
@@ -274,7 +266,7 @@ class Jitted:
             return sizes[least], (least, self._instances[call.key, least])
 
         device = self._share_link(call.devices)
-        find = functools.partial(find_fitting, traced.twin, device, budget, devices=call.devices)
+        find = functools.partial(find_fitting, twin, device, budget, devices=call.devices)
         try:
             try:  # the preferred recipe hides the copies best, others may take less memory
                 found = find(functools.partial(compile_program, smallest=False))
@@ -283,16 +275,55 @@ class Jitted:
         except BudgetError:  # the step as the user wrote it may take less
             self._probed.traced = traced
             setting = self._choose(call, traced)
-            if program_nbytes_if_compiled(self._lower(call, setting).compile) > budget.device_nbytes:
+            nbytes = program_nbytes_if_compiled(self._lower(call, setting).compile)
+            if nbytes > budget.device_nbytes:
                 raise
+            self.plan = make_plan_as_written(traced.given, nbytes, budget, device, self)
             return setting
         setting, instance = found.program
         self._instances[call.key, setting] = instance
-        peak = found.nbytes / call.devices
-        self.budget = BudgetReport(
-            budget.device_nbytes, peak, programs, found.list_values(), tuple(map(str, found.regions))
-        )
+        self.plan = found.make_plan(budget, device, self)
         return setting
+
+    def _take_twin(self, call: Call, traced: Traced) -> tuple[compat.ClosedJaxpr, Budget]:
+        """The program whose values are placed, and the budget in numbers."""
+        if self._budget is None or traced.twin is None or not traced.is_reusable:
+            raise ValueError(
+                "jaxoff.jit(device_bytes=...) places values of a program whose arguments and results are on "
+                "the device and whose constants are known; this one has arguments, results or copies of "
+                "several values at once in host memory, or closes over values of a trace around it."
+            )
+        return traced.twin, self._budget.resolve((call.args, call.kwargs))
+
+    def estimate_plan(self, *args, **kwargs) -> Plan:
+        """The plan within `device_bytes` by an estimate of memory, without a compilation.
+
+        Raises:
+          BudgetError: if no program is estimated to fit.
+        """
+        call = Call.of(args, kwargs, self._kwargs, self._statics)
+        with self._probe(call) as traced:
+            twin, budget = self._take_twin(call, traced)
+            instance = self._find_instance(call, self._list_settings(call, traced)[0])
+            info = instance.trace(*args, **kwargs).args_info
+        donated = [leaf.donated for leaf in jax.tree.leaves(info, is_leaf=lambda x: hasattr(x, "donated"))]
+        device = self._share_link(call.devices)
+        found = find_estimated(twin, device, budget, donated, devices=call.devices)
+        return found.make_plan(budget, device, self, is_compiled=False)
+
+    @property
+    def device(self) -> Device:
+        """The rates by which copies and budgets are planned."""
+        return self._device
+
+    def count_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The number of devices of a call."""
+        return Call.of(args, kwargs, self._kwargs, self._statics).devices
+
+    def within(self, budget: Budget, device: Device | None = None) -> Jitted:
+        """The same function, with the same keywords of `jax.jit`, within a budget."""
+        rates = device or self._device
+        return Jitted(self._fun, dict(self._given), rates, None, False, budget, self._kwargs)
 
     def _find_tuning(self, call: Call) -> Tuning | None:
         """The comparison of programs that a call belongs to; None once the setting is chosen."""

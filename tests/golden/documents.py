@@ -1,4 +1,4 @@
-"""Plans, reports and compiled facts as JSON-ready values, without the wording of messages.
+"""Reports and compiled facts as JSON-ready values, without the wording of messages.
 
 `DOCUMENTS` maps a kind and a name to a function that makes the document.
 """
@@ -9,13 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 import jaxoff
 from bench.step_models import Workload
 from tests.golden.compiled import COMPILED, Stored
-from tests.golden.small import data_parallel, mesh_of, small_shapes
-from tests.golden.steps import FORMS, LISTED, environment, policy_of, stacked_loss, train_step
+from tests.golden.steps import FORMS, LISTED, environment, policy_of, stacked_loss
 
 DOCUMENTS: dict[str, dict[str, Callable[[], Any]]] = {}
 
@@ -25,7 +22,6 @@ def document(kind: str, name: str) -> Any:
         return DOCUMENTS[kind][name]()
 
 
-BUDGETS = 6
 # What a refactoring may word anew, and where a source stands.
 _WORDING = ("why", "what", "message", "source", "rule")
 
@@ -53,57 +49,6 @@ def without_wording(value: Any) -> Any:
 def _add(kind: str, name: str, make: Callable[[], Any]) -> None:
     assert name not in DOCUMENTS.setdefault(kind, {}), name
     DOCUMENTS[kind][name] = make
-
-
-# Plans.
-
-
-def plans(fun: Any, args: tuple[Any, ...], budgets: int = BUDGETS, **options: Any) -> list[Any]:
-    """Plans for budgets from the least for which there is a plan to what the fastest plan needs.
-
-    Small budgets are nearer to each other than large ones. Budgets have three digits, so a least budget that
-    a search finds within some bytes makes the same budgets.
-    """
-    try:
-        jaxoff.plan(fun, *args, device_bytes=1, **options)
-    except jaxoff.BudgetError as error:
-        least = error.smallest_bytes or 0
-    else:
-        raise AssertionError("a plan within one byte")
-    most = jaxoff.plan(fun, *args, device_bytes=1e15, **options).peak_bytes
-    least, most = 1.005 * least, 1.2 * max(least, most)
-    found = []
-    for i in range(budgets):
-        budget = float(f"{least + (most - least) * (i / (budgets - 1)) ** 2:.2e}")
-        found.append(jaxoff.plan(fun, *args, device_bytes=budget, **options).to_dict())
-    return without_wording(found)
-
-
-def _plans_of(name: str, **options: Any) -> list[Any]:
-    workload = Workload.parse(name)
-    stack = FORMS["scan"](jaxoff.policy())
-    fun = jax.jit(stacked_loss(workload, stack))  # which keeps the traced loss from one plan to the next
-    return plans(fun, workload.shapes("scanned"), argnums=0, **options)
-
-
-for _name in ("dense-b4-l12", "mlp-b4-l12", "nano-b4-l4", "mixtral-b4-l4"):
-    _add("plans", _name, functools.partial(_plans_of, _name))
-_add("plans", "mlp-b4-l12 in two", functools.partial(_plans_of, "mlp-b4-l12", first_layers=True))
-
-
-def _plans_of_train_step() -> list[Any]:
-    workload = Workload.parse("dense-b2-l2")
-    step, shapes = train_step(workload, "scan", jaxoff.policy(), 4096, 4096)
-    return plans(step, shapes, 3)
-
-
-def _plans_on_a_mesh() -> list[Any]:
-    step = jax.jit(data_parallel(mesh_of(2), jaxoff.policy()))
-    return plans(step, small_shapes(scale=64), 3, link=2)
-
-
-_add("plans", "adamw-128k", _plans_of_train_step)
-_add("plans", "shard_map-2", _plans_on_a_mesh)
 
 
 # Reports of `explain`.

@@ -1,4 +1,4 @@
-"""Plans, reports and compiled facts stay as stored, but for the wording of their messages."""
+"""Reports and compiled facts stay as stored, but for the wording of their messages."""
 
 import json
 
@@ -41,9 +41,9 @@ def test_a_difference_names_the_field(monkeypatch):
     monkeypatch.setattr(store, "documents", lambda kind: {"p": old})
     near = json.loads(json.dumps(old))
     near["a"][0]["ms"] += 1e-12
-    assert store.document_difference("plans", "p", near) is None
+    assert store.document_difference("reports", "p", near) is None
     far = {"a": [{"ms": 1.1, "n": 4, "name": "x"}]}
-    found = store.document_difference("plans", "p", far)
+    found = store.document_difference("reports", "p", far)
     assert "p.a[0].ms: 1.0 -> 1.1" in found and "p.a[0].n: 3 -> 4" in found
     assert 'p.b: true -> "(absent)"' in found and "name" not in found
 

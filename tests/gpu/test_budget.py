@@ -37,8 +37,8 @@ def test_steps_within_a_budget_are_those_of_the_plain_program(name):
         planned = jaxoff.jit(step.fun, donate_argnums=0, device_bytes=part * most)
         np.testing.assert_allclose(take_steps(planned), expected, rtol=1e-2)
         assert program_nbytes(planned.lower(step.state, step.batch).compile()) <= part * most
-        assert planned.budget.peak_bytes <= part * most
-    assert planned.budget.in_parts
+        assert planned.plan.peak_bytes <= part * most
+    assert planned.plan.in_parts
 
 
 def test_the_budget_that_fits_is_the_limit_of_the_allocator():
@@ -47,4 +47,4 @@ def test_the_budget_that_fits_is_the_limit_of_the_allocator():
     planned = jaxoff.jit(step.fun, donate_argnums=0, device_bytes="fit")
     planned(jax.jit(step.initialize)(jax.random.key(0)), batch)[1].block_until_ready()
     limit = jax.local_devices()[0].memory_stats()["bytes_limit"]
-    assert 0 < planned.budget.peak_bytes <= planned.budget.device_bytes <= limit
+    assert 0 < planned.plan.peak_bytes <= planned.plan.device_bytes <= limit

@@ -11,10 +11,11 @@ from jax import lax
 
 import jaxoff
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
-from jaxoff._budget.fit import TRIES, Budget, BudgetError, find_fitting, parse_nbytes
+from jaxoff._budget.fit import TRIES, BudgetError, find_fitting
 from jaxoff._budget.joint_graph import Placements, list_recomputed
+from jaxoff._budget.limits import Budget, parse_nbytes
 from jaxoff._budget.placements import list_joint_graphs
-from jaxoff._budget.report import BudgetReport, list_values
+from jaxoff._budget.report import Plan, list_values
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr.tag import Tag
 
@@ -197,9 +198,9 @@ def test_a_step_under_a_budget_runs_once_through_the_users_function():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
     planned(w, x)
     assert len(calls) == 1
-    assert planned.budget.device_bytes == 1e9
-    assert 0 < planned.budget.peak_bytes <= 1e9
-    assert "offload" not in {v.placement for v in planned.budget.values}
+    assert planned.plan.device_bytes == 1e9
+    assert 0 < planned.plan.peak_bytes <= 1e9
+    assert "offload" not in {v.placement for v in planned.plan.values}
     with pytest.raises(jaxoff.BudgetError, match="no program fits"):
         jaxoff.jit(step, device_bytes="100kB")(w, x)
 
@@ -232,8 +233,10 @@ def test_a_report_has_a_row_for_each_kept_value_by_name_or_by_path_and_source():
     rows = {row.value: row for row in place_named(1e7)}
     assert rows["carry"].placement == "offload"
     assert rows["mlp/gate:dot_general"].placement == "recompute"
-    report = BudgetReport(2e9, 1.5e9, 3, tuple(rows.values()))
-    assert "compiled peak 1.50 GB of 2.00 GB; 3 programs compiled" in str(report)
+    report = Plan(2e9, 1.5e9, 0, 12.0, "a GPU", is_compiled=True, programs=3, values=tuple(rows.values()))
+    assert "compiled peak 1.50 GB of 2.00 GB; 3 programs tried; host 0 B\nstep about 12.0 ms on a GPU" in str(
+        report
+    )
     assert "mlp/gate:dot_general" in str(report)
     assert report.to_dict()["values"][0]["placement"] in ("save", "offload", "recompute")
 

@@ -39,8 +39,8 @@ def test_a_loop_that_is_differentiated_in_a_shard_map(mesh):
     expected = jax.jit(fun)(ws, x)
     step = jaxoff.jit(fun, device_bytes="1GB")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), step(ws, x), expected)
-    assert step.budget.values
-    assert all(row.shape == "float32[8, 64]" for row in step.budget.values)  # of one device
+    assert step.plan.values
+    assert all(row.shape == "float32[8, 64]" for row in step.plan.values)  # of one device
 
 
 @pytest.mark.long  # compiles for eight devices
@@ -56,8 +56,8 @@ def test_a_step_that_the_compiler_divides(mesh):
     everything = jaxoff.jit(step.fun, out_shardings=(shardings, None), device_bytes="1GB")
     _, loss = everything(state, batch)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    peak = everything.budget.peak_bytes
+    peak = everything.plan.peak_bytes
     less = jaxoff.jit(step.fun, out_shardings=(shardings, None), device_bytes=0.95 * peak)
     _, loss = less(state, batch)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    assert less.budget.peak_bytes <= 0.95 * peak
+    assert less.plan.peak_bytes <= 0.95 * peak

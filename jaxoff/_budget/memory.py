@@ -1,0 +1,81 @@
+"""Device memory of a program by its liveness, where there is no compiler to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import drop_dead
+from jaxoff._jaxpr.inline import inline_program
+from jaxoff._jaxpr.kernels import KernelGraph, new_nbytes
+from jaxoff._jaxpr.primitives import is_compute
+
+# Part of a budget that stays free where memory is estimated.
+ESTIMATE_MARGIN = 0.2
+
+
+def estimate_nbytes(closed: ClosedJaxpr, donated: Sequence[bool]) -> int:
+    """The most device memory held at once by the kernels of a program in their order.
+
+    XLA orders kernels otherwise, keeps buffers of its own, and leaves holes between buffers: its programs
+    have taken from 0.9 to 1.4 times as much (bench/LOG.md, "2026-11-26: plans by the compiler alone").
+
+    Args:
+      closed: a program.
+      donated: for each argument, whether the program may reuse the argument's memory.
+    """
+    arguments = [v for v in closed.jaxpr.invars if not compat.is_host(v.aval)]
+    reusable = {v for v, is_donated in zip(closed.jaxpr.invars, donated, strict=True) if is_donated}
+    held = compat.nbytes_of(arguments) + compat.nbytes_of(closed.jaxpr.constvars)
+    return held + _peak_nbytes(closed.jaxpr, reusable)
+
+
+def _peak_nbytes(program: Jaxpr, reusable: set[Var]) -> int:
+    """The most bytes held by the values of a program, beside its arguments.
+
+    Args:
+      program: the program.
+      reusable: arguments whose memory is free after their last reader.
+    """
+    level = drop_dead(inline_program(program))
+    outs = {v for v in level.outvars if isinstance(v, Var)}
+    graph = KernelGraph(level.eqns, frozenset(outs))
+    last = {v: max(readers) for v, readers in graph.readers.items()}
+    held = peak = 0
+    for i in graph.kernels:
+        eqn = level.eqns[i]
+        ending = [v for v in graph.reads[i] if last[v] == i and v not in outs]
+        freed = {v: _nbytes(v) for v in ending if v in graph.maker or v in reusable}
+        made = _count_made(eqn, freed)
+        peak = max(peak, held + made + _count_inner(eqn))
+        unread = (v for v in eqn.outvars if v not in last and v not in outs)
+        held += made - sum(freed.values()) - sum(map(_nbytes, unread))
+    return peak
+
+
+def _count_made(eqn: JaxprEqn, freed: dict[Var, int]) -> int:
+    """Bytes of new memory for a kernel's results. What the results reuse in place is taken out of `freed`."""
+    if not new_nbytes(eqn):
+        return 0
+    made = 0
+    for v in eqn.outvars:
+        nbytes = _nbytes(v)
+        # A loop carries values in place; so does an elementwise kernel write over an operand.
+        in_place = compat.control_flow(eqn) is not None or not is_compute(eqn)
+        same = next((w for w in freed if freed[w] == nbytes), None) if in_place else None
+        if same is None:
+            made += nbytes
+        else:
+            del freed[same]
+    return made
+
+
+def _count_inner(eqn: JaxprEqn) -> int:
+    """Bytes held within an equation: those of the largest program in it."""
+    return max((_peak_nbytes(inner, set()) for inner in compat.sub_jaxprs(eqn)), default=0)
+
+
+def _nbytes(v: Any) -> int:
+    return compat.nbytes(v.aval) if hasattr(v.aval, "shape") and not compat.is_host(v.aval) else 0
