@@ -167,7 +167,7 @@ def choose_placements(
             for way in (0, 1)
         )
         placements.append(Placements(saved, moved))
-    return placements, sum(factor * found[i] for i, factor in program.cost.items())
+    return placements, float(sum(factor * found[i] for i, factor in program.cost.items()))
 
 
 def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> float:

@@ -151,8 +151,16 @@ def find_estimated(
     def estimate(program: ClosedJaxpr) -> tuple[float, None]:
         return estimate_nbytes(program, donated) / devices, None
 
-    free = dataclasses.replace(budget, device_nbytes=(1 - ESTIMATE_MARGIN) * budget.device_nbytes)
-    return find_fitting(closed, device, free, estimate, devices=devices)
+    part = 1 - ESTIMATE_MARGIN
+    free = dataclasses.replace(budget, device_nbytes=part * budget.device_nbytes)
+    try:
+        return find_fitting(closed, device, free, estimate, devices=devices)
+    except BudgetError as error:
+        least = None if error.smallest_bytes is None else math.ceil(error.smallest_bytes / part)
+        text = (
+            f"{error} Memory is estimated; {format_nbytes(int(budget.device_nbytes))} less a fifth is used."
+        )
+        raise BudgetError(text, least) from None
 
 
 class _Search[P]:
@@ -277,7 +285,7 @@ class _Search[P]:
                 "other are not placed, nor a jax.shard_map that is differentiated from outside"
             )
         return BudgetError(
-            f"no program fits {budget} of device memory. The least of {len(self.tried)} compiled takes "
+            f"no program fits {budget} of device memory. The least of {len(self.tried)} tried takes "
             f"{format_nbytes(nbytes)}, with {kept}.",
             nbytes,
         )

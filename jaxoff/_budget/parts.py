@@ -303,7 +303,8 @@ def _read_early(level: Jaxpr, region: Region, after: list[JaxprEqn], renamed: Re
     ready = [
         eqn for eqn in after if largest in variables(eqn) and late.isdisjoint({*variables(eqn)} - {largest})
     ]
-    read_later = {v for eqn in after if eqn not in ready for v in variables(eqn)} | {*level.outvars}
+    read_later = {v for eqn in after if eqn not in ready for v in variables(eqn)}
+    read_later |= {v for v in level.outvars if isinstance(v, Var)}
     if not ready or largest in read_later:
         return []
     values = [v for eqn in ready for v in eqn.outvars]

@@ -330,8 +330,8 @@ def inlinable_call(eqn: JaxprEqn) -> Call | None:
     if eqn.primitive is not _primitives.jit_p:
         return None
     closed, shardings = eqn.params["jaxpr"], (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-    plain = not closed.consts and not any(eqn.params["donated_invars"])
-    if not plain or any(type(s).__name__ != "UnspecifiedValue" for s in shardings):
+    # What an inner call donates has no effect.
+    if closed.consts or any(type(s).__name__ != "UnspecifiedValue" for s in shardings):
         return None
     return Call(closed.jaxpr)
 

@@ -116,17 +116,17 @@ def frontier(
         return plan(fun, *args, device_bytes=nbytes, **given, **kwargs)
 
     fastest = plan_within(_MOST_NBYTES)
+    part = 1.0 if fastest.is_compiled else 1 - ESTIMATE_MARGIN  # of a budget that may be used
     try:
         least = plan_within(_LEAST_NBYTES).peak_bytes
     except BudgetError as error:
         if error.smallest_bytes is None:
             raise
-        least = error.smallest_bytes
+        least = part * error.smallest_bytes
     found: list[Plan] = []
-    # An estimate keeps a part of its budget free.
     for i in range(points):
         nbytes = least + (fastest.peak_bytes - least) * i / (points - 1)
-        found.append(plan_within(1.001 * nbytes / (1 - (0 if fastest.is_compiled else ESTIMATE_MARGIN))))
+        found.append(plan_within(1.001 * nbytes / part))
     found.sort(key=lambda p: p.peak_bytes)
     front: list[Plan] = []
     for p in found:

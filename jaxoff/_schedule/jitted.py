@@ -258,7 +258,7 @@ class Jitted:
             self._probed.traced = dataclasses.replace(traced, given=closed, program=program)
             settings = list_settings(program, self._given, has_twin=False)
             sizes: dict[Setting, float] = {}
-            for setting in settings if smallest and call.is_on_gpu else settings[:1]:
+            for setting in settings if smallest else settings[:1]:
                 self._instances.pop((call.key, setting), None)
                 lowered = self._lower(call, setting)
                 sizes[setting] = program_nbytes_if_compiled(lowered.compile)
@@ -271,6 +271,8 @@ class Jitted:
             try:  # the preferred recipe hides the copies best, others may take less memory
                 found = find(functools.partial(compile_program, smallest=False))
             except BudgetError:
+                if not call.is_on_gpu:
+                    raise
                 found = find(functools.partial(compile_program, smallest=True))
         except BudgetError:  # the step as the user wrote it may take less
             self._probed.traced = traced
