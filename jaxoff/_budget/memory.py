@@ -73,7 +73,9 @@ def _count_made(eqn: JaxprEqn, freed: dict[Var, int]) -> int:
 
 
 def _count_inner(eqn: JaxprEqn) -> int:
-    """Bytes held within an equation: those of the largest program in it."""
+    """Bytes held within an equation: those of the largest program in it. A kernel's are on its chip."""
+    if eqn.primitive.name in compat.KERNELS:
+        return 0
     return max((_peak_nbytes(inner, set()) for inner in compat.sub_jaxprs(eqn)), default=0)
 
 

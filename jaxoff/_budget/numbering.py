@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -68,7 +69,7 @@ def _list_arrays(value: Any) -> Iterator[Any]:
 
 def _identify(value: Any) -> Any:
     """A hashable key of a number or an array: equal keys mean equal values."""
-    if isinstance(value, jax.Array):
+    if isinstance(value, jax.Array | Tracer):  # the constants of a kernel may be of its own trace
         return "id", id(value)
     if hasattr(value, "tobytes"):  # of NumPy, or JAX's own for constants
         return str(value.dtype), value.shape, np.asarray(value).tobytes()

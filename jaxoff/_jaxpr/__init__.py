@@ -9,7 +9,6 @@
 - `provenance`: the equation, argument or constant behind a value, through calls, loops and views.
 - `inline`: calls replaced by their equations.
 - `stack_slices`: loops over slices of a shared stack.
-- `per_device`: the program of a single device of a mesh.
 
 In: jaxprs. Out: indices and rewritten jaxprs. Invariant: a rewritten jaxpr computes the results of the given
 jaxpr.

@@ -38,6 +38,10 @@ name_p = _primitives.name_p
 remat_p = _primitives.remat_p
 
 
+# Primitives that run a Pallas kernel.
+KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
+
+
 def is_name(prim) -> bool:
     """Whether `jax.ad_checkpoint.checkpoint_name` binds this primitive."""
     return prim is name_p
@@ -151,17 +155,6 @@ def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
     return None
 
 
-def prune(eqn: JaxprEqn, is_used: Callable[[Var], bool]) -> JaxprEqn:
-    """Removes unused results of a loop or a condition, with their equations. Keeps any other equation."""
-    flow = control_flow(eqn)
-    used = [v for v in eqn.outvars if is_used(v)]
-    if flow is None or not used:
-        return eqn
-    operands = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
-    alone = flow.programs[0].replace(constvars=[], invars=operands, outvars=used, eqns=[eqn])
-    return dce_jaxpr(alone, [True] * len(used), instantiate=True)[0].eqns[0]
-
-
 def find_changed_results(eqn: JaxprEqn) -> list[Var] | None:
     """Finds the results changed by the body of a `while` loop. Returns None for another equation."""
     if eqn.primitive.name != "while":
@@ -251,7 +244,12 @@ def replace_policy(jaxpr, policy: Callable[..., Any]):
 
 
 def map_programs(eqn: JaxprEqn, fun: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """An equation with each program among its parameters replaced by a function of the open program."""
+    """An equation with each program among its parameters replaced by a function of the open program.
+
+    The programs of Pallas kernels stay.
+    """
+    if eqn.primitive.name in KERNELS:
+        return eqn
 
     def replace(value):
         if isinstance(value, (tuple, list)):
@@ -432,17 +430,3 @@ def transfer_in(eqn: JaxprEqn) -> str | None:
 def is_shard_map(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `jax.shard_map`."""
     return eqn.primitive.name == "shard_map"
-
-
-def jit_in(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The program in a `jax.jit` equation, or None for another equation."""
-    return eqn.params["jaxpr"] if eqn.primitive is _primitives.jit_p else None
-
-
-def bind(eqn: JaxprEqn, operands: Sequence[Any], jaxpr: Jaxpr) -> list[Any]:
-    """Binds an equation of a program to other operands. Returns its results."""
-    given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if isinstance(v, Var)}
-    alone = jaxpr.replace(
-        constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())

@@ -11,9 +11,8 @@ from jaxoff._jaxpr.dataflow import variables
 DOTS = frozenset(
     {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated", "scaled_matmul_wrapper"}
 )
-PALLAS = frozenset({"pallas_call", "core_map", "mpmd_map"})
 # Kernels with equations hidden from policies: Pallas and FFI calls, and JAX's fused attention.
-OPAQUE = PALLAS | {"ffi_call", "dot_product_attention_fwd_wrapper"}
+OPAQUE = compat.KERNELS | {"ffi_call", "dot_product_attention_fwd_wrapper"}
 # A view costs nothing to recompute. A saved view of an offloaded value would keep the value on the device.
 VIEWS = frozenset(
     {"reshape", "transpose", "squeeze", "slice", "rev", "broadcast_in_dim", "expand_dims", "copy"}
@@ -93,7 +92,7 @@ def is_narrowing(eqn: JaxprEqn) -> bool:
 
 def is_pallas(eqn: JaxprEqn) -> bool:
     """Whether an equation is or calls a Pallas kernel."""
-    return eqn.primitive.name in PALLAS or any(
+    return eqn.primitive.name in compat.KERNELS or any(
         is_pallas(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in jaxpr.eqns
     )
 

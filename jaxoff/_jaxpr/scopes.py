@@ -1,12 +1,10 @@
 """Name-stack scopes that jaxoff writes and reads, and the scopes of JAX's own transformations.
 
-Of all marks on an equation, only scopes survive differentiation. `jaxoff.scan` and `jaxoff.layers` mark their
-loops and layers with scopes for the scheduler and the planner.
+Of all marks on an equation, only scopes survive differentiation. `jaxoff.scan` marks its
+loops with scopes for the scheduler.
 """
 
 from __future__ import annotations
-
-import re
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn
@@ -14,12 +12,6 @@ from jaxoff._jaxpr.compat import JaxprEqn
 PLAIN_LOOP = "jaxoff_plain"  # a loop left to XLA
 _RECOMPUTED = "rematted_computation"  # JAX's own
 LAYER_LOOP = "jaxoff_layers"  # a loop for `jaxoff.jit` to rewrite
-_LAYER = "jaxoff_layer_{}_"  # a layer of `jaxoff.layers`, with its number
-
-
-def make_layer_scope(number: int) -> str:
-    """Makes the scope of a layer of `jaxoff.layers`."""
-    return _LAYER.format(number)
 
 
 def is_layer_loop(eqn: JaxprEqn) -> bool:
@@ -30,12 +22,6 @@ def is_layer_loop(eqn: JaxprEqn) -> bool:
 def is_plain_loop(eqn: JaxprEqn) -> bool:
     """Whether an equation stands in a loop left to XLA."""
     return PLAIN_LOOP in _read_scopes(eqn)
-
-
-def find_layer_number(eqn: JaxprEqn) -> int | None:
-    """Finds the number of an equation's layer of `jaxoff.layers`. Returns None outside of layers."""
-    found = re.search(_LAYER.format(r"(\d+)"), _read_scopes(eqn))
-    return None if found is None else int(found[1])
 
 
 def is_differentiated(eqn: JaxprEqn) -> bool:

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.scopes import LAYER_LOOP, PLAIN_LOOP, make_layer_scope
+from jaxoff._jaxpr.scopes import LAYER_LOOP, PLAIN_LOOP
 from jaxoff._layers.keep_first import Block, KeepFirstOption, check_keep_first, choose_last_policy
 from jaxoff._policy.combinators import FirstLayers
 from jaxoff._report.near_miss import near_miss
@@ -223,8 +223,7 @@ def layers(
             chosen[key] = choose_last_policy(
                 Block(function, args, iterations=len(calls)), given, keep_first, device
             )
-        with jax.named_scope(make_layer_scope(i)):
-            x = jax.checkpoint(function, policy=chosen[key])(*args)
+        x = jax.checkpoint(function, policy=chosen[key])(*args)
     return x
 
 

@@ -12,6 +12,7 @@ from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan
 from jaxoff._device.profile import H200, Device, checked_device
 from jaxoff._device.target import PLUGINS, list_targets, target
+from jaxoff._schedule.call import list_donated
 from jaxoff._schedule.jit import jit
 from jaxoff._schedule.jitted import Jitted
 
@@ -108,15 +109,6 @@ def _within(fun: Callable[..., Any], budget: Budget, device: Device | None, args
     if hasattr(fun, "trace") and hasattr(fun, "lower"):  # of jax.jit: the calls of `fun` cannot donate
         inner: Any = fun
         info, named = inner.trace(*args, **kwargs).args_info
-        donated = [all(leaf.donated for leaf in jax.tree.leaves(tree, is_leaf=_is_info)) for tree in info]
-        options["donate_argnums"] = tuple(i for i, is_donated in enumerate(donated) if is_donated)
-        options["donate_argnames"] = tuple(
-            name
-            for name, tree in named.items()
-            if all(leaf.donated for leaf in jax.tree.leaves(tree, is_leaf=_is_info))
-        )
+        options["donate_argnums"] = tuple(i for i, tree in enumerate(info) if all(list_donated(tree)))
+        options["donate_argnames"] = tuple(k for k, tree in named.items() if all(list_donated(tree)))
     return jit(fun, **options).within(budget, device or H200)
-
-
-def _is_info(x: Any) -> bool:
-    return hasattr(x, "donated")

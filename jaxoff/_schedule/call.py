@@ -93,3 +93,8 @@ def _devices_of(sharding: jax.sharding.Sharding) -> Collection[Any]:
     """The devices of a sharding; none for a sharding over an abstract mesh."""
     is_abstract = isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
     return () if is_abstract else sharding.device_set
+
+
+def list_donated(info: Any) -> list[bool]:
+    """Whether each traced argument is donated, by `args_info` of a stage of `jax.jit`."""
+    return [leaf.donated for leaf in jax.tree.leaves(info, is_leaf=lambda x: hasattr(x, "donated"))]

@@ -27,7 +27,7 @@ from jaxoff._runtime import flags
 from jaxoff._runtime.pinned_pool import refuse_small_pool
 from jaxoff._runtime.program_memory import program_nbytes_if_compiled
 from jaxoff._runtime.versions import refuse_wrong_jaxlib
-from jaxoff._schedule.call import Call, find_statics
+from jaxoff._schedule.call import Call, find_statics, list_donated
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
@@ -72,6 +72,7 @@ class Jitted:
     tried, and the setting that is chosen, take over the traced program. The user's function runs once.
 
     Attributes:
+      device: the rates by which copies and budgets are planned.
       findings: the findings of the calls so far, each once.
       tuned: milliseconds of a step by each program that `tune` compared, for the latest types of arguments.
       plan: the `jaxoff.Plan` within `device_bytes`, for the latest types of arguments; None before.
@@ -87,7 +88,7 @@ class Jitted:
         budget: Budget | None,
         kwargs: dict[str, Any],
     ):
-        self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
+        self._fun, self._given, self.device, self._kwargs = fun, compiler_options, device, kwargs
         self._recipe, self._tunes, self._budget = recipe, tune, budget
         self._inner: Any = _jax_jit(fun, **kwargs)
         self._statics = find_statics(fun, kwargs)
@@ -223,7 +224,7 @@ class Jitted:
 
     def _share_link(self, devices: int) -> Device:
         """The rates of one of several devices."""
-        return self._device.sharing(max(1, devices // jax.process_count()))
+        return self.device.sharing(max(1, devices // jax.process_count()))
 
     def _choose(self, call: Call, traced: Traced) -> Setting:
         """The setting of the recipe that a program runs by; compiles the candidates if there are several."""
@@ -307,16 +308,10 @@ class Jitted:
         with self._probe(call) as traced:
             twin, budget = self._take_twin(call, traced)
             instance = self._find_instance(call, self._list_settings(call, traced)[0])
-            info = instance.trace(*args, **kwargs).args_info
-        donated = [leaf.donated for leaf in jax.tree.leaves(info, is_leaf=lambda x: hasattr(x, "donated"))]
+            donated = list_donated(instance.trace(*args, **kwargs).args_info)
         device = self._share_link(call.devices)
         found = find_estimated(twin, device, budget, donated, devices=call.devices)
         return found.make_plan(budget, device, self, is_compiled=False)
-
-    @property
-    def device(self) -> Device:
-        """The rates by which copies and budgets are planned."""
-        return self._device
 
     def count_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of devices of a call."""
@@ -324,8 +319,7 @@ class Jitted:
 
     def within(self, budget: Budget, device: Device | None = None) -> Jitted:
         """The same function, with the same keywords of `jax.jit`, within a budget."""
-        rates = device or self._device
-        return Jitted(self._fun, dict(self._given), rates, None, False, budget, self._kwargs)
+        return Jitted(self._fun, self._given, device or self.device, None, False, budget, self._kwargs)
 
     def _find_tuning(self, call: Call) -> Tuning | None:
         """The comparison of programs that a call belongs to; None once the setting is chosen."""
