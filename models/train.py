@@ -191,8 +191,9 @@ def introduce(job: Job, console: Console) -> jaxoff.Report:
     else:
         console.print(f"plan\n{program.plan}\n", markup=False)
     report = program.explain()
-    console.print(report)
-    console.print()
+    if program.plan is None:
+        console.print(report)
+        console.print()
     return report
 
 
@@ -258,9 +259,7 @@ def finish(
         train=history.of("ce"),
         held_out=history.of("held_out"),
         byte_frequency=data.byte_frequency_loss(job.windows),
-        device_bytes=report.device_bytes,
-        host_bytes=report.host_bytes,
-        recompute_bytes=report.recompute_bytes,
+        **bytes_by_placement(job, report),
         work=job.program.work,
         step_ms=outcome.median_step_ms,
         compile_s=compile_s,
@@ -285,6 +284,18 @@ def finish(
     console.print()
     result.show(console)
     console.print(f"written  {job.folder.summary_file}, {job.folder.picture_file}", soft_wrap=True)
+
+
+def bytes_by_placement(job: Job, report: jaxoff.Report) -> dict[str, int]:
+    """Bytes of the residuals: of the job's plan, or of a report."""
+    plan = job.program.plan
+    if plan is None:
+        return {name: getattr(report, name) for name in ("device_bytes", "host_bytes", "recompute_bytes")}
+    names = {"save": "device_bytes", "offload": "host_bytes", "recompute": "recompute_bytes"}
+    return {
+        name: sum(v.nbytes for v in plan.values if v.placement == placement)
+        for placement, name in names.items()
+    }
 
 
 def prediction_of(job: Job) -> summary.Prediction | None:

@@ -20,5 +20,5 @@ def test_training_stays_within_the_budget_that_its_compiled_plan_has(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "run" / "summary.json").read_text())["summary"]
     assert result["predicted"]["budget_bytes"] == BUDGET
-    assert "(compiled " in " ".join(done.stdout.split())
+    assert "compiled peak " in " ".join(done.stdout.split())
     assert result["peak_bytes"] <= BUDGET
