@@ -31,6 +31,7 @@ from models.history import History
 from models.loop import DivergedError, Outcome, Stop, Trainer
 from models.options import POLICY, Options, parse_overrides
 from models.parallel import ParallelProgram
+from models.planning import bytes_by_placement, prediction_of, profile_of
 from models.processes import Processes, is_first, wait_for_all
 from models.program import Program
 
@@ -72,18 +73,6 @@ class Job:
     def check_same(self, where: Path, saved: dict[str, Any]) -> None:
         """Refuses the files of another run."""
         check_same_run(where, saved["identity"], self.run["identity"])
-
-
-def profile_of(device: str) -> jaxoff.Device:
-    """Reads the profile named by --device.
-
-    Raises:
-      InputError: the profile is unknown or unreadable.
-    """
-    try:
-        return jaxoff.Device.of(device)
-    except (ValueError, OSError) as error:
-        raise InputError(f"--device: {error}") from None
 
 
 def prepare(
@@ -259,13 +248,13 @@ def finish(
         train=history.of("ce"),
         held_out=history.of("held_out"),
         byte_frequency=data.byte_frequency_loss(job.windows),
-        **bytes_by_placement(job, report),
+        **bytes_by_placement(job.program.plan, report),
         work=job.program.work,
         step_ms=outcome.median_step_ms,
         compile_s=compile_s,
         peak_bytes=(jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         comparison=compared,
-        predicted=prediction_of(job),
+        predicted=prediction_of(job.program.plan),
     )
     title = (
         f"{job.options.preset}: {job.program.config.param_counts().total:,} parameters, {job.options.policy}"
@@ -284,27 +273,6 @@ def finish(
     console.print()
     result.show(console)
     console.print(f"written  {job.folder.summary_file}, {job.folder.picture_file}", soft_wrap=True)
-
-
-def bytes_by_placement(job: Job, report: jaxoff.Report) -> dict[str, int]:
-    """Bytes of the residuals: of the job's plan, or of a report."""
-    plan = job.program.plan
-    if plan is None:
-        return {name: getattr(report, name) for name in ("device_bytes", "host_bytes", "recompute_bytes")}
-    names = {"save": "device_bytes", "offload": "host_bytes", "recompute": "recompute_bytes"}
-    return {
-        name: sum(v.nbytes for v in plan.values if v.placement == placement)
-        for placement, name in names.items()
-    }
-
-
-def prediction_of(job: Job) -> summary.Prediction | None:
-    """The prediction of the job's plan; None without a plan."""
-    plan = job.program.plan
-    if plan is None:
-        return None
-    sizes = int(plan.peak_bytes), plan.host_bytes, int(plan.device_bytes)
-    return summary.Prediction(plan.device, plan.step_ms, *sizes)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

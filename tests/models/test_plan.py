@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxoff
-from models import train
+from models import planning, train
 from models.options import Options, parse_overrides
 from models.program import Program
 
@@ -84,7 +84,7 @@ def test_a_budget_and_a_policy_exclude_each_other(capsys, tmp_path):
 def test_a_run_is_planned_for_the_device_that_is_named(capsys, tmp_path, budget):
     slow = dataclasses.replace(jaxoff.Device.of("h200"), name="slow link", d2h_gbps=1e-3, h2d_gbps=1e-3)
     slow.save(tmp_path / "slow.json")
-    plan = make_program(budget, train.profile_of(str(tmp_path / "slow.json"))).plan
+    plan = make_program(budget, planning.profile_of(str(tmp_path / "slow.json"))).plan
     assert plan is not None
     assert "ms on slow link" in str(plan)
     for device, message in (("h20", "Did you mean 'h200'?"), (str(tmp_path / "none.json"), "No such file")):
