@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxoff._budget.report import Plan
 from jaxoff._device.profile import Device
 from jaxoff._report.finding import Finding
 from jaxoff._schedule.jit import jit
@@ -32,6 +33,8 @@ def nnx_jit(
     compiler_options: Mapping[str, Any] | None = None,
     device: Device | None = None,
     recipe: str | None = None,
+    device_bytes: float | str | None = None,
+    host_bytes: float | str | None = None,
     **kwargs: Any,
 ) -> Any:
     """`flax.nnx.jit`, with copies between device and pinned host memory beside the compute.
@@ -42,16 +45,16 @@ def nnx_jit(
 
     Args:
       fun: as for `nnx.jit`; without it, a decorator.
-      compiler_options, device, recipe: as for `jaxoff.jit`.
+      compiler_options, device, recipe, device_bytes, host_bytes: as for `jaxoff.jit`.
       **kwargs: as for `nnx.jit`: static and donated arguments, shardings, `graph`, `graph_updates`.
 
     Returns:
       A function like that of `nnx.jit`, with `lower`, `trace` and `eval_shape`, and with the `recipe`,
-      `options` and `findings` of `jaxoff.jit`.
+      `options`, `findings` and `plan` of `jaxoff.jit`.
 
     Raises:
       ImportError: if flax is not installed.
-      TypeError, ValueError, RuntimeError: as for `jaxoff.jit`.
+      BudgetError, TypeError, ValueError, RuntimeError: as for `jaxoff.jit`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxoff
@@ -67,9 +70,16 @@ def nnx_jit(
     """
     if fun is None:
         return functools.partial(
-            nnx_jit, compiler_options=compiler_options, device=device, recipe=recipe, **kwargs
+            nnx_jit,
+            compiler_options=compiler_options,
+            device=device,
+            recipe=recipe,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            **kwargs,
         )
-    ours = dict(compiler_options=compiler_options, device=device, recipe=recipe)
+    ours: dict[str, Any] = dict(compiler_options=compiler_options, device=device, recipe=recipe)
+    ours |= dict(device_bytes=device_bytes, host_bytes=host_bytes)
     return NnxJitted(_import_nnx().jit(fun, **kwargs), ours, kwargs)
 
 
@@ -129,6 +139,11 @@ class NnxJitted:
     def findings(self) -> tuple[Finding, ...]:
         """The findings of the calls so far, each once."""
         return self._jitted.findings
+
+    @property
+    def plan(self) -> Plan | None:
+        """The `jaxoff.Plan` within `device_bytes`, of the latest call; None before."""
+        return self._jitted.plan
 
 
 def _find_shardings(wrapped: Any, pure: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

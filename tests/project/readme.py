@@ -1,6 +1,6 @@
-"""Runs the code blocks of a Markdown file.
+"""Runs the code blocks of Markdown files.
 
-- ```python blocks run in order, in one namespace and one process, each as a file example.py.
+- ```python blocks run in order, in one namespace for each file, each as a file example.py.
 - ```bash and ```console blocks (there, after "$ ") hold commands that a reader types in the checkout.
   `commands.py` says which are known, and what is done with each.
 - ```text blocks are pictures, except after a line `<!-- output -->`: then they are what the block before them
@@ -25,15 +25,21 @@ PYTHON, SHELL, TEXT = ("python",), ("bash", "console"), ("text",)
 MARKER = re.compile(r"^<!-- (output|output, abridged|gpu|[0-9]+ gpus) -->$")
 
 DRIVER = """
-import contextlib, io, json, sys
-namespace = {"__name__": "__main__"}
-printed = []
-for code in json.load(sys.stdin):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile(code, "example.py", "exec"), namespace)
-    printed.append(out.getvalue())
-print(json.dumps(printed))
+import contextlib, io, json, sys, traceback
+
+def run(codes):
+    namespace, printed = {"__name__": "__main__"}, []
+    for code in codes:
+        out = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(out):
+                exec(compile(code, "example.py", "exec"), namespace)
+        except Exception:
+            return traceback.format_exc()
+        printed.append(out.getvalue())
+    return printed
+
+print(json.dumps([run(codes) for codes in json.load(sys.stdin)]))
 """
 
 
@@ -132,21 +138,35 @@ def as_a_reader() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
 
-def run_python(blocks: Sequence[Block]) -> list[str]:
-    """What each Python block prints.
+def run_pages(pages: Sequence[Sequence[Block]]) -> list[list[str] | str]:
+    """What the Python blocks of each page print, or the traceback of the first block that raises or warns.
+
+    All pages run in one process, which imports jax once.
 
     Raises:
-      BlockError: where one raises or warns.
+      BlockError: where the process itself fails.
     """
     root = str(Path(__file__).parents[2])
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", DRIVER],
-        input=json.dumps([block.code for block in blocks]),
+        input=json.dumps([[block.code for block in blocks] for blocks in pages]),
         env=as_a_reader() | {"PYTHONPATH": root},
         capture_output=True,
         text=True,
         timeout=300,
     )
     if run.returncode != 0:
-        raise BlockError(f"a Python block fails:\n{run.stderr}")
+        raise BlockError(f"the process of the Python blocks fails:\n{run.stderr}")
     return json.loads(run.stdout.splitlines()[-1])
+
+
+def run_python(blocks: Sequence[Block]) -> list[str]:
+    """What each Python block of a page prints.
+
+    Raises:
+      BlockError: where one raises or warns.
+    """
+    (printed,) = run_pages([blocks])
+    if isinstance(printed, str):
+        raise BlockError(f"a Python block fails:\n{printed}")
+    return printed

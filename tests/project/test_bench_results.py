@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
 CITING = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/LOG.md", "jaxoff/**/h200.json")
+PAGES = tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))
 CITED = re.compile(r"\b(?:bench/)?results/([\w{},*./-]+\.(?:json|png|txt))")
 
 
@@ -35,7 +36,7 @@ def test_every_file_is_listed_once_with_its_claim():
     )
 
 
-@pytest.mark.parametrize("text", CITING)
+@pytest.mark.parametrize("text", CITING + PAGES)
 def test_every_cited_file_is_there(text):
     (file,) = ROOT.glob(text)
     paths = [path for found in CITED.findall(file.read_text()) for path in expand(found)]

@@ -1,5 +1,6 @@
-"""Every code block of README.md runs."""
+"""Every code block of README.md and of the pages in docs runs, and README.md stays short."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,22 @@ import pytest
 from tests.project import commands, readme
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = readme.parse((ROOT / "README.md").read_text())
+MAX_LINES, MAX_WORDS = 180, 1100
+PAGES = {
+    str(path.relative_to(ROOT)): readme.parse(path.read_text())
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+README = PAGES["README.md"]
 
 
-def programs(blocks=BLOCKS):
+def python_blocks(page):
+    return [block for block in PAGES[page] if block.language in readme.PYTHON]
+
+
+PROGRAMS_IN_PYTHON = [page for page in PAGES if python_blocks(page)]
+
+
+def programs(blocks):
     """Our own commands: the block that each stands in, and whether it is the block's only one."""
     for block in blocks:
         if block.language in readme.SHELL:
@@ -20,23 +33,58 @@ def programs(blocks=BLOCKS):
                 yield block, program, len(ours) == 1
 
 
+def all_programs():
+    """Our own commands of all pages, a command of several pages once."""
+    found = {}
+    for blocks in PAGES.values():
+        for block, program, alone in programs(blocks):
+            found.setdefault(program, (block, program, alone))
+    return found.values()
+
+
 def main_job():
     """The block and the program that the README asks a reader to run first."""
-    block, program, _ = next(found for found in programs() if found[1].module == "models.train")
+    block, program, _ = next(found for found in programs(README) if found[1].module == "models.train")
     return block, program
 
 
 def test_the_readme_shows_what_a_reader_needs():
-    assert {block.language for block in BLOCKS} >= {"python", "bash"}
-    assert any(block.output for block in BLOCKS if block.language in readme.PYTHON)
-    modules = {program.module for _, program, _ in programs()}
+    assert {block.language for block in README} >= {"python", "bash"}
+    assert any(block.output for block in README if block.language in readme.PYTHON)
+    modules = {program.module for _, program, _ in programs(README)}
     assert modules >= {"models.train", "jaxoff"}
 
 
-def test_python_blocks_run_and_print_what_the_readme_shows():
-    blocks = [block for block in BLOCKS if block.language in readme.PYTHON]
-    for block, printed in zip(blocks, readme.run_python(blocks), strict=True):
-        readme.compare(block, printed)
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    assert len(text.split()) <= MAX_WORDS
+
+
+def test_the_figures_of_the_readme_are_those_of_the_budgets_page():
+    measured = set(re.findall(r"[0-9.]+, [0-9.]+", (ROOT / "docs" / "budgets.md").read_text()))
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if "GB: " in line]
+    assert len(rows) == 4
+    assert {cell for row in rows for cell in re.findall(r"[0-9.]+, [0-9.]+", row)} <= measured
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """What the Python blocks of each page print."""
+    return dict(
+        zip(
+            PROGRAMS_IN_PYTHON,
+            readme.run_pages([python_blocks(page) for page in PROGRAMS_IN_PYTHON]),
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("page", PROGRAMS_IN_PYTHON)
+def test_python_blocks_run_and_print_what_the_page_shows(page, printed):
+    assert not isinstance(printed[page], str), printed[page]
+    for block, text in zip(python_blocks(page), printed[page], strict=True):
+        readme.compare(block, text)
 
 
 def test_commands_run(tmp_path):
@@ -46,13 +94,13 @@ def test_commands_run(tmp_path):
     """
     folder = commands.link_checkout(tmp_path)
     trained = []
-    for block, program, alone in programs():
+    for block, program, alone in all_programs():
         if not block.gpus:
             trained += [program] * (program.module == "models.train")
             shorter = program.shorter()
-            printed = commands.run_program(shorter, folder, timeout_s=240, quick_compiles=shorter != program)
+            text = commands.run_program(shorter, folder, timeout_s=240, quick_compiles=shorter != program)
             if alone and shorter == program:
-                readme.compare(block, printed)
+                readme.compare(block, text)
     assert trained
 
 
@@ -62,7 +110,7 @@ def test_commands_run(tmp_path):
 )
 def test_gpu_commands_run(gpus, tmp_path):
     folder = commands.link_checkout(tmp_path)
-    found = [program for block, program, _ in programs() if block.gpus == gpus]
+    found = [program for block, program, _ in all_programs() if block.gpus == gpus]
     assert found
     for program in found:
         commands.run_program(program.shorter(), folder, timeout_s=600)

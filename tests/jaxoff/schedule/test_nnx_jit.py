@@ -95,6 +95,18 @@ def test_the_options_of_jaxoff_jit_are_taken():
         jaxoff.nnx_jit(lambda model: model, device="h200")
 
 
+def test_a_step_within_a_budget_is_planned_and_trains():
+    losses, state, step, _ = train(jaxoff.nnx_jit, device_bytes="1MB", host_bytes=0.5e6)
+    want, want_state, _, _ = train(nnx.jit)
+    assert_close(losses, want)
+    assert_close(numbers_in(state), numbers_in(want_state))
+    assert step.plan.device_bytes == 1e6 and 0 < step.plan.peak_bytes <= 1e6
+    with pytest.raises(jaxoff.BudgetError, match="no program fits"):
+        train(jaxoff.nnx_jit, device_bytes="1kB")
+    with pytest.raises(ValueError, match="host_bytes goes with device_bytes"):
+        jaxoff.nnx_jit(lambda model: model, host_bytes=1e6)
+
+
 def test_a_misspelt_name_is_said():
     @jaxoff.nnx_jit
     def step(model, x):
