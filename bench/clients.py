@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import time
 import warnings
@@ -32,6 +33,9 @@ from jaxoff._runtime.flags import COMMAND_BUFFER
 WARMUPS = 2
 """Rounds before the samples."""
 
+_LIMIT = 0.98
+"""Part of a card's memory that a program may take to be timed: the allocator cannot fill every hole."""
+
 TUNING_STEPS = 24
 """Steps until `jaxoff.jit(tune=True)` has compared at most six programs."""
 
@@ -41,26 +45,40 @@ class Variant:
     """A way to run a step: the residuals' placement, and the transform that compiles the step.
 
     Attributes:
-      offloads: whether residuals are offloaded or saved; None: all are recomputed.
+      policy: "offloads" or "saves" for the program's own policy or its saved twin; else a key of
+        `POLICIES`.
       transform: `jax.jit` or the like.
       options: its keywords.
     """
 
-    offloads: bool | None
+    policy: str
     transform: Callable[..., Any]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+POLICIES = {
+    "recompute": None,
+    "save-everything": jax.checkpoint_policies.everything_saveable,
+    "save-dots": jax.checkpoint_policies.dots_saveable,
+    "save-dots-no-batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "offload-dots-no-batch": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
+"""Policies of JAX for every layer."""
+
+RIVALS = tuple(name for name in POLICIES if name != "recompute")
+"""Variants by `jax.jit` under a policy of JAX, to compare budgets with."""
+
 VARIANTS = {
-    "saved": Variant(False, jax.jit),
-    "recomputed": Variant(None, jax.jit),
-    "stock": Variant(True, jax.jit),
-    "stock-no-graphs": Variant(True, jax.jit, {"compiler_options": {COMMAND_BUFFER: ""}}),
-    "jaxoff": Variant(True, jaxoff.jit),
-    "tuned": Variant(True, jaxoff.jit, {"tune": True}),
-    "concurrent": Variant(True, jaxoff.jit, {"recipe": "concurrent"}),
-    "ordered": Variant(True, jaxoff.jit, {"recipe": "ordered"}),
-    "recipe-stock": Variant(True, jaxoff.jit, {"recipe": "stock"}),
+    "saved": Variant("saves", jax.jit),
+    "recomputed": Variant("recompute", jax.jit),
+    "stock": Variant("offloads", jax.jit),
+    "stock-no-graphs": Variant("offloads", jax.jit, {"compiler_options": {COMMAND_BUFFER: ""}}),
+    "jaxoff": Variant("offloads", jaxoff.jit),
+    "tuned": Variant("offloads", jaxoff.jit, {"tune": True}),
+    "concurrent": Variant("offloads", jaxoff.jit, {"recipe": "concurrent"}),
+    "ordered": Variant("offloads", jaxoff.jit, {"recipe": "ordered"}),
+    "recipe-stock": Variant("offloads", jaxoff.jit, {"recipe": "stock"}),
+    **{name: Variant(name, jax.jit) for name in RIVALS},
 }
 
 
@@ -84,6 +102,11 @@ def make_shardings(step: ClientStep, mesh: jax.sharding.Mesh, division: str) -> 
         return NamedSharding(mesh, P(*(name if i == divided else None for i in range(leaf.ndim))))
 
     return jax.tree.map(shard, step.state), NamedSharding(mesh, P(name))
+
+
+def find_limit() -> float:
+    """Bytes that the allocator of the first device has; infinite without such a limit."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def make_function(variant: Variant, step: ClientStep, shardings: Any = None) -> Any:
@@ -185,23 +208,23 @@ def main(arguments: list[str] | None = None) -> None:
     variants = {name: VARIANTS[name] for name in options.variants}
     for gigabytes in options.device_gb:
         budget = {"device_bytes": 1e9 * gigabytes}
-        variants[f"planned-{gigabytes:g}"] = Variant(None, jaxoff.jit, budget)
-    steps: dict[bool | None, ClientStep] = {
-        n: program.build(sizes, offloads=n, attention=attention) for n in (False, True)
-    }
-    recomputing = dataclasses.replace(program, offloads=None)
-    steps[None] = recomputing.build(sizes, attention=attention)
-    batch = steps[True].make_batch(jax.random.key(1))
+        variants[f"planned-{gigabytes:g}"] = Variant("recompute", jaxoff.jit, budget)
+    policies = {"offloads": program.offloads, "saves": program.saves} | POLICIES
+    steps: dict[str, ClientStep] = {}
+    for policy in {"offloads", *(variant.policy for variant in variants.values())}:
+        given = dataclasses.replace(program, offloads=policies[policy])
+        steps[policy] = given.build(sizes, attention=attention)
+    batch = steps["offloads"].make_batch(jax.random.key(1))
     shardings = None
     if options.divide:
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=auto)
-        shardings, of_batch = make_shardings(steps[True], mesh, options.divide)
+        shardings, of_batch = make_shardings(steps["offloads"], mesh, options.divide)
         batch = jax.device_put(batch, of_batch)
-    state = jax.jit(steps[True].initialize, out_shardings=shardings)(jax.random.key(0))
+    state = jax.jit(steps["offloads"].initialize, out_shardings=shardings)(jax.random.key(0))
     functions, rows = {}, {}
     for name, variant in variants.items():
-        functions[name] = make_function(variant, steps[variant.offloads], shardings)
+        functions[name] = make_function(variant, steps[variant.policy], shardings)
         if variant.options.get("tune"):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the row has the findings
@@ -209,11 +232,14 @@ def main(arguments: list[str] | None = None) -> None:
                     state, _ = functions[name](state, batch)
         try:
             rows[name] = describe_variant(variant, functions[name], state, batch)
-        except jaxoff.BudgetError as error:
-            print(name, error, flush=True)
+        except (jaxoff.BudgetError, jax.errors.JaxRuntimeError) as error:
+            print(name, str(error).splitlines()[0], flush=True)
             del functions[name]
             continue
         print(name, rows[name], flush=True)
+        if rows[name].get("peak_bytes", 0) > _LIMIT * find_limit():
+            print(name, "is not timed: it does not fit the card", flush=True)
+            del functions[name]
     for name, figures in time_variants(functions, state, batch, options.steps, options.samples).items():
         rows[name] |= figures
         peak = rows[name].get("peak_bytes", 0) / 1e9
