@@ -37,8 +37,8 @@ else:
 def card(tmp_path_factory):
     """The GPU, while no other test runs a program on it in a process of its own.
 
-    Such a program may need most of the memory: the README's takes 49 GB, which with the workers' own arrays
-    leaves nothing of 80.
+    Such a program may need most of the memory: that of the training guide takes 49 GB, which with the
+    workers' own arrays leaves nothing of 80.
     """
     from bench.card_lock import hold_card
 
