@@ -153,8 +153,8 @@ def make_plan_as_written(
 
 
 def _shorten(source: str) -> str:
-    """A source line with a path from the current folder, if the file is in it."""
-    return source.replace(f"{os.getcwd()}{os.sep}", "")
+    """A source line with the file's path from the current folder, or from the folder of installed packages."""
+    return re.sub(r"\S*/site-packages/", "", source).replace(f"{os.getcwd()}{os.sep}", "")
 
 
 def merge_rows(values: Iterable[PlacedValue]) -> tuple[PlacedValue, ...]:
