@@ -153,7 +153,7 @@ def make_plan_as_written(
 
 
 def _shorten(source: str) -> str:
-    """A source line with the file's path from the current folder, or from the folder of installed packages."""
+    """A source line with the path from the current folder, or from that of installed packages."""
     return re.sub(r"\S*/site-packages/", "", source).replace(f"{os.getcwd()}{os.sep}", "")
 
 
