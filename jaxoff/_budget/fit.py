@@ -80,7 +80,7 @@ class Tried[P]:
     def list_values(self) -> tuple[PlacedValue, ...]:
         """The values of all layers with their placements."""
         pairs = zip(self.pairs, self.placements, strict=True)
-        return merge_rows(value for pair, placements in pairs for value in list_values(pair, placements))
+        return merge_rows(list_values(pair, placements) for pair, placements in pairs)
 
     def make_plan(self, budget: Budget, device: Device, step: Any, *, is_compiled: bool = True) -> Plan:
         """The plan of this program, for a step within the budget by a profile's rates."""

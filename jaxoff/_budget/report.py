@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import glob
 import json
@@ -157,14 +158,19 @@ def _shorten(source: str) -> str:
     return re.sub(r"\S*/site-packages/", "", source).replace(f"{os.getcwd()}{os.sep}", "")
 
 
-def merge_rows(values: Iterable[PlacedValue]) -> tuple[PlacedValue, ...]:
-    """The rows with those of the same value and placement, in several groups of layers, in one."""
+def merge_rows(groups: Iterable[Iterable[PlacedValue]]) -> tuple[PlacedValue, ...]:
+    """The rows of groups of layers, those of the same value and placement in several groups in one."""
     rows: dict[Any, PlacedValue] = {}
-    for v in values:
-        key = v.value, v.shape, v.placement, v.source
-        if key in rows:
-            v = dataclasses.replace(v, count=rows[key].count + v.count, nbytes=rows[key].nbytes + v.nbytes)
-        rows[key] = v
+    for group in groups:
+        alike: collections.Counter[Any] = collections.Counter()
+        for v in group:
+            text = v.value, v.shape, v.placement, v.source
+            alike[text] += 1
+            key = *text, alike[text]
+            if key in rows:
+                count, nbytes = rows[key].count + v.count, rows[key].nbytes + v.nbytes
+                v = dataclasses.replace(v, count=count, nbytes=nbytes)
+            rows[key] = v
     return tuple(rows.values())
 
 
