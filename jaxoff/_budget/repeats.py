@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from jaxoff._jaxpr.scopes import is_transposed
 
 # Part of the forward pass's compute from which on a run is worth a choice of its own.
 _LEAST_SHARE = 0.05
+# Part of the bytes of a layer's values that a layer passes on: parts of a batch pass on a sum at most.
+_LEAST_PASSED = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Run:
 
 
 def find_runs(eqns: Sequence[JaxprEqn]) -> list[Run]:
-    """The runs of alike equations in a forward pass, those with most compute first; none overlap.
+    """The runs of alike layers in a forward pass, those with most compute first; none overlap.
 
     Two equations are alike if primitive and shapes are. A run repeats the shortest series of equations. Of
     the ways to divide a run into layers, the one with the fewest bytes from a layer to the next is taken.
@@ -57,14 +60,6 @@ def find_runs(eqns: Sequence[JaxprEqn]) -> list[Run]:
     weights = [0.0 if no else _weigh(eqn) for eqn, no in zip(eqns, excluded, strict=True)]
     in_loops = [w if compat.scan_in(eqn) else 0.0 for eqn, w in zip(eqns, weights, strict=True)]
     before, before_in_loops = (np.concatenate(([0.0], np.cumsum(w))) for w in (weights, in_loops))
-    numbers: dict[Any, int] = {}
-    keys = np.array(
-        [
-            -i - 1 if no else numbers.setdefault(_key(e), len(numbers))
-            for i, (e, no) in enumerate(zip(eqns, excluded, strict=True))
-        ],
-        dtype=np.int64,
-    )
     least = max(1.0, _LEAST_SHARE * before[-1])
 
     def cover(run: Run) -> float:
@@ -77,14 +72,20 @@ def find_runs(eqns: Sequence[JaxprEqn]) -> list[Run]:
     makers = index_makers(eqns)
     taken = np.zeros(len(eqns), dtype=bool)
     found = []
+    stretches = [(a, b) for a, b in _list_stretches(excluded) if before[b] - before[a] >= least]
     candidates = [
-        (run, slack) for run, slack in _list_periods(keys) if cover(run) >= least and not is_of_loops(run)
+        (run, slack)
+        for start, end in stretches
+        for run, slack in _list_periods(eqns[start:end], start)
+        if cover(run) >= least and not is_of_loops(run)
     ]
     for run, slack in sorted(candidates, key=lambda c: (-cover(c[0]), c[0].length)):
         if not taken[run.start : run.end].any():
             shifted = (dataclasses.replace(run, start=run.start + i) for i in range(slack + 1))
             best = min(shifted, key=lambda r: _passed_nbytes(eqns, makers, r))
-            if cover(best) >= least and not taken[best.start : best.end].any():
+            made = compat.nbytes_of(v for i in best.layer(0) for v in eqns[i].outvars)
+            is_chain = _passed_nbytes(eqns, makers, best) >= _LEAST_PASSED * made
+            if is_chain and cover(best) >= least and not taken[best.start : best.end].any():
                 found.append(best)
                 taken[best.start : best.end] = True
     return found
@@ -100,15 +101,32 @@ def _weigh(eqn: JaxprEqn) -> float:
     return product_flops(eqn) + compat.nbytes_of(eqn.outvars) if is_compute(eqn) else 0.0
 
 
-def _list_periods(keys: np.ndarray) -> Iterator[tuple[Run, int]]:
-    """The longest runs of each length of a layer, with the number of equations left over at the end."""
+def _list_stretches(excluded: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """The longest ranges of indices without an exclusion."""
+    start = 0
+    for is_excluded, group in itertools.groupby(excluded):
+        end = start + len(list(group))
+        if not is_excluded:
+            yield start, end
+        start = end
+
+
+def _list_periods(eqns: Sequence[JaxprEqn], offset: int) -> Iterator[tuple[Run, int]]:
+    """The longest runs of each length of a layer, with the number of equations left over at the end.
+
+    Args:
+      eqns: the equations.
+      offset: the index of the first, for the runs' indices.
+    """
+    numbers: dict[Any, int] = {}
+    keys = np.array([numbers.setdefault(_key(eqn), len(numbers)) for eqn in eqns])
     for length in range(1, len(keys) // 2 + 1):
         same = np.flatnonzero(keys[length:] != keys[:-length])
         bounds = np.concatenate(([-1], same, [len(keys) - length]))
         matches = np.diff(bounds) - 1
         for i in np.flatnonzero(matches >= length):
             count, slack = divmod(int(matches[i]) + length, length)
-            yield Run(int(bounds[i]) + 1, length, count), slack
+            yield Run(offset + int(bounds[i]) + 1, length, count), slack
 
 
 def _passed_nbytes(eqns: Sequence[JaxprEqn], makers: dict[Any, int], run: Run) -> int:

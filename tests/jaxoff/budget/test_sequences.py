@@ -206,6 +206,23 @@ def test_two_stacks_of_layers_and_two_microbatches_are_sequences_of_their_own():
     assert_placed_alike(step, args, offload_inputs)
 
 
+def test_parts_of_a_batch_in_one_loss_are_no_layers():
+    """Two parts repeat each other, but pass nothing on."""
+
+    def loss(ws, x):
+        total = 0.0
+        for part in jnp.split(x, 2):
+            for w in ws:
+                part = feed(part, w)
+            total = total + part.var()
+        return total
+
+    args = make_weights(jax.random.key(4), 5), jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    assert [s.count for s in sequences_of(step, *args)] == [5, 5]
+    assert_placed_alike(step, args, keep_inputs)
+
+
 def test_what_a_layer_hands_to_the_loss_is_not_made_again():
     def loss(params, tokens):
         x, total = params["embed"][tokens], 0.0
