@@ -19,7 +19,7 @@ from jaxoff._jaxpr.scopes import is_transposed
 # Part of the forward pass's compute from which on a run is worth a choice of its own.
 _LEAST_SHARE = 0.05
 # Part of the bytes of a layer's values that a layer passes on: parts of a batch pass on a sum at most.
-_LEAST_PASSED = 1e-4
+_LEAST_PASSED = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
