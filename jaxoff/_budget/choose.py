@@ -27,9 +27,10 @@ _LEAST_OFFLOADED_NBYTES = 1 << 20
 _HIDING_SHARE = 0.9
 # Buffers on the device for an offloaded value: a copy reads the first while a kernel fills the second.
 _BUFFERS = 2
-# Cost of any offload in a loop, as a part of the loop's compute, beside copies in the open: the first and the
-# last copies have nothing to hide beside.
-_COPYING_SHARE = 0.01
+# Cost of any offload in a loop for each of its kernels, beside copies in the open: kernels run in jaxoff's
+# order then, each behind the one before. Fitted to a decoder and a state space model on an H100 and an H200
+# (bench/LOG.md, "2026-11-26: plans by the compiler alone").
+_ORDERED_KERNEL_MS = 0.0095
 # Of values as fast to save, the smaller: added passes over a row for each saved value.
 _SAVING_SHARE = 0.02
 _MB = 1e6
@@ -46,6 +47,7 @@ class Costs:
       equation_ms: index of an equation of `pair.pure` -> milliseconds of a repetition.
       ready_ms: value to keep -> the compute of a forward iteration before and in the value's kernel.
       forward_ms, backward_ms: compute of an iteration, without repetitions.
+      kernels: the number of kernels of an iteration, forward and backward.
     """
 
     pair: JointGraph
@@ -55,6 +57,7 @@ class Costs:
     ready_ms: dict[Var, float]
     forward_ms: float
     backward_ms: float
+    kernels: int
 
     @staticmethod
     def of(pair: JointGraph, device: Device) -> Costs:
@@ -91,6 +94,7 @@ class Costs:
             ready,
             sum(forward),
             sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
+            len(graph.kernels) + len(rest.kernels),
         )
 
 
@@ -227,7 +231,7 @@ def _add_pair(
 
     if copies_back:
         copying = program.add_variable(integer=True)
-        program.cost[copying] += _COPYING_SHARE * length * (costs.forward_ms + costs.backward_ms)
+        program.cost[copying] += _ORDERED_KERNEL_MS * length * costs.kernels
         for move, _ in copies_back:
             program.add_lower_bound(copying, [(move, 1.0)])
         exposed = program.add_variable(upper=float("inf"))
