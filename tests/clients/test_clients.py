@@ -17,7 +17,7 @@ ROUNDED = {"xla_allow_excess_precision": False, "xla_disable_hlo_passes": "algsi
 
 SLOW = {"equinox", "groups", "nnx-list", "ssm"}
 # Styles close to another's: bits of whole steps on demand.
-LONG = {"inner-jit", "layer-axis", "nnx-scan", "ssm-chunks", "vit"}
+LONG = {"accumulation", "inner-jit", "layer-axis", "linen-scan", "nnx-scan", "ssm-chunks", "vit"}
 
 
 def build(name, **options):
