@@ -66,18 +66,9 @@ def list_joint_graphs(closed: ClosedJaxpr) -> list[JointGraph]:
 def _write_sequences(
     level: Jaxpr, found: Sequenced | None, decide: Callable[[JointGraph], Placements | None]
 ) -> Jaxpr:
-    groups = [sequence.split() for sequence in found.sequences] if found else []
-    placements = [[decide(group) for group in of_sequence] for of_sequence in groups]
-    if found is None or any(placed is None for of_sequence in placements for placed in of_sequence):
-        return level
-    return write_sequences(
-        level,
-        found,
-        [
-            [placed for group, placed in zip(*pair, strict=True) for _ in group.layers if placed]
-            for pair in zip(groups, placements, strict=True)
-        ],
-    )
+    groups = [group for sequence in (found.sequences if found else ()) for group in sequence.split()]
+    decided = [(group, placed) for group in groups if (placed := decide(group)) is not None]
+    return write_sequences(level, found, decided) if found and len(decided) == len(groups) else level
 
 
 def _write_level(

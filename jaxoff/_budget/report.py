@@ -137,13 +137,20 @@ class Plan:
 
 
 def make_plan_as_written(
-    closed: compat.ClosedJaxpr, nbytes: float, budget: Budget, device: Device, step: Any
+    closed: compat.ClosedJaxpr, sizes: tuple[float, int], budget: Budget, device: Device, step: Any
 ) -> Plan:
-    """The plan of a step that fits as the user wrote it, and under no other placements."""
+    """The plan of a step that fits as the user wrote it, and under no other placements.
+
+    Args:
+      closed: the program.
+      sizes: its bytes on a device and on the host.
+      budget, device, step: of the plan.
+    """
+    nbytes, host_nbytes = sizes
     return Plan(
         device_bytes=budget.device_nbytes,
         peak_bytes=nbytes,
-        host_bytes=0,
+        host_bytes=host_nbytes,
         step_ms=program_ms(closed.jaxpr, device),
         device=device.name,
         is_compiled=True,

@@ -51,7 +51,7 @@ class LayerSequence(JointGraph):
     """Layers one after the other; the layer in the middle stands for all in `eqns` and the like.
 
     Attributes:
-      layers: the layers, in the order of the forward pass.
+      layers: the layers, or a group of them, in the order of the forward pass.
       first_reads: index of the first equation of the backward pass, for each layer of the whole sequence;
         descending.
     """
@@ -71,7 +71,7 @@ class LayerSequence(JointGraph):
     def find_layer(self, i: int) -> int | None:
         """The number of the layer to whose backward pass equation `i` belongs; None ahead of all of them."""
         behind = bisect.bisect_right(self.first_reads[::-1], i)
-        return None if behind == 0 else len(self.layers) - behind
+        return None if behind == 0 else len(self.first_reads) - behind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,16 +171,15 @@ class _Joint:
                 self._owner.update(dict.fromkeys(eqn.outvars, layers[i]))
                 self._numbering.add(here)
                 read.update(variables(here))
-            elif self._owner and _is_backward(eqn):
+            elif self._owner and is_pure_backward(eqn):
                 self._follow(i, here, read)
 
     def _find_arguments(self, run: Run) -> None:
         """Finds what the layers of a run pass on, by what the layer in the middle reads of the others."""
         makers = {v: (i, k) for i in range(run.start, run.end) for k, v in enumerate(self.eqns[i].outvars)}
         middle = run.layer(run.count // 2)
-        operands: dict[
-            Var, tuple[int, int]
-        ] = {}  # argument -> where it is read: equation in the layer, operand
+        # Argument -> its reader: equation in the layer, operand.
+        operands: dict[Var, tuple[int, int]] = {}
         for j, i in enumerate(middle):
             for k, v in enumerate(self.eqns[i].invars):
                 if isinstance(v, Var) and v in makers and makers[v][0] not in middle:
@@ -244,7 +243,7 @@ class _Joint:
             return None
         number = run.count // 2
         layer, (start, end) = layers[number], (first[number], first[number - 1])
-        backward = [i for i, eqn in enumerate(self.eqns) if _is_backward(eqn) and i not in self.repeated]
+        backward = [i for i, eqn in enumerate(self.eqns) if is_pure_backward(eqn) and i not in self.repeated]
         rest = [self.eqns[i] for i in backward if start <= i < end]
         later = {v for i in range(end, len(self.eqns)) for v in variables(self.eqns[i])} | self._outs
         pure = (*layer.eqns, *layer.only_backward)
@@ -281,7 +280,7 @@ class _Joint:
             of_layer.update(dict.fromkeys((*arguments, *own), n))
         first: dict[int, int] = {}
         for i, eqn in enumerate(self.eqns):
-            if i >= run.end and _is_backward(eqn) and i not in self.repeated:
+            if i >= run.end and is_pure_backward(eqn) and i not in self.repeated:
                 for v in variables(eqn):
                     if v in of_layer:
                         first.setdefault(of_layer[v], i)
@@ -290,6 +289,6 @@ class _Joint:
         return found if descend else None
 
 
-def _is_backward(eqn: JaxprEqn) -> bool:
-    """Whether an equation of the backward pass may make or read values of layers."""
+def is_pure_backward(eqn: JaxprEqn) -> bool:
+    """Whether an equation is of the backward pass and without effects: it may read values made again."""
     return is_transposed(eqn) and not eqn.effects

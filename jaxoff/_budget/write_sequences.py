@@ -8,23 +8,24 @@ from typing import Any
 import jax
 
 from jaxoff._budget.joint_graph import Placements
-from jaxoff._budget.sequences import LayerSequence, Sequenced
+from jaxoff._budget.sequences import LayerSequence, Sequenced, is_pure_backward
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead, variables
 from jaxoff._jaxpr.inline import Renamed, resolve, trace_call
-from jaxoff._jaxpr.scopes import is_transposed
+
+type _Decided = Sequence[tuple[LayerSequence, Placements]]
 
 
-def write_sequences(jaxpr: Jaxpr, found: Sequenced, placements: Sequence[Sequence[Placements]]) -> Jaxpr:
+def write_sequences(jaxpr: Jaxpr, found: Sequenced, decided: _Decided) -> Jaxpr:
     """A program in which the backward pass reads kept values of layers, and makes the others again.
 
     Args:
       jaxpr: the program of `found`.
       found: its layers one after the other.
-      placements: by sequence and layer.
+      decided: the placements of each group of layers, from `LayerSequence.split`.
     """
-    writer = _Writer(found, placements)
+    writer = _Writer(found, decided)
     for i, eqn in enumerate(found.eqns):
         if i not in found.repeated:
             writer.add(i, eqn)
@@ -39,7 +40,7 @@ class _Writer:
       eqns: the equations written.
     """
 
-    def __init__(self, found: Sequenced, placements: Sequence[Sequence[Placements]]):
+    def __init__(self, found: Sequenced, decided: _Decided):
         self.eqns: list[JaxprEqn] = []
         self._sequence: dict[Var, LayerSequence] = {}  # value of a layer -> its layers
         self._maker: dict[Var, int] = {}
@@ -52,15 +53,16 @@ class _Writer:
         self._made: dict[tuple[int, int | None], Renamed] = {}  # values made again, by sequence and layer
         self._delayed: dict[tuple[int, int | None], Renamed] = {}  # kept values behind a barrier, likewise
         self._position: dict[Var, int] = {}  # of the values outside of layers, in the order of writing
-        for sequence, of_sequence in zip(found.sequences, placements, strict=True):
-            for layer, placed in zip(sequence.layers, of_sequence, strict=True):
+        for group, placed in decided:
+            for layer in group.layers:
                 for places, kept in ((placed.saved, self._saved), (placed.offloaded, self._offloaded)):
                     kept.update(v for k in places if isinstance(v := layer.values[k], Var))
                 for eqn in (*layer.eqns, *layer.only_backward):
-                    self._sequence.update(dict.fromkeys(eqn.outvars, sequence))
+                    self._sequence.update(dict.fromkeys(eqn.outvars, group))
                     self._maker.update(dict.fromkeys(eqn.outvars, len(self._layer_eqns)))
                     self._layer_eqns.append(eqn)
                 self._late.update(v for eqn in layer.only_backward for v in eqn.outvars)
+        for sequence in found.sequences:
             # What the last layer passes on has readers right behind it, and is a single layer's.
             before, last = sequence.layers[-2:]
             passed = [before.values.index(v) for v in last.arguments if v in before.values]
@@ -81,7 +83,7 @@ class _Writer:
             for v in eqn.outvars:
                 self._send(v, eqn)
             return
-        backward = is_transposed(eqn) and not eqn.effects
+        backward = is_pure_backward(eqn)
         others = [v for v in variables(eqn) if v not in self._maker and v in self._position]
         latest = max(others, key=lambda v: self._position[v], default=None)
         operands = [self.read(v, i, latest) if backward or self.is_late(v) else v for v in eqn.invars]
@@ -128,11 +130,8 @@ class _Writer:
         """Writes an equation of a layer once more."""
 
         def find(v: Any) -> Any:
-            return (
-                self._reload(v, cotangent)
-                if isinstance(v, Var) and v in self._offloaded
-                else resolve(made, v)
-            )
+            is_offloaded = isinstance(v, Var) and v in self._offloaded
+            return self._reload(v, cotangent) if is_offloaded else resolve(made, v)
 
         operands = [find(v) for v in eqn.invars]
         is_free = all(a is b for a, b in zip(operands, eqn.invars, strict=True))  # XLA would find it made

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxoff._budget.fit import BudgetError
+from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import ESTIMATE_MARGIN
 from jaxoff._budget.report import Plan
 from jaxoff._device.profile import Device
-from jaxoff._plan.plan import plan
+from jaxoff._plan.plan import make_planner
 from jaxoff._report.tables import format_nbytes, render_text
 
 # A budget for every placement, and one for none.
@@ -111,9 +112,12 @@ def frontier(
     if points < 2:
         raise ValueError(f"points is how many budgets to plan for, at least 2; got {points}.")
 
+    planner = make_planner(fun, args, kwargs, device, compiled)
+
     def plan_within(nbytes: float) -> Plan:
-        given = {"host_bytes": host_bytes, "device": device, "compiled": compiled}
-        return plan(fun, *args, device_bytes=nbytes, **given, **kwargs)
+        budget = Budget.of(nbytes, host_bytes)
+        assert budget is not None
+        return planner(budget)
 
     fastest = plan_within(_MOST_NBYTES)
     part = 1.0 if fastest.is_compiled else 1 - ESTIMATE_MARGIN  # of a budget that may be used

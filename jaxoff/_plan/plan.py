@@ -10,7 +10,7 @@ import jax
 
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan
-from jaxoff._device.profile import H200, Device, checked_device
+from jaxoff._device.profile import Device, checked_device
 from jaxoff._device.target import PLUGINS, list_targets, target
 from jaxoff._schedule.call import list_donated
 from jaxoff._schedule.jit import jit
@@ -71,8 +71,19 @@ def plan(
     """
     budget = Budget.of(device_bytes, host_bytes)
     assert budget is not None
+    return make_planner(fun, args, kwargs, device, compiled)(budget)
+
+
+def make_planner(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: Device | str | None,
+    compiled: bool | None,
+) -> Callable[[Budget], Plan]:
+    """A function budget -> plan of a step; arguments as for `plan`. Estimates trace the step once for all."""
     name = device if isinstance(device, str) else None
-    jitted = _within(fun, budget, None if device is None else _find_device(device), args, kwargs)
+    jitted = _jit(fun, None if device is None else _find_device(device), args, kwargs)
     on_gpu = jax.default_backend() == "gpu"
     ahead = name or _find_target(jitted.device)
     can_compile = on_gpu or (ahead in list_targets() and any(map(importlib.util.find_spec, PLUGINS)))
@@ -82,14 +93,19 @@ def plan(
             f"{', '.join(list_targets())}; got neither."
         )
     if compiled is False or not can_compile:
-        return jitted.estimate_plan(*args, **kwargs)
-    if on_gpu:
-        jitted.lower(*args, **kwargs)
-    else:
-        assert ahead is not None
-        target(ahead, jitted.count_devices(args, kwargs)).lower(jitted, *args, **kwargs)
-    assert jitted.plan is not None
-    return jitted.plan
+        return jitted.make_estimator(args, kwargs)
+
+    def compile_plan(budget: Budget) -> Plan:
+        within = jitted.within(budget)
+        if on_gpu:
+            within.lower(*args, **kwargs)
+        else:
+            assert ahead is not None
+            target(ahead, jitted.count_devices(args, kwargs)).lower(within, *args, **kwargs)
+        assert within.plan is not None
+        return within.plan
+
+    return compile_plan
 
 
 def _find_device(device: Device | str) -> Device:
@@ -101,14 +117,14 @@ def _find_target(device: Device) -> str | None:
     return next((name for name in list_targets() if Device.of(name) == device), None)
 
 
-def _within(fun: Callable[..., Any], budget: Budget, device: Device | None, args: Any, kwargs: Any) -> Jitted:
-    """A `jaxoff.jit` function within a budget."""
+def _jit(fun: Callable[..., Any], device: Device | None, args: Any, kwargs: Any) -> Jitted:
+    """A `jaxoff.jit` function with the donations of a function, for a device."""
     if isinstance(fun, Jitted):
-        return fun.within(budget, device)
+        return fun.within(None, device)
     options: dict[str, Any] = {}
     if hasattr(fun, "trace") and hasattr(fun, "lower"):  # of jax.jit: the calls of `fun` cannot donate
         inner: Any = fun
         info, named = inner.trace(*args, **kwargs).args_info
         options["donate_argnums"] = tuple(i for i, tree in enumerate(info) if all(list_donated(tree)))
         options["donate_argnames"] = tuple(k for k, tree in named.items() if all(list_donated(tree)))
-    return jit(fun, **options).within(budget, device or H200)
+    return jit(fun, device=device, **options)

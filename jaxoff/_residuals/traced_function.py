@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.provenance import Scope
 from jaxoff._jaxpr.stack_slices import splits_stack
 from jaxoff._jaxpr.tag import Tag
@@ -164,17 +163,6 @@ class TracedFunction:
             return pullback([jnp.ones_like(x) for x in out])
 
         return compat.as_open(jax.make_jaxpr(gradients)(*self._structs))
-
-    @functools.cached_property
-    def value_and_grad(self) -> compat.Jaxpr:
-        """The function's results and its gradients, dead code removed."""
-
-        def both(*leaves):
-            out, pullback, aux = self._vjp(self.primal, leaves)
-            return out, aux, pullback([jnp.ones_like(x) for x in out])
-
-        jaxpr = compat.as_open(jax.make_jaxpr(both)(*self._structs))
-        return drop_dead(jaxpr)
 
     def trace_kept(self, policy: Callable[..., Any] | None = None) -> KeptValues:
         """Traces the forward pass of the differentiated function, down to the kept values.

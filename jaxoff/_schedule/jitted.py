@@ -252,7 +252,8 @@ class Jitted:
     def _fit(self, call: Call, traced: Traced) -> Setting:
         """The setting of the program within the budget; its instance takes the place of a choice."""
         self.plan = None
-        twin, budget = self._take_twin(call, traced)
+        assert self._budget is not None
+        twin, budget = traced.take_twin(), self._budget.resolve((call.args, call.kwargs))
 
         def compile_program(closed: compat.ClosedJaxpr, *, smallest: bool) -> tuple[float, Any]:
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
@@ -281,43 +282,35 @@ class Jitted:
             nbytes = program_nbytes_if_compiled(self._lower(call, setting).compile)
             if nbytes > budget.device_nbytes:
                 raise
-            self.plan = make_plan_as_written(traced.given, nbytes, budget, device, self)
+            sizes = nbytes, peak_host_nbytes(traced.follow(setting.recipe))
+            self.plan = make_plan_as_written(traced.given, sizes, budget, device, self)
             return setting
         setting, instance = found.program
         self._instances[call.key, setting] = instance
         self.plan = found.make_plan(budget, device, self)
         return setting
 
-    def _take_twin(self, call: Call, traced: Traced) -> tuple[compat.ClosedJaxpr, Budget]:
-        """The program whose values are placed, and the budget in numbers."""
-        if self._budget is None or traced.twin is None or not traced.is_reusable:
-            raise ValueError(
-                "jaxoff.jit(device_bytes=...) places values of a program whose arguments and results are on "
-                "the device and whose constants are known; this one has arguments, results or copies of "
-                "several values at once in host memory, or closes over values of a trace around it."
-            )
-        return traced.twin, self._budget.resolve((call.args, call.kwargs))
-
-    def estimate_plan(self, *args, **kwargs) -> Plan:
-        """The plan within `device_bytes` by an estimate of memory, without a compilation.
-
-        Raises:
-          BudgetError: if no program is estimated to fit.
-        """
+    def make_estimator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Budget], Plan]:
+        """Traces a call once, for its plans by an estimate of memory: budget -> plan, or a BudgetError."""
         call = Call.of(args, kwargs, self._kwargs, self._statics)
         with self._probe(call) as traced:
-            twin, budget = self._take_twin(call, traced)
+            twin = traced.take_twin()
             instance = self._find_instance(call, self._list_settings(call, traced)[0])
             donated = list_donated(instance.trace(*args, **kwargs).args_info)
         device = self._share_link(call.devices)
-        found = find_estimated(twin, device, budget, donated, devices=call.devices)
-        return found.make_plan(budget, device, self, is_compiled=False)
+
+        def estimate(budget: Budget) -> Plan:
+            budget = budget.resolve((args, kwargs))
+            found = find_estimated(twin, device, budget, donated, devices=call.devices)
+            return found.make_plan(budget, device, self.within(budget), is_compiled=False)
+
+        return estimate
 
     def count_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of devices of a call."""
         return Call.of(args, kwargs, self._kwargs, self._statics).devices
 
-    def within(self, budget: Budget, device: Device | None = None) -> Jitted:
+    def within(self, budget: Budget | None, device: Device | None = None) -> Jitted:
         """The same function, with the same keywords of `jax.jit`, within a budget."""
         return Jitted(self._fun, self._given, device or self.device, None, False, budget, self._kwargs)
 

@@ -46,3 +46,17 @@ class Traced:
     def is_reusable(self) -> bool:
         """Whether the program holds no tracer of a trace that may have ended."""
         return not compat.holds_tracers(self.given)
+
+    def take_twin(self) -> compat.ClosedJaxpr:
+        """The saved twin, whose values a budget places.
+
+        Raises:
+          ValueError: if there is none, or if the program holds tracers.
+        """
+        if self.twin is None or not self.is_reusable:
+            raise ValueError(
+                "jaxoff.jit(device_bytes=...) places values of a program whose arguments and results are on "
+                "the device and whose constants are known; this one has arguments, results or copies of "
+                "several values at once in host memory, or closes over values of a trace around it."
+            )
+        return self.twin

@@ -155,6 +155,13 @@ def test_a_plan_of_a_mapped_step_runs_the_step_once():
     assert len(runs) == 1
 
 
+@pytest.mark.parametrize("jit", [lambda fun, **_: fun, jax.jit, jaxoff.jit])
+def test_a_frontier_runs_a_step_once(jit):
+    run, runs = counted(gradients(jaxoff.policy()))
+    jaxoff.frontier(jit(run, donate_argnums=0), *small_shapes(), points=3)
+    assert len(runs) == 1
+
+
 def test_a_report_runs_a_loss_once():
     run, runs = counted(small_loss())
     jaxoff.explain(run, *small_shapes())
