@@ -63,6 +63,20 @@ def test_a_step_without_a_name_fits_each_budget():
     assert moved[-1] >= LAYERS * ROWS * WIDTH * 2  # the layers' inputs
 
 
+def test_a_plan_ahead_of_time_is_the_compilers():
+    jitted = jaxoff.jit(step, donate_argnums=0)
+    plan = jaxoff.plan(jitted, *arguments(), device_bytes=4e8, device="h100")
+    assert plan.is_compiled
+    assert "H100" in plan.device
+    memory = jaxoff.target("h100").compile(plan.step, *arguments()).memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert held - memory.alias_size_in_bytes == plan.peak_bytes <= 4e8
+    with pytest.raises(ValueError, match="compiled=True needs a GPU"):
+        jaxoff.plan(
+            jitted, *arguments(), device_bytes=4e8, device=jaxoff.Device(1e12, 1, 1, 1), compiled=True
+        )
+
+
 def step_in_python(layers, x):
     def loss(layers):
         h = x
