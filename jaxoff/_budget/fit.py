@@ -195,7 +195,8 @@ class _Search[P]:
         assert fastest is not None  # everything may be saved
         self._fastest = fastest
         # Room for kept values, by what is known.
-        arguments = compat.nbytes_of(closed.jaxpr.invars) / (devices / self.devices)
+        on_device = (v for v in closed.jaxpr.invars if not compat.is_host(v.aval))
+        arguments = compat.nbytes_of(on_device) / (devices / self.devices)
         self._room = max(0.0, self._budget.device_nbytes - arguments)
         everything = saved_nbytes(self._costs, fastest[0]) + sum(r.nbytes for r in self._regions)
         self._runs_in_parts = bool(self._regions) and everything > self._room

@@ -84,6 +84,11 @@ def shape_of(aval: Any) -> tuple[int, ...]:
     return tuple(aval.shape)
 
 
+def dtype_of(aval: Any) -> Any:
+    """The dtype of an abstract array."""
+    return aval.dtype
+
+
 def nbytes(aval: Any) -> int:
     """Bytes of an abstract array."""
     return math.prod(aval.shape) * aval.dtype.itemsize
@@ -102,6 +107,11 @@ def has_side_effects(jaxpr: Jaxpr) -> bool:
 def is_host(aval) -> bool:
     """Whether an abstract array lives in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def on_device(aval: Any) -> Any:
+    """An abstract array with device memory in the place of host memory."""
+    return aval.update(memory_space=jax.memory.Space.Device) if is_host(aval) else aval
 
 
 @dataclasses.dataclass(frozen=True)

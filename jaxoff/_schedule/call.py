@@ -53,6 +53,16 @@ class Call:
         """The number of devices that the arguments, and the shardings given to `jit`, are over."""
         return max((sharding.num_devices for sharding in self._shardings), default=1)
 
+    @property
+    def has_shardings(self) -> bool:
+        """Whether `jit` was given shardings of arguments or results."""
+        return any(self.given.get(name) is not None for name in ("in_shardings", "out_shardings"))
+
+    def list_paths(self) -> list[str]:
+        """The path of each leaf of `(args, kwargs)`, such as "0/params/layers/w" in the first argument."""
+        leaves = jax.tree.leaves_with_path((self.args, self.kwargs))
+        return [jax.tree_util.keystr(path[1:], simple=True, separator="/") for path, _ in leaves]
+
     @functools.cached_property
     def is_on_gpu(self) -> bool:
         """Whether the call compiles for GPUs."""

@@ -22,9 +22,8 @@ def peak_host_nbytes(closed: ClosedJaxpr) -> int:
 
 
 def _find_peak(jaxpr: Jaxpr) -> int:
-    always = _select_host(
-        jaxpr.constvars, jaxpr.invars, *(eqn.outvars for eqn in jaxpr.eqns if _is_loop(eqn))
-    )
+    loops = [_list_new_results(eqn) for eqn in jaxpr.eqns if _is_loop(eqn)]
+    always = _select_host(jaxpr.constvars, jaxpr.invars, *loops)
     live = always | _select_host(jaxpr.outvars)
     peak = size = compat.nbytes_of(live)
     for eqn in reversed(jaxpr.eqns):
@@ -48,6 +47,15 @@ def _count_inside(eqn: JaxprEqn) -> int:
 
 def _is_loop(eqn: JaxprEqn) -> bool:
     return compat.scan_in(eqn) is not None or eqn.primitive.name == "while"
+
+
+def _list_new_results(loop: JaxprEqn) -> list[Any]:
+    """The results of a loop but for those that `jax.lax.while_loop` makes in the place of an operand."""
+    if loop.primitive.name != "while":
+        return list(loop.outvars)
+    initial = loop.invars[len(loop.invars) - len(loop.outvars) :]
+    pairs = zip(loop.outvars, initial, strict=True)
+    return [out for out, v in pairs if not (isinstance(v, Var) and compat.is_host(v.aval))]
 
 
 def _select_host(*groups: Iterable[Any]) -> set[Var]:

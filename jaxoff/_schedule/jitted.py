@@ -15,9 +15,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxoff._budget.fit import BudgetError, find_estimated, find_fitting
+from jaxoff._budget.fit import find_estimated
 from jaxoff._budget.limits import Budget
-from jaxoff._budget.report import Plan, make_plan_as_written
+from jaxoff._budget.report import Plan
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
@@ -45,6 +45,8 @@ from jaxoff._schedule.tuning import (
     refuse_several_processes,
     write_decision,
 )
+from jaxoff._schedule.within_budget import Written, find_within
+from jaxoff._state.hosted import Hosted, describe_on_device, has_host_arrays
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
 
@@ -62,6 +64,12 @@ class _ProbedError(Exception):
 
     def __init__(self, *found: Any):
         self.found = found
+
+
+def _move_to(aval: Any, x: Any) -> Any:
+    """An argument in the memory in which a program takes it: that of a described device is not told."""
+    moves = compat.is_host(aval) and not compat.is_host(jax.typeof(x))
+    return jax.device_put(x, jax.memory.Space.Host) if moves else x
 
 
 class Jitted:
@@ -104,7 +112,7 @@ class Jitted:
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
     def __call__(self, *args, **kwargs):
-        call = Call.of(args, kwargs, self._kwargs, self._statics)
+        call = self._call(args, kwargs)
         if call.is_traced:
             if not is_recording():
                 traced = self._inner.trace(*args, **kwargs)  # of JAX's cache, which the call reads, too
@@ -118,7 +126,7 @@ class Jitted:
 
     def lower(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).lower`; `compile` uses the recipe and the options chosen."""
-        call = Call.of(args, kwargs, self._kwargs, self._statics)
+        call = self._call(args, kwargs)
         if call.key in self._chosen or self._budget is not None:
             with self._settle(call) as jitted:
                 return jitted.lower(*args, **kwargs)
@@ -138,7 +146,7 @@ class Jitted:
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).trace`, of the program in its new order."""
-        call = Call.of(args, kwargs, self._kwargs, self._statics)
+        call = self._call(args, kwargs)
         if self._budget is not None:
             with self._settle(call) as jitted:
                 return jitted.trace(*args, **kwargs)
@@ -176,6 +184,12 @@ class Jitted:
     def recipe(self) -> str:
         """The recipe of the latest call: "concurrent", "ordered", "stock" or "saved"."""
         return self._latest.recipe.value
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """A call; within a budget, its state counts as on the device, wherever the last step left it."""
+        if self._budget is not None and has_host_arrays((args, kwargs)):
+            args, kwargs = describe_on_device((args, kwargs))
+        return Call.of(args, kwargs, self._kwargs, self._statics)
 
     @contextlib.contextmanager
     def _settle(self, call: Call, traced: Traced | None = None) -> Iterator[Any]:
@@ -257,42 +271,35 @@ class Jitted:
 
         def compile_program(closed: compat.ClosedJaxpr, *, smallest: bool) -> tuple[float, Any]:
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
-            self._probed.traced = dataclasses.replace(traced, given=closed, program=program)
+            self._probed.traced = made = dataclasses.replace(traced, given=closed, program=program)
             settings = list_settings(program, self._given, has_twin=False)
             sizes: dict[Setting, float] = {}
             for setting in settings if smallest else settings[:1]:
-                self._instances.pop((call.key, setting), None)
+                self._instances[call.key, setting] = self._make_instance(call, setting, made)
                 lowered = self._lower(call, setting)
                 sizes[setting] = program_nbytes_if_compiled(lowered.compile)
+                if not call.is_on_gpu:  # where the two memories are one
+                    sizes[setting] -= made.host_argument_nbytes
             least = min(sizes, key=lambda setting: sizes[setting])
             return sizes[least], (least, self._instances[call.key, least])
 
-        device = self._share_link(call.devices)
-        find = functools.partial(find_fitting, twin, device, budget, devices=call.devices)
-        try:
-            try:  # the preferred recipe hides the copies best, others may take less memory
-                found = find(functools.partial(compile_program, smallest=False))
-            except BudgetError:
-                if not call.is_on_gpu:
-                    raise
-                found = find(functools.partial(compile_program, smallest=True))
-        except BudgetError:  # the step as the user wrote it may take less
+        def compile_written() -> Written:
             self._probed.traced = traced
             setting = self._choose(call, traced)
-            nbytes = program_nbytes_if_compiled(self._lower(call, setting).compile)
-            if nbytes > budget.device_nbytes:
-                raise
-            sizes = nbytes, peak_host_nbytes(traced.follow(setting.recipe))
-            self.plan = make_plan_as_written(traced.given, sizes, budget, device, self)
-            return setting
-        setting, instance = found.program
-        self._instances[call.key, setting] = instance
-        self.plan = found.make_plan(budget, device, self)
-        return setting
+            lowered = self._lower(call, setting)
+            nbytes = program_nbytes_if_compiled(lowered.compile)
+            return Written(setting, nbytes, traced.follow(setting.recipe), list_donated(lowered.args_info))
+
+        device = self._share_link(call.devices)
+        within = find_within(twin, call, traced, device, budget, compile_program, compile_written)
+        self.plan = dataclasses.replace(within.plan, step=self)
+        if within.instance is not None:
+            self._instances[call.key, within.setting] = within.instance
+        return within.setting
 
     def make_estimator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Budget], Plan]:
         """Traces a call once, for its plans by an estimate of memory: budget -> plan, or a BudgetError."""
-        call = Call.of(args, kwargs, self._kwargs, self._statics)
+        call = self._call(args, kwargs)
         with self._probe(call) as traced:
             twin = traced.take_twin()
             instance = self._find_instance(call, self._list_settings(call, traced)[0])
@@ -308,7 +315,7 @@ class Jitted:
 
     def count_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of devices of a call."""
-        return Call.of(args, kwargs, self._kwargs, self._statics).devices
+        return self._call(args, kwargs).devices
 
     def within(self, budget: Budget | None, device: Device | None = None) -> Jitted:
         """The same function, with the same keywords of `jax.jit`, within a budget."""
@@ -381,11 +388,17 @@ class Jitted:
         """The `jax.jit` function for a call's types and a setting; without a setting, a probe."""
         key = call.key, setting
         if key not in self._instances:
-            options = (dict(setting.options) if setting else {}) | self._given
-            self._instances[key] = _jax_jit(
-                self._overlapped(call.devices, setting), compiler_options=options or None, **self._kwargs
-            )
+            self._instances[key] = self._make_instance(call, setting)
         return self._instances[key]
+
+    def _make_instance(self, call: Call, setting: Setting | None, made: Traced | None = None) -> Any:
+        """A `jax.jit` function for a setting; with state on the host, one that moves it."""
+        options = (dict(setting.options) if setting else {}) | self._given
+        is_hosted = made is not None and made.host_argument_nbytes > 0
+        keywords: dict[str, Any] = self._kwargs | ({"keep_unused": True} if is_hosted else {})
+        overlapped = self._overlapped(call.devices, setting)
+        jitted = _jax_jit(overlapped, compiler_options=options or None, **keywords)
+        return Hosted.of(jitted, made.given.jaxpr, made.signature[1]) if made and is_hosted else jitted
 
     def _lower(self, call: Call, setting: Setting) -> jax.stages.Lowered:
         """Lowers the program of a setting for a call."""
@@ -405,7 +418,7 @@ class Jitted:
                 positional, named = jax.tree.unflatten(tree, filled)
                 return watch.call(self._fun, positional, named)
 
-            signature = tree, tuple(traced), tuple(jax.typeof(leaves[i]) for i in traced)
+            signature = tree, tuple(traced), tuple(compat.on_device(jax.typeof(leaves[i])) for i in traced)
             made: Traced | None = getattr(self._probed, "traced", None)
             if made is None or made.signature != signature:
                 with watch:
@@ -421,7 +434,11 @@ class Jitted:
             if setting is None:
                 raise AssertionError("a probe has no program to take over")
             self._check(made.given, made.program)
-            results = compat.jaxpr_as_fun(made.follow(setting.recipe))(*(leaves[i] for i in traced))
+            program = made.follow(setting.recipe)
+            operands = [
+                _move_to(v.aval, leaves[i]) for v, i in zip(program.jaxpr.invars, traced, strict=True)
+            ]
+            results = compat.jaxpr_as_fun(program)(*operands)
             return jax.tree.unflatten(jax.tree.structure(made.shapes), results)
 
         return overlapped

@@ -43,6 +43,11 @@ class Traced:
         return self.given if recipe is Recipe.STOCK else self.program.jaxpr
 
     @property
+    def host_argument_nbytes(self) -> int:
+        """Bytes of the arguments in host memory."""
+        return compat.nbytes_of(v for v in self.given.jaxpr.invars if compat.is_host(v.aval))
+
+    @property
     def is_reusable(self) -> bool:
         """Whether the program holds no tracer of a trace that may have ended."""
         return not compat.holds_tracers(self.given)

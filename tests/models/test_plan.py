@@ -54,7 +54,7 @@ def run(capsys, tmp_path, *words):
 
 @pytest.mark.parametrize(
     "mesh",
-    [pytest.param((), marks=pytest.mark.long), ("--mesh", "fsdp=2,expert=4", "--batch", "8")],
+    [(), pytest.param(("--mesh", "fsdp=2,expert=4", "--batch", "8"), marks=pytest.mark.long)],
     ids=["alone", "mesh"],
 )
 def test_training_prints_the_plan_and_what_came_of_it(capsys, tmp_path, budget, mesh):

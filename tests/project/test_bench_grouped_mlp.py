@@ -259,6 +259,7 @@ def test_a_shape_runs_and_what_fails_is_recorded(tmp_path):
     assert len(set(saved)) == 3  # after the check and after each product
 
 
+@pytest.mark.long
 def test_the_program_writes_a_result_that_says_how_it_was_made(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # which the program would set
     out = tmp_path / "out.json"

@@ -54,6 +54,7 @@ def test_figures_are_against_the_fastest_and_the_smallest_twin():
     assert "r" not in rows[3]
 
 
+@pytest.mark.long
 def test_a_whole_run(tmp_path):
     out = tmp_path / "parallel.json"
     parallel.main([*TINY, "--out", str(out), "--repeats", "2", "--sample-ms", "1"])

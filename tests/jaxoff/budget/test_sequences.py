@@ -147,7 +147,7 @@ STAGES = (
 )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     stages=st.lists(st.sampled_from(STAGES), min_size=1, max_size=3),
     checkpoint=st.sampled_from(sorted(CHECKPOINTS)),

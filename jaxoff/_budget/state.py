@@ -1,0 +1,119 @@
+"""State on the host within a budget: which of a step's arguments rest there, and the search with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from jaxoff._budget.fit import BudgetError, Tried
+from jaxoff._budget.limits import Budget
+from jaxoff._budget.report import PlacedValue, Plan
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, Var
+from jaxoff._report.tables import format_nbytes
+from jaxoff._state.stream import inline, list_streamable, plan_loops, stream_updates
+from jaxoff._state.updates import Update, find_updates
+
+# Part of the link's rate, both directions at a time, that a loop over blocks reaches (bench/LOG.md,
+# "2026-11-26: state on the host").
+_STREAMED_SHARE = 0.9
+# Bytes to win beyond what is missing, as a part of it: kernels' workspaces differ between programs.
+_SPARE = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class HostedState:
+    """A program whose state rests on the host, found within a budget.
+
+    Attributes:
+      values: a row for each argument on the host.
+      milliseconds: the time added to a step by the state's copies, by the model.
+    """
+
+    values: tuple[PlacedValue, ...]
+    milliseconds: float
+
+    def add_to(self, plan: Plan) -> Plan:
+        """A plan of the program's other values, with the state."""
+        return dataclasses.replace(
+            plan,
+            host_bytes=plan.host_bytes + sum(value.nbytes for value in self.values),
+            step_ms=plan.step_ms + self.milliseconds,
+            values=(*self.values, *plan.values),
+        )
+
+
+def find_with_state[P](
+    closed: ClosedJaxpr,
+    donated: Sequence[bool],
+    paths: Sequence[str],
+    device: Device,
+    budget: Budget,
+    error: BudgetError,
+    find: Callable[[ClosedJaxpr, Budget], Tried[P]],
+) -> tuple[Tried[P], HostedState]:
+    """Finds a program within a budget with as little state on the host as needed, else with all of it.
+
+    Args:
+      closed: a program for one device.
+      donated: for each argument, whether the program may reuse its memory.
+      paths: the name of each argument.
+      device: rates of the device.
+      budget: the memory of the device and its host.
+      error: of the search with all state on the device.
+      find: searches for a program within a budget.
+
+    Raises:
+      BudgetError: if no program fits, or if there is no state that may rest on the host.
+    """
+    closed = inline(closed)
+    updates = list_streamable(find_updates(closed.jaxpr, donated))
+    if not updates:
+        raise error
+    missing = math.inf
+    if error.smallest_bytes is not None:
+        missing = (1 + _SPARE) * (error.smallest_bytes - budget.device_nbytes)
+    some = _choose(updates, missing)
+    for chosen in [some, updates] if len(some) < len(updates) else [updates]:
+        nbytes = sum(update.nbytes for update in chosen)
+        left = None if budget.host_nbytes is None else budget.host_nbytes - nbytes
+        if left is not None and left < 0:
+            continue
+        try:
+            found = find(stream_updates(closed, chosen), dataclasses.replace(budget, host_nbytes=left))
+        except BudgetError as latest:
+            error = _add_state(latest, nbytes)
+        else:
+            names = dict(zip(closed.jaxpr.invars, paths, strict=True))
+            states = [state for update in chosen for state, _ in update.states]
+            values = tuple(_describe(state, names[state]) for state in states)
+            return found, HostedState(values, _estimate_ms(nbytes, device))
+    raise error
+
+
+def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:
+    """The largest updates that lower the memory on the device by a number of bytes; all if none do."""
+    chosen: list[Update] = []
+    for update in sorted(updates, key=lambda update: -update.nbytes):
+        chosen.append(update)
+        buffers = sum(loop.buffer_nbytes for loop in plan_loops(chosen))
+        if sum(u.nbytes for u in chosen) - buffers >= nbytes:
+            break
+    return chosen
+
+
+def _estimate_ms(nbytes: int, device: Device) -> float:
+    """The time to bring bytes to the device and back, both at a time."""
+    both_gbps = device.both_gbps or device.d2h_gbps + device.h2d_gbps
+    return 2 * nbytes / (_STREAMED_SHARE * both_gbps * 1e6)
+
+
+def _describe(state: Var, path: str) -> PlacedValue:
+    shape = f"{compat.struct_of(state.aval).dtype}{list(compat.shape_of(state.aval))}"
+    return PlacedValue(path, shape, 1, compat.nbytes(state.aval), "offload", "state, updated in blocks")
+
+
+def _add_state(error: BudgetError, nbytes: int) -> BudgetError:
+    return BudgetError(f"{error} {format_nbytes(nbytes)} of state rest on the host.", error.smallest_bytes)

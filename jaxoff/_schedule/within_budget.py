@@ -1,0 +1,95 @@
+"""The step within a budget: placements of its values, the step as written, or state on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jaxoff._budget.fit import BudgetError, Tried, find_fitting
+from jaxoff._budget.limits import Budget
+from jaxoff._budget.report import Plan, make_plan_as_written
+from jaxoff._budget.state import find_with_state
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._schedule.call import Call
+from jaxoff._schedule.host_memory import peak_host_nbytes
+from jaxoff._schedule.settings import Setting
+from jaxoff._schedule.traced import Traced
+
+# The setting of a program, with its `jax.jit` function.
+type _Made = tuple[Setting, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """The step as the user wrote it: its setting, device memory, program and donated arguments."""
+
+    setting: Setting
+    nbytes: float
+    program: ClosedJaxpr
+    donated: list[bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """A step within a budget: its setting, its plan, and its `jax.jit` function unless it is the user's."""
+
+    setting: Setting
+    plan: Plan
+    instance: Any = None
+
+
+def find_within(
+    twin: ClosedJaxpr,
+    call: Call,
+    traced: Traced,
+    device: Device,
+    budget: Budget,
+    compile_program: Callable[..., tuple[float, _Made]],
+    compile_written: Callable[[], Written],
+) -> Within:
+    """Finds the step within a budget.
+
+    The fastest placements that fit come first, then the step as the user wrote it, then placements with state
+    on the host.
+
+    Args:
+      twin: the step with every value on the device.
+      call, traced: of the step.
+      device: rates of the device.
+      budget: the memory of the device and its host.
+      compile_program: (program, whether to take the recipe of the least memory) -> bytes on the device, and
+        the compiled program's setting and function.
+      compile_written: compiles the step as the user wrote it.
+
+    Raises:
+      BudgetError: if no program fits.
+    """
+
+    def find(closed: ClosedJaxpr, budget: Budget) -> Tried[_Made]:
+        search = functools.partial(find_fitting, closed, device, budget, devices=call.devices)
+        try:  # the preferred recipe hides the copies best, others may take less memory
+            return search(functools.partial(compile_program, smallest=False))
+        except BudgetError:
+            if not call.is_on_gpu:
+                raise
+            return search(functools.partial(compile_program, smallest=True))
+
+    state = None
+    try:
+        found = find(twin, budget)
+    except BudgetError as error:
+        written = compile_written()
+        if written.nbytes <= budget.device_nbytes:
+            sizes = written.nbytes, peak_host_nbytes(written.program)
+            return Within(written.setting, make_plan_as_written(traced.given, sizes, budget, device, None))
+        if call.devices > 1 or call.has_shardings:
+            raise
+        paths = call.list_paths()
+        names = [paths[i] for i in traced.signature[1]]
+        found, state = find_with_state(twin, written.donated, names, device, budget, error, find)
+    setting, instance = found.program
+    plan = found.make_plan(budget, device, None)
+    return Within(setting, plan if state is None else state.add_to(plan), instance)

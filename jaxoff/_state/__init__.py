@@ -1,0 +1,9 @@
+"""State that rests on the host between steps: found in the program, updated in blocks.
+
+An optimizer's moments, and everything else that only the update of a training step reads and writes, sleep
+through the forward and the backward pass. `find_updates` finds such arguments in a differentiated program;
+`stream_updates` writes the program that takes and returns them in pinned host memory, and computes their
+update in a loop over blocks: while a block is computed, the next one is on its way to the device and the one
+before on its way back. In comes a `ClosedJaxpr` whose arguments are on the device, out goes the same step.
+The invariant: the same equations compute each element, so no update changes its numbers.
+"""

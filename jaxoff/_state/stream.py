@@ -1,0 +1,257 @@
+"""Writes a program whose state rests in host memory, updated in blocks on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.dataflow import drop_dead
+from jaxoff._jaxpr.inline import inline_program, resolve, trace_call
+from jaxoff._state.updates import Update
+
+# Bytes of all states of a loop in a block. Several blocks are on the device at a time; smaller ones make
+# copies too short for the link's full rate.
+_BLOCK_NBYTES = 192 << 20
+_MOST_BLOCKS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Arrays of a shape, divided into blocks of neighbouring elements.
+
+    Attributes:
+      shape: of a block.
+      per_row: blocks of a row, where blocks are parts of rows; else 0.
+    """
+
+    shape: tuple[int, ...]
+    per_row: int
+
+    @staticmethod
+    def of(shape: tuple[int, ...], count: int) -> Blocks | None:
+        """Divides arrays of a shape into `count` blocks: of whole rows, or of a part of a row each."""
+        rows = shape[0]
+        if rows % count == 0:
+            return Blocks((rows // count, *shape[1:]), 0)
+        per_row, left = divmod(count, rows)
+        if left or len(shape) < 2 or shape[1] % per_row:
+            return None
+        return Blocks((1, shape[1] // per_row, *shape[2:]), per_row)
+
+    def _start(self, i: Any) -> tuple[Any, ...]:
+        zeros = (0,) * (len(self.shape) - 1)
+        if not self.per_row:
+            return (i * self.shape[0], *zeros)
+        return (i // self.per_row, i % self.per_row * self.shape[1], *zeros[1:])
+
+    def read(self, array: jax.Array, i: Any) -> jax.Array:
+        """Block `i` of an array."""
+        return lax.dynamic_slice(array, self._start(i), self.shape)
+
+    def write(self, array: jax.Array, block: jax.Array, i: Any) -> jax.Array:
+        """The array with another block `i`."""
+        return lax.dynamic_update_slice(array, block, self._start(i))
+
+
+def list_streamable(updates: Iterable[Update]) -> list[Update]:
+    """The updates whose arrays can be divided into blocks."""
+    return [update for loop in plan_loops(updates) for update, _ in loop.updates]
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateLoop:
+    """Updates that one loop computes, a block of each in an iteration.
+
+    Attributes:
+      count: the number of blocks.
+      updates: the updates with the division of their arrays.
+    """
+
+    count: int
+    updates: tuple[tuple[Update, Blocks], ...]
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of states on the device at a time: the next block, this one, and its results."""
+        return 3 * sum(update.nbytes for update, _ in self.updates) // self.count
+
+
+def plan_loops(updates: Iterable[Update]) -> list[UpdateLoop]:
+    """Divides updates among loops: as few loops as the shapes allow, with blocks of some `_BLOCK_NBYTES`."""
+    left, loops = list(updates), []
+    while left:
+        wanted = max(2, min(_MOST_BLOCKS, sum(u.nbytes for u in left) // _BLOCK_NBYTES))
+
+        count = max(range(2, _MOST_BLOCKS + 1), key=functools.partial(_rank, left, wanted))
+        found = [(u, blocks) for u in left if (blocks := Blocks.of(u.shape, count))]
+        if not found:
+            break
+        loops.append(UpdateLoop(count, tuple(found)))
+        left = [u for u in left if not any(u is other for other, _ in found)]
+    return loops
+
+
+def _rank(updates: Sequence[Update], wanted: int, count: int) -> tuple[int, float]:
+    """The bytes that can be divided into a number of blocks, and how near the number is to the wanted one."""
+    fitting = sum(update.nbytes for update in updates if Blocks.of(update.shape, count))
+    return fitting, -abs(math.log(count / wanted))
+
+
+def stream_updates(closed: ClosedJaxpr, updates: Sequence[Update]) -> ClosedJaxpr:
+    """The program with the states of updates among its arguments and results in host memory.
+
+    Args:
+      closed: a program for one device; its calls are inlined here.
+      updates: from `find_updates` of the program with its calls inlined.
+    """
+    program = closed.jaxpr
+    host: dict[Var, Any] = {
+        state: Var(state.aval.update(memory_space=jax.memory.Space.Host))
+        for update in updates
+        for state, _ in update.states
+    }
+    eqns, renamed = list(program.eqns), {}
+    for loop in plan_loops(updates):
+        made, results = _write_loop(loop, host)
+        eqns += made
+        renamed |= results
+    outs = [resolve(renamed, v) for v in program.outvars]
+    invars = [host.get(v, v) for v in program.invars]
+    return closed.replace(jaxpr=drop_dead(program.replace(eqns=eqns, outvars=outs, invars=invars)))
+
+
+def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program with its calls inlined, as `find_updates` and `stream_updates` read it."""
+    return closed.replace(jaxpr=inline_program(closed.jaxpr))
+
+
+def _write_loop(loop: UpdateLoop, host: dict[Var, Any]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
+    """The equations of a loop, and the results of the program that they make."""
+    like = loop.updates[0][0].eqns[0]
+    operands = [_Operands.of(update, host) for update, _ in loop.updates]
+    made, results = trace_call(lambda *given: _run(loop, given), operands, like)
+    places = [out for update, _ in loop.updates for out in _list_outs(update)]
+    return made, dict(zip(places, results, strict=True))
+
+
+def _list_outs(update: Update) -> list[Var]:
+    """The results of an update: of the states, of the replaced arguments, others."""
+    own = [out for _, out in (*update.states, *update.replaced)]
+    return own + [out for out in update.outs if out not in own]
+
+
+class _Operands(NamedTuple):
+    """The operands of an update, as variables or as arrays."""
+
+    states: list[Any]
+    replaced: list[Any]
+    read: list[Any]
+    scalars: list[Any]
+
+    @staticmethod
+    def of(update: Update, host: dict[Var, Any]) -> _Operands:
+        return _Operands(
+            [host[state] for state, _ in update.states],
+            [v for v, _ in update.replaced],
+            list(update.read),
+            list(update.scalars),
+        )
+
+
+def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
+    """Runs the updates of a loop: their states on the host, two blocks of each on the device.
+
+    An iteration reads the next block of a state before it writes this one: XLA then keeps the state in place.
+    A state's write runs beside the reads of the states after it.
+    """
+    updates = [update for update, _ in loop.updates]
+    blocks = [blocks for _, blocks in loop.updates]
+
+    def compute(stacks, current, i):
+        """The results of block i: a list for each update, in the order of `_list_outs`."""
+        found = []
+        for update, b, stack, states, arrays in zip(updates, blocks, stacks, current, given, strict=True):
+            values = dict(zip((v for v, _ in update.states), states, strict=True))
+            first = len(update.states)
+            values |= {v: b.read(x, i) for (v, _), x in zip(update.replaced, stack[first:], strict=False)}
+            values |= {v: b.read(x, i) for v, x in zip(update.read, arrays.read, strict=True)}
+            values |= dict(zip(update.scalars, arrays.scalars, strict=True))
+            found.append(_evaluate(update, values, b.shape))
+        return found
+
+    def fetch(stacks, i):
+        return [
+            [_to_device(b.read(x, i)) for x in stack[: len(update.states)]]
+            for update, b, stack in zip(updates, blocks, stacks, strict=True)
+        ]
+
+    def store(stacks, results, i):
+        return [
+            [b.write(x, _to_memory_of(x, block), i) for x, block in zip(stack, values, strict=True)]
+            for b, stack, values in zip(blocks, stacks, results, strict=True)
+        ]
+
+    def iterate(state):
+        i, stacks, current = state
+        results = compute(stacks, current, i)
+        following = fetch(stacks, i + 1)
+        for k, update in enumerate(updates):
+            for j in range(len(update.states)):
+                results[k][j], following[k][j] = lax.optimization_barrier((results[k][j], following[k][j]))
+        return i + 1, store(stacks, results, i), following
+
+    stacks = [_make_stacks(u, arrays) for u, arrays in zip(updates, given, strict=True)]
+    empty = [
+        [jnp.zeros(b.shape, x.dtype) for x in arrays.states] for b, arrays in zip(blocks, given, strict=True)
+    ]
+    # Loops of one iteration: to the scheduler, copies outside of loops would be those of residuals.
+    _, first = lax.while_loop(
+        lambda state: state[0] < 1,
+        lambda state: (state[0] + 1, fetch(stacks, state[0])),
+        (jnp.int32(0), empty),
+    )
+    last = loop.count - 1
+    i, stacks, current = lax.while_loop(lambda state: state[0] < last, iterate, (jnp.int32(0), stacks, first))
+    _, stacks = lax.while_loop(
+        lambda state: state[0] < loop.count,
+        lambda state: (state[0] + 1, store(state[1], compute(state[1], current, state[0]), state[0])),
+        (i, stacks),
+    )
+    return [x for stack in stacks for x in stack]
+
+
+def _make_stacks(update: Update, given: _Operands) -> list[Any]:
+    """The arrays that hold the results of an update, in the order of `_list_outs`."""
+    own = [*given.states, *given.replaced]
+    others = _list_outs(update)[len(own) :]
+    return own + [jnp.zeros(update.shape, compat.dtype_of(v.aval)) for v in others]
+
+
+def _evaluate(update: Update, values: dict[Any, Any], shape: tuple[int, ...]) -> list[Any]:
+    """The results of an update of blocks, in the order of `_list_outs`."""
+    for eqn in update.eqns:
+        operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        if eqn.primitive.name == "broadcast_in_dim":
+            made = [jnp.broadcast_to(jnp.asarray(operands[0], compat.dtype_of(eqn.outvars[0].aval)), shape)]
+        else:
+            made = eqn.primitive.bind(*operands, **eqn.params)
+            made = made if eqn.primitive.multiple_results else [made]
+        values.update(zip(eqn.outvars, made, strict=True))
+    return [values[v] for v in _list_outs(update)]
+
+
+def _to_device(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def _to_memory_of(array: jax.Array, block: jax.Array) -> jax.Array:
+    return jax.device_put(block, jax.memory.Space.Host) if compat.is_host(jax.typeof(array)) else block

@@ -1,0 +1,226 @@
+"""Finds the arguments of a training step that only its update reads and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import index_readers, map_makers, variables
+
+# Smaller arguments stay on the device: a copy has a latency of some 10 us.
+LEAST_NBYTES = 1 << 20
+# Primitives whose result has, at each index, a value of the operands at this index.
+_ELEMENTWISE_NAMES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh
+div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul
+ne neg nextafter not or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The update of arrays of one shape, an elementwise computation.
+
+    Attributes:
+      shape: of all arrays.
+      states: the arguments that may rest on the host, each with the result that takes its place.
+      replaced: arguments on the device that the update alone replaces, each with its result: the parameters.
+      read: other arrays of the shape that the update reads: gradients, and parameters that are kept.
+      scalars: other operands.
+      eqns: the equations, in order. Results of `eqns` may be results of the program, and nothing else reads
+        them.
+      outs: the results of the program among the results of `eqns`.
+    """
+
+    shape: tuple[int, ...]
+    states: tuple[tuple[Var, Var], ...]
+    replaced: tuple[tuple[Var, Var], ...]
+    read: tuple[Var, ...]
+    scalars: tuple[Var, ...]
+    eqns: tuple[JaxprEqn, ...]
+    outs: tuple[Var, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arguments that may rest on the host."""
+        return compat.nbytes_of(state for state, _ in self.states)
+
+
+def find_updates(program: Jaxpr, donated: Sequence[bool]) -> list[Update]:
+    """Finds the updates of a program whose arguments may rest on the host, in program order.
+
+    An argument may rest if it is donated, if a chain of elementwise equations alone reads it, up to results
+    of the program, and if one of these results can take its place. A chain with a reduction or a product (a
+    norm of the update, factored moments) keeps its arguments on the device, as does one through a loop.
+
+    Args:
+      program: a program with its calls inlined.
+      donated: for each argument, whether the program may reuse its memory.
+    """
+    level = _Level(program, donated)
+    groups: list[_Chain] = []
+    for state in level.arguments:
+        chain = level.follow(state)
+        if chain is None:
+            continue
+        joined = [group for group in groups if not group.eqns.isdisjoint(chain.eqns)]
+        groups = [group for group in groups if group not in joined]
+        for group in joined:
+            chain = _Chain([*group.states, *chain.states], chain.eqns | group.eqns)
+        groups.append(chain)
+    return [update for chain in groups if (update := level.describe(chain)) is not None]
+
+
+@dataclasses.dataclass(eq=False)
+class _Chain:
+    """Arguments with the indices of the equations that depend on them."""
+
+    states: list[Var]
+    eqns: set[int]
+
+
+class _Level:
+    def __init__(self, program: Jaxpr, donated: Sequence[bool]):
+        self._eqns = program.eqns
+        self._readers, self._makers = index_readers(program.eqns), map_makers(program.eqns)
+        self._index = {id(eqn): i for i, eqn in enumerate(program.eqns)}
+        outs = [v for v in program.outvars if isinstance(v, Var)]
+        self._outs = {v for v in outs if outs.count(v) == 1} if len(outs) < 4096 else set(outs)
+        self._all_outs = set(outs)
+        self._donated = {v for v, may in zip(program.invars, donated, strict=True) if may}
+        self.arguments = [
+            v
+            for v in program.invars
+            if v in self._donated
+            and getattr(v.aval, "ndim", 0)
+            and not compat.is_host(v.aval)
+            and compat.nbytes(v.aval) >= LEAST_NBYTES
+            and v not in self._all_outs
+        ]
+
+    def follow(self, state: Var) -> _Chain | None:
+        """The equations that depend on an argument; None unless all are elementwise over its shape."""
+        shape, found, todo = compat.shape_of(state.aval), set(), [state]
+        while todo:
+            for i in self._readers.get(todo.pop(), ()):
+                if i in found:
+                    continue
+                if not _is_elementwise(self._eqns[i], shape):
+                    return None
+                found.add(i)
+                todo += self._eqns[i].outvars
+        return _Chain([state], found) if found else None
+
+    def describe(self, chain: _Chain) -> Update | None:
+        """The update of a chain; None without results that can take its arguments' places."""
+        shape = compat.shape_of(chain.states[0].aval)
+        eqns, operands = self._add_makers(chain.eqns, shape)
+        body = [self._eqns[i] for i in sorted(eqns)]
+        dependent = {v for i in chain.eqns for v in self._eqns[i].outvars}
+        outs = [v for v in dependent if v in self._all_outs]
+        if not outs or not self._outs.issuperset(outs):
+            return None
+        arrays = [v for v in operands if compat.shape_of(v.aval) == shape]
+        free = [v for v in arrays if v in self._donated and v not in chain.states and v not in self._all_outs]
+        reached = {v: self._find_reached(v, chain.eqns, eqns) for v in (*chain.states, *free)}
+        place = _match(chain.states, free, reached, outs)
+        if place is None:
+            return None
+        order = {v: i for i, eqn in enumerate(body) for v in eqn.outvars}
+        own = {*chain.states, *(v for v in free if v in place)}
+        return Update(
+            shape,
+            tuple((v, place[v]) for v in chain.states),
+            tuple((v, place[v]) for v in free if v in place),
+            tuple(v for v in arrays if v not in own),
+            tuple(v for v in operands if compat.shape_of(v.aval) != shape),
+            tuple(body),
+            tuple(sorted(outs, key=lambda v: order[v])),
+        )
+
+    def _add_makers(self, chain: set[int], shape: tuple[int, ...]) -> tuple[set[int], list[Var]]:
+        """Adds the elementwise equations before a chain that need no more arrays than their result is one.
+
+        Returns:
+          Indices of the equations, and the operands of all.
+        """
+        eqns, operands = set(chain), []
+        made = {v for i in chain for v in self._eqns[i].outvars}
+        todo = [v for i in sorted(chain) for v in variables(self._eqns[i])]
+        while todo:
+            v = todo.pop(0)
+            if v in made or v in operands:
+                continue
+            eqn = self._makers.get(v)
+            arrays = {w for w in variables(eqn) if compat.shape_of(w.aval) == shape} if eqn else set()
+            fills = eqn is not None and eqn.primitive.name == "broadcast_in_dim" and _is_fill(eqn, shape)
+            if eqn is not None and (fills or (_is_elementwise(eqn, shape) and len(arrays) <= 1)):
+                eqns.add(self._index[id(eqn)])
+                made.update(eqn.outvars)
+                todo += variables(eqn)
+            else:
+                operands.append(v)
+        return eqns, operands
+
+    def _find_reached(self, v: Var, chain: set[int], eqns: set[int]) -> set[Var]:
+        """The results of a chain that depend on an operand."""
+        found, todo = set(), [v]
+        while todo:
+            for i in self._readers.get(todo.pop(), ()):
+                if i in eqns:
+                    new = [out for out in self._eqns[i].outvars if out not in found]
+                    found.update(new)
+                    todo += new
+        return found
+
+
+def _match(
+    states: Sequence[Var], free: Sequence[Var], reached: Mapping[Var, set[Var]], outs: Sequence[Var]
+) -> dict[Var, Var] | None:
+    """Gives each argument a result of its type in its place; None unless each state gets one.
+
+    An augmenting path at a time, states first. Arguments with fewer results to choose from go first.
+    """
+    choices = {
+        v: [out for out in outs if out in reached[v] and _have_one_type(v, out)] for v in (*states, *free)
+    }
+    taken: dict[Var, Var] = {}  # result -> argument
+
+    def place(v: Var, seen: set[Var]) -> bool:
+        for out in choices[v]:
+            if out not in seen:
+                seen.add(out)
+                if out not in taken or place(taken[out], seen):
+                    taken[out] = v
+                    return True
+        return False
+
+    # Parameters first: where they have one result only, the moments take the others.
+    for v in sorted((*free, *states), key=lambda v: len(choices[v])):
+        place(v, set())
+    found = {v: out for out, v in taken.items()}
+    return found if all(v in found for v in states) else None
+
+
+def _have_one_type(a: Var, b: Var) -> bool:
+    shapes_match = compat.shape_of(a.aval) == compat.shape_of(b.aval)
+    return shapes_match and compat.dtype_of(a.aval) == compat.dtype_of(b.aval)
+
+
+def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
+    """Whether an equation computes arrays of a shape elementwise, of such arrays and of scalars."""
+    if eqn.primitive.name not in _ELEMENTWISE or eqn.effects:
+        return False
+    operands = (compat.shape_of(v.aval) for v in eqn.invars)
+    return all(s in (shape, ()) for s in operands) and all(
+        compat.shape_of(v.aval) == shape for v in eqn.outvars
+    )
+
+
+def _is_fill(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
+    """Whether a broadcast fills an array of a shape with a scalar."""
+    return compat.shape_of(eqn.outvars[0].aval) == shape and not compat.shape_of(eqn.invars[0].aval)
