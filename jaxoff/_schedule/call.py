@@ -58,10 +58,18 @@ class Call:
         """Whether `jit` was given shardings of arguments or results."""
         return any(self.given.get(name) is not None for name in ("in_shardings", "out_shardings"))
 
-    def list_paths(self) -> list[str]:
-        """The path of each leaf of `(args, kwargs)`, such as "0/params/layers/w" in the first argument."""
-        leaves = jax.tree.leaves_with_path((self.args, self.kwargs))
-        return [jax.tree_util.keystr(path[1:], simple=True, separator="/") for path, _ in leaves]
+    def list_paths(self, fun: Callable[..., Any]) -> list[str]:
+        """The path of each leaf of `(args, kwargs)`, such as "state/params/w" in the argument `state`."""
+        names = dict(enumerate(_list_parameters(fun)))
+
+        def describe(path: tuple[Any, ...]) -> str:
+            (_, argument, *rest), is_named = path, path[0].idx == 1
+            first = argument.key if is_named else names.get(argument.idx, str(argument.idx))
+            return "/".join([first, jax.tree_util.keystr(tuple(rest), simple=True, separator="/")]).rstrip(
+                "/"
+            )
+
+        return [describe(path) for path, _ in jax.tree.leaves_with_path((self.args, self.kwargs))]
 
     @functools.cached_property
     def is_on_gpu(self) -> bool:
@@ -75,14 +83,19 @@ def find_statics(fun: Callable[..., Any], given: Mapping[str, Any]) -> frozenset
     numbers, names = given.get("static_argnums"), given.get("static_argnames")
     found: set[int | str] = {numbers} if isinstance(numbers, int) else {*(numbers or ())}
     found |= {names} if isinstance(names, str) else {*(names or ())}
-    try:
-        parameters = list(inspect.signature(fun).parameters)
-    except (TypeError, ValueError):  # a callable without a signature
-        return frozenset(found)
+    parameters = _list_parameters(fun)
     count = len(parameters)
     found = {name + count if isinstance(name, int) and name < 0 else name for name in found}
     pairs = [pair for pair in enumerate(parameters) if not found.isdisjoint(pair)]
     return frozenset(found.union(*pairs))
+
+
+def _list_parameters(fun: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters; none for a callable without a signature."""
+    try:
+        return list(inspect.signature(fun).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def _type_of(leaf: Any) -> Hashable:

@@ -286,24 +286,32 @@ class Jitted:
         def compile_written() -> Written:
             self._probed.traced = traced
             setting = self._choose(call, traced)
-            lowered = self._lower(call, setting)
-            nbytes = program_nbytes_if_compiled(lowered.compile)
-            return Written(setting, nbytes, traced.follow(setting.recipe), list_donated(lowered.args_info))
+            nbytes = program_nbytes_if_compiled(self._lower(call, setting).compile)
+            return Written(setting, nbytes, traced.follow(setting.recipe))
 
         device = self._share_link(call.devices)
-        within = find_within(twin, call, traced, device, budget, compile_program, compile_written)
+        paths, find_donated = call.list_paths(self._fun), functools.partial(self._find_donated, call, traced)
+        names = [paths[i] for i in traced.signature[1]]
+        within = find_within(
+            twin, call, traced, device, budget, compile_program, compile_written, names, find_donated
+        )
         self.plan = dataclasses.replace(within.plan, step=self)
         if within.instance is not None:
             self._instances[call.key, within.setting] = within.instance
         return within.setting
+
+    def _find_donated(self, call: Call, traced: Traced) -> list[bool]:
+        """Whether each argument of a call is donated."""
+        self._probed.traced = traced
+        instance = self._find_instance(call, self._list_settings(call, traced)[0])
+        return list_donated(instance.trace(*call.args, **call.kwargs).args_info)
 
     def make_estimator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Budget], Plan]:
         """Traces a call once, for its plans by an estimate of memory: budget -> plan, or a BudgetError."""
         call = self._call(args, kwargs)
         with self._probe(call) as traced:
             twin = traced.take_twin()
-            instance = self._find_instance(call, self._list_settings(call, traced)[0])
-            donated = list_donated(instance.trace(*args, **kwargs).args_info)
+            donated = self._find_donated(call, traced)
         device = self._share_link(call.devices)
 
         def estimate(budget: Budget) -> Plan:
@@ -396,7 +404,7 @@ class Jitted:
         options = (dict(setting.options) if setting else {}) | self._given
         is_hosted = made is not None and made.host_argument_nbytes > 0
         keywords: dict[str, Any] = self._kwargs | ({"keep_unused": True} if is_hosted else {})
-        overlapped = self._overlapped(call.devices, setting)
+        overlapped = self._overlapped(call.devices, setting, made if is_hosted else None)
         jitted = _jax_jit(overlapped, compiler_options=options or None, **keywords)
         return Hosted.of(jitted, made.given.jaxpr, made.signature[1]) if made and is_hosted else jitted
 
@@ -404,7 +412,11 @@ class Jitted:
         """Lowers the program of a setting for a call."""
         return self._find_instance(call, setting).lower(*call.args, **call.kwargs)
 
-    def _overlapped(self, devices: int, setting: Setting | None) -> Callable[..., Any]:
+    def _overlapped(
+        self, devices: int, setting: Setting | None, hosted: Traced | None = None
+    ) -> Callable[..., Any]:
+        """The function that `jax.jit` traces. JAX traces a step with state on the host, `hosted`, anew."""
+
         @functools.wraps(self._fun)
         def overlapped(*args, **kwargs):
             leaves, tree = jax.tree.flatten((args, kwargs))
@@ -419,7 +431,7 @@ class Jitted:
                 return watch.call(self._fun, positional, named)
 
             signature = tree, tuple(traced), tuple(compat.on_device(jax.typeof(leaves[i])) for i in traced)
-            made: Traced | None = getattr(self._probed, "traced", None)
+            made: Traced | None = hosted or getattr(self._probed, "traced", None)
             if made is None or made.signature != signature:
                 with watch:
                     closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(

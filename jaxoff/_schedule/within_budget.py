@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoff._budget.fit import BudgetError, Tried, find_fitting
@@ -12,7 +12,9 @@ from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import find_with_state
 from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._report.tables import format_nbytes
 from jaxoff._schedule.call import Call
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.settings import Setting
@@ -24,12 +26,11 @@ type _Made = tuple[Setting, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """The step as the user wrote it: its setting, device memory, program and donated arguments."""
+    """The step as the user wrote it: its setting, device memory and program."""
 
     setting: Setting
     nbytes: float
     program: ClosedJaxpr
-    donated: list[bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,8 @@ def find_within(
     budget: Budget,
     compile_program: Callable[..., tuple[float, _Made]],
     compile_written: Callable[[], Written],
+    paths: Sequence[str],
+    find_donated: Callable[[], list[bool]],
 ) -> Within:
     """Finds the step within a budget.
 
@@ -63,6 +66,8 @@ def find_within(
       compile_program: (program, whether to take the recipe of the least memory) -> bytes on the device, and
         the compiled program's setting and function.
       compile_written: compiles the step as the user wrote it.
+      paths: the name of each argument.
+      find_donated: for each argument, whether the program may reuse its memory.
 
     Raises:
       BudgetError: if no program fits.
@@ -77,19 +82,23 @@ def find_within(
                 raise
             return search(functools.partial(compile_program, smallest=True))
 
-    state = None
+    arguments = compat.nbytes_of(twin.jaxpr.invars)
     try:
-        found = find(twin, budget)
+        if call.devices == 1 and arguments > budget.device_nbytes:
+            raise BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", arguments)
+        return _make_within(find(twin, budget), budget, device)
     except BudgetError as error:
-        written = compile_written()
-        if written.nbytes <= budget.device_nbytes:
+        written = compile_written() if arguments <= call.devices * budget.device_nbytes else None
+        if written is not None and written.nbytes <= budget.device_nbytes:
             sizes = written.nbytes, peak_host_nbytes(written.program)
             return Within(written.setting, make_plan_as_written(traced.given, sizes, budget, device, None))
         if call.devices > 1 or call.has_shardings:
             raise
-        paths = call.list_paths()
-        names = [paths[i] for i in traced.signature[1]]
-        found, state = find_with_state(twin, written.donated, names, device, budget, error, find)
+        found, state = find_with_state(twin, find_donated(), paths, device, budget, error, find)
+        within = _make_within(found, budget, device)
+        return dataclasses.replace(within, plan=state.add_to(within.plan))
+
+
+def _make_within(found: Tried[_Made], budget: Budget, device: Device) -> Within:
     setting, instance = found.program
-    plan = found.make_plan(budget, device, None)
-    return Within(setting, plan if state is None else state.add_to(plan), instance)
+    return Within(setting, found.make_plan(budget, device, None), instance)
