@@ -91,6 +91,7 @@ def choose_options(
     loops: int = 0,
     scanned: int = 0,
     flat: bool = False,
+    streamed: bool = False,
     jaxlib: str,
     disabled: str = "",
 ) -> tuple[tuple[str, Any], ...]:
@@ -104,16 +105,18 @@ def choose_options(
       loops: the number of loops written out.
       scanned: the number of loops with offloaded residuals.
       flat: whether residuals are offloaded outside of loops.
+      streamed: whether arguments in host memory are updated in a loop.
       jaxlib: its version.
       disabled: passes left out of all programs of the process, with commas between.
     """
+    outside = COPIES_OUTSIDE_GRAPHS if streamed else ()
     if not (loops or scanned or flat):
-        return ()
+        return outside
     passes = [*filter(None, disabled.split(",")), _REMATERIALIZATION]
     if (loops or scanned) and parse_release(jaxlib) >= (0, 12):
         passes.append(_TUPLES)
     graphs = _CONCURRENT + _ONE_GRAPH if concurrent else COPIES_OUTSIDE_GRAPHS
-    return (*(graphs if scanned else ()), (DISABLED_PASSES, ",".join(passes)))
+    return (*(graphs if scanned else outside), (DISABLED_PASSES, ",".join(passes)))
 
 
 def find_harmful_options(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterator[str]:

@@ -34,6 +34,7 @@ class Rewritten:
       scanned: number of loops with offloaded residuals.
       flat: whether the program offloads residuals outside of loops.
       spare_nbytes: bytes of host memory for the spare rows of host stacks, which the given program lacks.
+      streamed: whether arguments in host memory are updated in a loop.
     """
 
     jaxpr: ClosedJaxpr
@@ -41,6 +42,7 @@ class Rewritten:
     scanned: int
     flat: bool
     spare_nbytes: int
+    streamed: bool = False
 
 
 def rewrite(
@@ -73,7 +75,12 @@ def rewrite(
     if flat and not compat.has_side_effects(jaxpr):
         jaxpr = rewriter.order_flat(jaxpr)
     return Rewritten(
-        closed.replace(jaxpr=jaxpr), rewriter.written_out, rewriter.scanned, flat, rewriter.spare_nbytes
+        closed.replace(jaxpr=jaxpr),
+        rewriter.written_out,
+        rewriter.scanned,
+        flat,
+        rewriter.spare_nbytes,
+        streamed=any(compat.is_host(v.aval) for v in closed.jaxpr.invars),
     )
 
 

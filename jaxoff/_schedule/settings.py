@@ -75,12 +75,13 @@ def _choose_options(recipe: Recipe, program: Rewritten, disabled: str) -> Option
     if recipe is Recipe.SAVED:
         return ()
     if recipe is Recipe.STOCK:
-        return flags.COPIES_OUTSIDE_GRAPHS if program.scanned else ()
+        return flags.COPIES_OUTSIDE_GRAPHS if program.scanned or program.streamed else ()
     return flags.choose_options(
         concurrent=recipe is Recipe.CONCURRENT,
         loops=program.loops,
         scanned=program.scanned,
         flat=program.flat,
+        streamed=program.streamed,
         jaxlib=JAXLIB,
         disabled=disabled,
     )

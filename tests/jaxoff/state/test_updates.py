@@ -1,0 +1,169 @@
+"""State found in train steps of several optimizers, and updated in blocks from host memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from jaxoff._jaxpr import compat
+from jaxoff._state import updates
+from jaxoff._state.stream import Blocks, inline, list_streamable, plan_loops, stream_updates
+from jaxoff._state.updates import find_updates
+
+
+@pytest.fixture(autouse=True)
+def _small_arrays_may_rest(monkeypatch):
+    monkeypatch.setattr(updates, "LEAST_NBYTES", 1 << 10)
+
+
+def initialize():
+    key = jax.random.key(0)
+    return {
+        "w": jax.random.normal(key, (4, 16, 16)),
+        "e": jax.random.normal(key, (64, 16)),
+        "b": jnp.zeros(16),
+    }
+
+
+def loss(params, x):
+    h, _ = lax.scan(jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w), None)), params["e"][x], params["w"])
+    return (h @ params["e"].T + params["b"].sum()).var()
+
+
+def make_step(optimizer, cast=lambda params: params):
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(lambda params: loss(cast(params), x))(params)
+        changes, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, changes), state, value
+
+    params = initialize()
+    return step, (params, optimizer.init(params), jnp.arange(8))
+
+
+def find(step, args, donated=(0, 1)):
+    """The inlined program, its updates, and the paths of the arguments that may rest."""
+    closed = inline(jax.make_jaxpr(step)(*args))
+    may = [i in donated for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    found = list_streamable(find_updates(closed.jaxpr, may))
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(args)
+    ]
+    names = dict(zip(closed.jaxpr.invars, paths, strict=True))
+    return closed, found, sorted(names[state] for update in found for state, _ in update.states)
+
+
+MOMENTS = ["1/0/mu/e", "1/0/mu/w", "1/0/nu/e", "1/0/nu/w"]
+SCHEDULE = optax.cosine_decay_schedule(1e-3, 100)
+OPTIMIZERS = {
+    "adamw": (optax.adamw(1e-3), MOMENTS),
+    "bfloat16 moments": (optax.adamw(1e-3, mu_dtype=jnp.bfloat16), MOMENTS),
+    "clipped by global norm": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE)),
+        [f"1/1{path[1:]}" for path in MOMENTS],
+    ),
+    "decay of matrices": (optax.adamw(SCHEDULE, mask={"w": True, "e": False, "b": False}), MOMENTS),
+    "momentum": (optax.sgd(1e-2, momentum=0.9), ["1/0/trace/e", "1/0/trace/w"]),
+    "lion": (optax.lion(1e-3), ["1/0/mu/e", "1/0/mu/w"]),
+    "rmsprop": (optax.rmsprop(1e-3), ["1/0/nu/e", "1/0/nu/w"]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_found_and_its_update_in_blocks_is_the_same(name):
+    optimizer, expected = OPTIMIZERS[name]
+    step, args = make_step(optimizer)
+    closed, found, paths = find(step, args)
+    assert paths == expected
+    streamed = stream_updates(closed, found)
+    on_host = [compat.is_host(v.aval) for v in streamed.jaxpr.invars]
+    assert sum(on_host) == len(paths)
+    assert sum(compat.is_host(v.aval) for v in streamed.jaxpr.outvars) == len(paths)
+    leaves = jax.tree.leaves(args)
+    sharding = leaves[0].sharding.with_memory_kind("pinned_host")
+    given = [jax.device_put(x, sharding) if host else x for x, host in zip(leaves, on_host, strict=True)]
+    run, plain = (jax.jit(compat.jaxpr_as_fun(program)) for program in (streamed, closed))
+    for _ in range(3):
+        results, others = run(*given), plain(*leaves)
+        for ours, theirs in zip(results, others, strict=True):
+            # The CPU's compiler contracts products and sums by the shapes of its loops.
+            np.testing.assert_allclose(
+                *(np.asarray(x, "float32") for x in (ours, theirs)), rtol=1e-5, atol=1e-7
+            )
+        given = [*results[: len(given) - 1], given[-1]]
+        leaves = [*others[: len(leaves) - 1], leaves[-1]]
+    assert [x.sharding.memory_kind == "pinned_host" for x in given] == on_host
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.lamb(1e-3),
+        optax.adafactor(1e-3),
+        optax.apply_if_finite(optax.adamw(1e-3), 3),
+        optax.MultiSteps(optax.adamw(1e-3), 2),
+    ],
+    ids=["norm of the update", "factored", "condition", "every second step"],
+)
+def test_state_whose_update_is_not_elementwise_stays(optimizer):
+    step, args = make_step(optimizer)
+    assert find(step, args)[2] == []
+
+
+def test_masters_of_weights_in_bfloat16_are_state():
+    optimizer = optax.adamw(1e-3)
+
+    def step(weights, masters, state, x):
+        value, grads = jax.value_and_grad(loss)(weights, x)
+        changes, state = optimizer.update(jax.tree.map(lambda g: g.astype("float32"), grads), state, masters)
+        masters = optax.apply_updates(masters, changes)
+        return jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters), masters, state, value
+
+    masters = initialize()
+    weights = jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters)
+    args = weights, masters, optimizer.init(masters), jnp.arange(8)
+    _, found, paths = find(step, args, donated=(0, 1, 2))
+    assert paths == ["1/e", "1/w", *(f"2{path[1:]}" for path in MOMENTS)]
+    assert all(len(update.outs) == 4 for update in found)  # the weights, too
+
+
+def test_what_is_not_donated_or_read_elsewhere_stays():
+    step, args = make_step(optax.adamw(1e-3))
+    assert find(step, args, donated=(0,))[2] == []
+
+    def observed(params, state, x):
+        params, state, value = step(params, state, x)
+        return params, state, value + jnp.linalg.norm(state[0].mu["w"])
+
+    assert find(observed, args)[2] == ["1/0/mu/e", "1/0/nu/e", "1/0/nu/w"]
+
+    def returned_twice(params, state, x):
+        params, state, value = step(params, state, x)
+        return params, state, value, state[0].nu["w"]
+
+    assert find(returned_twice, args)[2] == ["1/0/mu/e", "1/0/nu/e"]
+
+
+@given(shape=st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple), count=st.integers(2, 24))
+@settings(max_examples=60, deadline=None)
+def test_blocks_are_disjoint_and_whole(shape, count):
+    blocks = Blocks.of(shape, count)
+    if blocks is None:
+        return
+    x = np.arange(np.prod(shape), dtype="int32").reshape(shape)
+    read = np.concatenate([np.asarray(blocks.read(x, i)).ravel() for i in range(count)])
+    np.testing.assert_array_equal(read, x.ravel())  # neighbouring elements, in order
+    written = jnp.zeros(shape, "int32")
+    for i in range(count):
+        written = blocks.write(written, blocks.read(x, i), i)
+    np.testing.assert_array_equal(written, x)
+
+
+def test_arrays_of_several_shapes_share_a_loop_where_one_number_of_blocks_divides_them():
+    step, args = make_step(optax.adamw(1e-3))
+    _, found, _ = find(step, args)
+    (loop,) = plan_loops(found)
+    assert {update.shape for update, _ in loop.updates} == {(4, 16, 16), (64, 16)}
