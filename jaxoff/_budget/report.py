@@ -67,6 +67,8 @@ class Plan:
       values: a row for each kept value, and for each recomputed product and the like.
       in_parts: values that exist one part at a time, such as the logits of a head.
       step: the step, to be called or lowered.
+      in_shardings: a pytree like the step's positional arguments: the sharding of each array, with the memory
+        where it rests between steps. None for an estimate.
     """
 
     device_bytes: float
@@ -79,6 +81,7 @@ class Plan:
     values: tuple[PlacedValue, ...]
     in_parts: tuple[str, ...] = ()
     step: Any = dataclasses.field(default=None, repr=False, compare=False)
+    in_shardings: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def policy(self) -> Policy | None:
@@ -104,12 +107,13 @@ class Plan:
         return (v for v in self.values if v.nbytes >= least)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields but for the step, as JSON-ready values."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "step"}
+        """The fields but for the step and its shardings, as JSON-ready values."""
+        left_out = ("step", "in_shardings")
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
         return fields | {"values": [dataclasses.asdict(v) for v in self.values]}
 
     def to_json(self) -> str:
-        """The fields but for the step, as text."""
+        """`to_dict` as text."""
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:

@@ -45,52 +45,73 @@ class HostedState:
         )
 
 
-def find_with_state[P](
-    closed: ClosedJaxpr,
-    donated: Sequence[bool],
-    paths: Sequence[str],
-    device: Device,
-    budget: Budget,
-    error: BudgetError,
-    find: Callable[[ClosedJaxpr, Budget], Tried[P]],
-) -> tuple[Tried[P], HostedState]:
-    """Finds a program within a budget with as little state on the host as needed, else with all of it.
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The state of a step that may rest on the host.
 
-    Args:
-      closed: a program for one device.
-      donated: for each argument, whether the program may reuse its memory.
-      paths: the name of each argument.
-      device: rates of the device.
-      budget: the memory of the device and its host.
-      error: of the search with all state on the device.
-      find: searches for a program within a budget.
-
-    Raises:
-      BudgetError: if no program fits, or if there is no state that may rest on the host.
+    Attributes:
+      closed: the step, for one device, its calls inlined.
+      updates: the updates of the state.
     """
-    closed = inline(closed)
-    updates = list_streamable(find_updates(closed.jaxpr, donated))
-    if not updates:
+
+    closed: ClosedJaxpr
+    updates: tuple[Update, ...]
+
+    @staticmethod
+    def find(closed: ClosedJaxpr, donated: Sequence[bool]) -> State:
+        """Finds the state of a step; `donated`: for each argument, whether its memory may be reused."""
+        closed = inline(closed)
+        return State(closed, tuple(list_streamable(find_updates(closed.jaxpr, donated))))
+
+    def search[P](
+        self,
+        paths: Sequence[str],
+        device: Device,
+        budget: Budget,
+        error: BudgetError,
+        find: Callable[[ClosedJaxpr, Budget], Tried[P]],
+    ) -> tuple[Tried[P], HostedState]:
+        """Finds a program within a budget with as little state on the host as needed, else with all of it.
+
+        Args:
+          paths: the name of each argument.
+          device: rates of the device.
+          budget: the memory of the device and its host.
+          error: of the search with all state on the device.
+          find: searches for a program within a budget.
+
+        Raises:
+          BudgetError: if no program fits, or if there is no state that may rest on the host.
+        """
+        if not self.updates:
+            text = (
+                "No donated argument is state that may rest on the host: read by an elementwise update "
+                "alone, which replaces it."
+            )
+            raise BudgetError(f"{error} {text}", error.smallest_bytes)
+        missing = math.inf
+        if error.smallest_bytes is not None:
+            missing = (1 + _SPARE) * (error.smallest_bytes - budget.device_nbytes)
+        some = _choose(self.updates, missing)
+        for chosen in [some, self.updates] if len(some) < len(self.updates) else [self.updates]:
+            nbytes = sum(update.nbytes for update in chosen)
+            left = None if budget.host_nbytes is None else budget.host_nbytes - nbytes
+            if left is not None and left < 0:
+                rest = f"{format_nbytes(nbytes)} of state would rest on the host, beyond host_bytes."
+                error = BudgetError(f"{error} {rest}", error.smallest_bytes)
+                break
+            program = stream_updates(self.closed, chosen)
+            try:
+                found = find(program, dataclasses.replace(budget, host_nbytes=left))
+            except BudgetError as latest:
+                rest = f"{format_nbytes(nbytes)} of state rest on the host."
+                error = BudgetError(f"{latest} {rest}", latest.smallest_bytes)
+            else:
+                names = dict(zip(self.closed.jaxpr.invars, paths, strict=True))
+                states = [state for update in chosen for state, _ in update.states]
+                values = tuple(_describe(state, names[state]) for state in states)
+                return found, HostedState(values, _estimate_ms(nbytes, device))
         raise error
-    missing = math.inf
-    if error.smallest_bytes is not None:
-        missing = (1 + _SPARE) * (error.smallest_bytes - budget.device_nbytes)
-    some = _choose(updates, missing)
-    for chosen in [some, updates] if len(some) < len(updates) else [updates]:
-        nbytes = sum(update.nbytes for update in chosen)
-        left = None if budget.host_nbytes is None else budget.host_nbytes - nbytes
-        if left is not None and left < 0:
-            continue
-        try:
-            found = find(stream_updates(closed, chosen), dataclasses.replace(budget, host_nbytes=left))
-        except BudgetError as latest:
-            error = _add_state(latest, nbytes)
-        else:
-            names = dict(zip(closed.jaxpr.invars, paths, strict=True))
-            states = [state for update in chosen for state, _ in update.states]
-            values = tuple(_describe(state, names[state]) for state in states)
-            return found, HostedState(values, _estimate_ms(nbytes, device))
-    raise error
 
 
 def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:
@@ -113,7 +134,3 @@ def _estimate_ms(nbytes: int, device: Device) -> float:
 def _describe(state: Var, path: str) -> PlacedValue:
     shape = f"{compat.struct_of(state.aval).dtype}{list(compat.shape_of(state.aval))}"
     return PlacedValue(path, shape, 1, compat.nbytes(state.aval), "offload", "state, updated in blocks")
-
-
-def _add_state(error: BudgetError, nbytes: int) -> BudgetError:
-    return BudgetError(f"{error} {format_nbytes(nbytes)} of state rest on the host.", error.smallest_bytes)

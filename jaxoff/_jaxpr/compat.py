@@ -84,11 +84,6 @@ def shape_of(aval: Any) -> tuple[int, ...]:
     return tuple(aval.shape)
 
 
-def dtype_of(aval: Any) -> Any:
-    """The dtype of an abstract array."""
-    return aval.dtype
-
-
 def nbytes(aval: Any) -> int:
     """Bytes of an abstract array."""
     return math.prod(aval.shape) * aval.dtype.itemsize

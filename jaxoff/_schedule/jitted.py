@@ -23,16 +23,13 @@ from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
-from jaxoff._runtime import flags
-from jaxoff._runtime.pinned_pool import refuse_small_pool
 from jaxoff._runtime.program_memory import program_nbytes_if_compiled
-from jaxoff._runtime.versions import refuse_wrong_jaxlib
 from jaxoff._schedule.call import Call, find_statics, list_donated
-from jaxoff._schedule.host_memory import peak_host_nbytes
+from jaxoff._schedule.guards import refuse_what_fails
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
 from jaxoff._schedule.rewrite import Rewritten, rewrite
-from jaxoff._schedule.settings import JAXLIB, Setting, add_without_graphs, list_settings
+from jaxoff._schedule.settings import Setting, add_without_graphs, list_settings
 from jaxoff._schedule.sharding_marks import find_loop_shardings
 from jaxoff._schedule.traced import Traced
 from jaxoff._schedule.tuning import (
@@ -46,7 +43,7 @@ from jaxoff._schedule.tuning import (
     write_decision,
 )
 from jaxoff._schedule.within_budget import Written, find_within
-from jaxoff._state.hosted import Hosted, describe_on_device, has_host_arrays
+from jaxoff._state.hosted import Hosted, describe_on_device, has_host_arrays, list_shardings, move_to
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
 
@@ -64,12 +61,6 @@ class _ProbedError(Exception):
 
     def __init__(self, *found: Any):
         self.found = found
-
-
-def _move_to(aval: Any, x: Any) -> Any:
-    """An argument in the memory in which a program takes it: that of a described device is not told."""
-    moves = compat.is_host(aval) and not compat.is_host(jax.typeof(x))
-    return jax.device_put(x, jax.memory.Space.Host) if moves else x
 
 
 class Jitted:
@@ -295,7 +286,9 @@ class Jitted:
         within = find_within(
             twin, call, traced, device, budget, compile_program, compile_written, names, find_donated
         )
-        self.plan = dataclasses.replace(within.plan, step=self)
+        on_host = within.instance.on_host if isinstance(within.instance, Hosted) else ()
+        shardings = list_shardings(call.args, on_host)
+        self.plan = dataclasses.replace(within.plan, step=self, in_shardings=shardings)
         if within.instance is not None:
             self._instances[call.key, within.setting] = within.instance
         return within.setting
@@ -445,26 +438,10 @@ class Jitted:
                 made = Traced(signature, closed, shapes, program)
             if setting is None:
                 raise AssertionError("a probe has no program to take over")
-            self._check(made.given, made.program)
+            refuse_what_fails(made.given, made.program, self._given)
             program = made.follow(setting.recipe)
-            operands = [
-                _move_to(v.aval, leaves[i]) for v, i in zip(program.jaxpr.invars, traced, strict=True)
-            ]
+            operands = [move_to(v.aval, leaves[i]) for v, i in zip(program.jaxpr.invars, traced, strict=True)]
             results = compat.jaxpr_as_fun(program)(*operands)
             return jax.tree.unflatten(jax.tree.structure(made.shapes), results)
 
         return overlapped
-
-    def _check(self, given: compat.ClosedJaxpr, program: Rewritten) -> None:
-        platform = jax.default_backend()
-        # A process has one pool for its devices; whole arrays are spread over those of all processes.
-        nbytes = (
-            (peak_host_nbytes(given) + program.spare_nbytes) * jax.local_device_count() // jax.device_count()
-        )
-        refuse_small_pool(nbytes, os.environ, platform)
-        if not (program.scanned or program.flat):
-            return
-        refuse_wrong_jaxlib(JAXLIB, platform)
-        level = jax.config.jax_optimization_level
-        for text in flags.find_harmful_options(self._given, scanned=bool(program.scanned), level=level):
-            warnings.warn(text, stacklevel=2)

@@ -10,7 +10,7 @@ from typing import Any
 from jaxoff._budget.fit import BudgetError, Tried, find_fitting
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan, make_plan_as_written
-from jaxoff._budget.state import find_with_state
+from jaxoff._budget.state import State
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
@@ -83,20 +83,25 @@ def find_within(
             return search(functools.partial(compile_program, smallest=True))
 
     arguments = compat.nbytes_of(twin.jaxpr.invars)
+    is_single = call.devices == 1 and not call.has_shardings
+    find_state = functools.cache(lambda: State.find(twin, find_donated()))
     try:
-        if call.devices == 1 and arguments > budget.device_nbytes:
+        if is_single and arguments > budget.device_nbytes and find_state().updates:
             raise BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", arguments)
         return _make_within(find(twin, budget), budget, device)
     except BudgetError as error:
-        written = compile_written() if arguments <= call.devices * budget.device_nbytes else None
-        if written is not None and written.nbytes <= budget.device_nbytes:
-            sizes = written.nbytes, peak_host_nbytes(written.program)
-            return Within(written.setting, make_plan_as_written(traced.given, sizes, budget, device, None))
-        if call.devices > 1 or call.has_shardings:
+        if arguments <= call.devices * budget.device_nbytes:
+            written = compile_written()
+            if written.nbytes <= budget.device_nbytes:
+                sizes = written.nbytes, peak_host_nbytes(written.program)
+                return Within(
+                    written.setting, make_plan_as_written(traced.given, sizes, budget, device, None)
+                )
+        if not is_single:
             raise
-        found, state = find_with_state(twin, find_donated(), paths, device, budget, error, find)
+        found, hosted = find_state().search(paths, device, budget, error, find)
         within = _make_within(found, budget, device)
-        return dataclasses.replace(within, plan=state.add_to(within.plan))
+        return dataclasses.replace(within, plan=hosted.add_to(within.plan))
 
 
 def _make_within(found: Tried[_Made], budget: Budget, device: Device) -> Within:

@@ -7,13 +7,16 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
-from jax.extend.mlir import ir
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr
+from jaxoff._jaxpr.lowered import HOST, mark_host_memory
 
-HOST = "pinned_host"
-_KIND = "mhlo.memory_kind"
+
+def move_to(aval: Any, x: Any) -> Any:
+    """An argument in the memory of a program's variable: that of a described device is not told."""
+    moves = compat.is_host(aval) and not compat.is_host(jax.typeof(x))
+    return jax.device_put(x, jax.memory.Space.Host) if moves else x
 
 
 def has_host_arrays(tree: Any) -> bool:
@@ -70,7 +73,7 @@ class Hosted:
         args, kwargs = _as_structs(args, kwargs)
         lowered = self._apply(self.jitted.lower, args, kwargs)
         places = {k for k, i in enumerate(self.arguments) if i in self.on_host}
-        _mark(lowered, places, len(self.arguments), self.results)
+        mark_host_memory(lowered, places, len(self.arguments), self.results)
         return lowered
 
     def clear_cache(self) -> None:
@@ -88,9 +91,21 @@ class Hosted:
         return fun(*args, **kwargs)
 
 
-def put_state(tree: Any, like: Any) -> Any:
-    """Puts the arrays of a pytree into the memories of the arrays of another, and frees those it moves."""
-    return jax.tree.map(lambda x, y: _put(x, to_host=_is_on_host(y)), tree, like)
+def list_shardings(args: tuple[Any, ...], on_host: Collection[int]) -> tuple[Any, ...]:
+    """The shardings of arguments, with their memories: a pytree like the arguments.
+
+    Args:
+      args: the arguments; those without a sharding get that of one device.
+      on_host: positions of those in host memory, among their leaves.
+    """
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def describe(i: int, leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None) or single
+        return sharding.with_memory_kind(HOST) if i in on_host else sharding
+
+    leaves, tree = jax.tree.flatten(args)
+    return jax.tree.unflatten(tree, [describe(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 def _put(leaf: Any, *, to_host: bool) -> Any:
@@ -125,29 +140,3 @@ def _as_structs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
 
     return jax.tree.map(describe, (args, kwargs))
-
-
-def _mark(
-    lowered: jax.stages.Lowered, arguments: Collection[int], count: int, results: Collection[int]
-) -> None:
-    """Marks arguments and results in host memory in a lowered program.
-
-    JAX does so for arrays of a device that is there; the shardings of a described device have no memory kind.
-
-    Args:
-      lowered: a program that keeps its unused arguments.
-      arguments: positions of arguments in host memory.
-      count: the number of arguments; the program may have constants before them.
-      results: positions of results in host memory.
-    """
-    module: Any = lowered.compiler_ir("stablehlo")
-    (main,) = (op for op in module.body.operations if op.attributes["sym_name"].value == "main")
-    with module.context:
-        constants = len(main.attributes["arg_attrs"]) - count
-        for name, places, shift in (("arg_attrs", arguments, constants), ("res_attrs", results, 0)):
-            marked = []
-            for i, given in enumerate(main.attributes[name]):
-                kind = ir.StringAttr.get(HOST if i - shift in places else "device")
-                attributes: Any = {item.name: item.attr for item in given} | {_KIND: kind}
-                marked.append(ir.DictAttr.get(attributes))
-            main.attributes[name] = ir.ArrayAttr.get(marked)

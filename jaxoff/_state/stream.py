@@ -21,7 +21,7 @@ from jaxoff._state.updates import Update
 # Bytes of all states of a loop in a block. Several blocks are on the device at a time; smaller ones make
 # copies too short for the link's full rate.
 _BLOCK_NBYTES = 192 << 20
-_MOST_BLOCKS = 512
+_FEWEST_BLOCKS, _MOST_BLOCKS = 16, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def plan_loops(updates: Iterable[Update]) -> list[UpdateLoop]:
     """Divides updates among loops: as few loops as the shapes allow, with blocks of some `_BLOCK_NBYTES`."""
     left, loops = list(updates), []
     while left:
-        wanted = max(2, min(_MOST_BLOCKS, sum(u.nbytes for u in left) // _BLOCK_NBYTES))
+        wanted = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, sum(u.nbytes for u in left) // _BLOCK_NBYTES))
 
         count = max(range(2, _MOST_BLOCKS + 1), key=functools.partial(_rank, left, wanted))
         found = [(u, blocks) for u in left if (blocks := Blocks.of(u.shape, count))]
@@ -213,7 +213,8 @@ def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
     empty = [
         [jnp.zeros(b.shape, x.dtype) for x in arrays.states] for b, arrays in zip(blocks, given, strict=True)
     ]
-    # Loops of one iteration: to the scheduler, copies outside of loops would be those of residuals.
+    # Loops of one iteration: to the scheduler, copies outside of loops would be those of residuals. XLA
+    # dissolves the first, and reads the first block by a kernel, beside the forward pass.
     _, first = lax.while_loop(
         lambda state: state[0] < 1,
         lambda state: (state[0] + 1, fetch(stacks, state[0])),
@@ -233,7 +234,7 @@ def _make_stacks(update: Update, given: _Operands) -> list[Any]:
     """The arrays that hold the results of an update, in the order of `_list_outs`."""
     own = [*given.states, *given.replaced]
     others = _list_outs(update)[len(own) :]
-    return own + [jnp.zeros(update.shape, compat.dtype_of(v.aval)) for v in others]
+    return own + [jnp.zeros(update.shape, compat.struct_of(v.aval).dtype) for v in others]
 
 
 def _evaluate(update: Update, values: dict[Any, Any], shape: tuple[int, ...]) -> list[Any]:
@@ -241,7 +242,9 @@ def _evaluate(update: Update, values: dict[Any, Any], shape: tuple[int, ...]) ->
     for eqn in update.eqns:
         operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         if eqn.primitive.name == "broadcast_in_dim":
-            made = [jnp.broadcast_to(jnp.asarray(operands[0], compat.dtype_of(eqn.outvars[0].aval)), shape)]
+            made = [
+                jnp.broadcast_to(jnp.asarray(operands[0], compat.struct_of(eqn.outvars[0].aval).dtype), shape)
+            ]
         else:
             made = eqn.primitive.bind(*operands, **eqn.params)
             made = made if eqn.primitive.multiple_results else [made]

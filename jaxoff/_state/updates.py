@@ -208,7 +208,7 @@ def _match(
 
 def _have_one_type(a: Var, b: Var) -> bool:
     shapes_match = compat.shape_of(a.aval) == compat.shape_of(b.aval)
-    return shapes_match and compat.dtype_of(a.aval) == compat.dtype_of(b.aval)
+    return shapes_match and compat.struct_of(a.aval).dtype == compat.struct_of(b.aval).dtype
 
 
 def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:

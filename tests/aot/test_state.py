@@ -1,0 +1,50 @@
+"""State on the host in the program compiled for a GPU: copies by the link's engines, in place."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxoff
+
+pytestmark = pytest.mark.aot
+
+LAYERS, ROWS, WIDTH = 4, 1024, 2048
+MOMENTS_NBYTES = 2 * LAYERS * WIDTH * WIDTH * 4
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def step(state, x):
+    def loss(w):
+        layer = jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w.astype(h.dtype)), None))
+        return jax.lax.scan(layer, x, w)[0].astype(jnp.float32).var()
+
+    w, optimizer_state = state
+    value, grads = jax.value_and_grad(loss)(w)
+    changes, optimizer_state = OPTIMIZER.update(grads, optimizer_state, w)
+    return (optax.apply_updates(w, changes), optimizer_state), value
+
+
+def test_moments_rest_on_the_host_and_are_copied_in_place_by_dma():
+    w = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
+    args = (w, jax.eval_shape(OPTIMIZER.init, w)), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    target = jaxoff.target("h100")
+    budget = 1.4 * MOMENTS_NBYTES  # less than the state
+    within = jaxoff.jit(step, donate_argnums=0, device_bytes=budget)
+    compiled = target.compile(within, *args)
+    facts = jaxoff.verify(compiled, compiler_options=within.options)
+    assert facts.device_peak_bytes <= budget
+    assert within.plan.host_bytes == MOMENTS_NBYTES
+    memory = compiled.memory_analysis()
+    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == MOMENTS_NBYTES
+    assert memory.host_temp_size_in_bytes == 0  # nothing is copied within host memory
+    assert facts.d2h_bytes == facts.h2d_bytes == MOMENTS_NBYTES
+    in_loops = [copy for copy in facts.copies if copy.loop]
+    assert {copy.via for copy in in_loops} == {"dma"}
+    assert not any(copy.captured for copy in in_loops)  # in graphs they would run one after the other
+    # XLA dissolves the loop that reads the first of 16 blocks, and reads it by a kernel.
+    assert sum(copy.nbytes * copy.count for copy in in_loops) == (1 + 15 / 16) * MOMENTS_NBYTES
+    whole = rf"f32\[{LAYERS},{WIDTH},{WIDTH}\]\{{2,1,0:S\(5\)\}} copy"
+    assert not re.findall(whole, str(compiled.as_text()))

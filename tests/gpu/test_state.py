@@ -1,0 +1,85 @@
+"""State on the host on a GPU: the bits of the same program with its state on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxoff
+from jaxoff._jaxpr import compat
+from jaxoff._state.stream import inline, list_streamable, stream_updates
+from jaxoff._state.updates import find_updates
+
+pytestmark = pytest.mark.gpu
+
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+LAYERS, ROWS, WIDTH, VOCABULARY = 4, 512, 1024, 4096
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def initialize(key):
+    keys = jax.random.split(key)
+    params = {
+        "embed": 0.02 * jax.random.normal(keys[0], (VOCABULARY, WIDTH)),
+        "w": jax.random.normal(keys[1], (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5,
+    }
+    return params, OPTIMIZER.init(params)
+
+
+def step(state, tokens):
+    def loss(params):
+        layer = jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w.astype(h.dtype)), None))
+        x = params["embed"].astype(jnp.bfloat16)[tokens]
+        x, _ = jax.lax.scan(layer, x, params["w"])
+        logits = (x @ params["embed"].astype(jnp.bfloat16).T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1)).mean()
+
+    params, optimizer_state = state
+    value, grads = jax.value_and_grad(loss)(params)
+    changes, optimizer_state = OPTIMIZER.update(grads, optimizer_state, params)
+    return (optax.apply_updates(params, changes), optimizer_state), value
+
+
+def test_fifty_steps_have_the_bits_of_state_on_the_device():
+    state, tokens = jax.jit(initialize)(jax.random.key(0)), jnp.arange(ROWS) % 97
+    leaves = jax.tree.leaves((state, tokens))
+    closed = inline(jax.make_jaxpr(step)(state, tokens))
+    updates = list_streamable(find_updates(closed.jaxpr, [*[True] * (len(leaves) - 1), False]))
+    assert sum(len(update.states) for update in updates) == 4
+    streamed = stream_updates(closed, updates)
+
+    def run(program):
+        donated = tuple(range(len(leaves) - 1))
+        function = jax.jit(
+            compat.jaxpr_as_fun(program), donate_argnums=donated, compiler_options=DETERMINISTIC
+        )
+        on_host = [compat.is_host(v.aval) for v in program.jaxpr.invars]
+        values = jax.tree.leaves((jax.jit(initialize)(jax.random.key(0)), tokens))
+        host = values[0].sharding.with_memory_kind("pinned_host")
+        values = [jax.device_put(x, host) if rests else x for x, rests in zip(values, on_host, strict=True)]
+        losses = []
+        for _ in range(50):
+            *values[:-1], loss = function(*values)
+            losses.append(float(loss))
+        assert [x.sharding.memory_kind == "pinned_host" for x in values] == on_host
+        return losses, [np.asarray(x) for x in values]
+
+    (losses, values), (expected, others) = run(streamed), run(closed)
+    assert losses == expected
+    assert losses[-1] < losses[0]
+    for ours, theirs in zip(values, others, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_step_within_a_budget_keeps_its_moments_on_the_host():
+    state, tokens = jax.jit(initialize)(jax.random.key(0)), jnp.arange(ROWS) % 97
+    nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
+    within = jaxoff.jit(step, donate_argnums=0, device_bytes=nbytes)
+    plain, other = jax.jit(step), jax.jit(initialize)(jax.random.key(0))
+    for _ in range(4):
+        (other, expected), (state, value) = plain(other, tokens), within(state, tokens)
+        np.testing.assert_allclose(value, expected, rtol=2e-3)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state[1]) if x.ndim}
+    assert kinds == {"pinned_host"}
+    assert within.plan.peak_bytes <= nbytes

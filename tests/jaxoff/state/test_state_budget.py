@@ -1,0 +1,139 @@
+"""Steps within budgets that only state on the host meets."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxoff
+from jaxoff._jaxpr import compat
+from jaxoff._state import stream
+
+WIDTH = 512
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(stream, "_BLOCK_NBYTES", 1 << 18)
+
+
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def initialize(key):
+    params = {"w": jax.random.normal(key, (4, WIDTH, WIDTH)) / WIDTH, "b": jnp.zeros(WIDTH)}
+    return params, OPTIMIZER.init(params)
+
+
+def step(state, x):
+    def loss(params):
+        layer = jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w), None))
+        return (lax.scan(layer, x, params["w"])[0] + params["b"]).var()
+
+    params, optimizer_state = state
+    value, grads = jax.value_and_grad(loss)(params)
+    changes, optimizer_state = OPTIMIZER.update(grads, optimizer_state, params)
+    return (optax.apply_updates(params, changes), optimizer_state), value
+
+
+def make_arguments():
+    return jax.jit(initialize)(jax.random.key(0)), jnp.linspace(-1, 1, 64 * WIDTH).reshape(64, WIDTH)
+
+
+def jit_within(device_bytes, **options):
+    return jaxoff.jit(step, donate_argnums=0, device_bytes=device_bytes, **options)
+
+
+MOMENTS_NBYTES = 2 * 4 * WIDTH * WIDTH * 4
+
+
+@pytest.fixture(scope="module")
+def budget():
+    """Two thirds of the moments less than the state takes: no program meets it with all of them."""
+    state, _ = make_arguments()
+    return sum(x.nbytes for x in jax.tree.leaves(state)) + MOMENTS_NBYTES / 6
+
+
+def list_kinds(state):
+    return [(x.nbytes > 1 << 20, x.sharding.memory_kind) for x in jax.tree.leaves(state[1])]
+
+
+def test_state_rests_on_the_host_where_the_budget_asks_for_it(budget):
+    calls = []
+
+    def counted(state, x):
+        calls.append(1)
+        return step(state, x)
+
+    within = jaxoff.jit(counted, donate_argnums=0, device_bytes=budget)
+    plain, (state, x), (other, _) = jax.jit(step), make_arguments(), make_arguments()
+    given = jax.tree.leaves(state)
+    for _ in range(3):
+        (state, value), (other, expected) = within(state, x), plain(other, x)
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert len(calls) == 1
+    assert all(x.is_deleted() for x in given)  # donated, whichever memory they were in
+    assert set(list_kinds(state)) == {(True, "pinned_host"), (False, "device")}
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-4, atol=1e-7)
+    plan = within.plan
+    assert plan.host_bytes == MOMENTS_NBYTES
+    assert plan.peak_bytes <= budget
+    rows = {v.value: v for v in plan.values}
+    assert rows["state/1/0/mu/w"].placement == "offload"
+    assert rows["state/1/0/mu/w"].nbytes == MOMENTS_NBYTES / 2
+    assert "state/1/0/nu/w" in str(plan)
+
+
+def test_a_budget_for_all_of_the_state_leaves_it_on_the_device():
+    within, (state, x) = jit_within(1e9), make_arguments()
+    state, _ = within(state, x)
+    assert {kind for _, kind in list_kinds(state)} == {"device"}
+    assert within.plan.host_bytes == 0
+
+
+def test_a_step_takes_its_state_from_either_memory(budget):
+    within, (state, x) = jit_within(budget), make_arguments()
+    state, _ = within(state, x)
+    host = jax.tree.map(np.asarray, state)
+    plan, kinds = within.plan, list_kinds(state)
+    state, value = within(jax.tree.map(jnp.asarray, host), x)  # restored to the device
+    assert list_kinds(state) == kinds
+    restored = jax.device_put(host, plan.in_shardings[0])
+    assert list_kinds(restored) == kinds
+    _, again = within(restored, x)
+    assert value == again
+    assert within.plan is plan  # one plan for both
+    fresh = jit_within(budget)
+    _, first = fresh(jax.device_put(host, plan.in_shardings[0]), x)  # resumed in a process without a plan
+    assert first == value
+
+
+def test_a_state_is_made_where_the_plan_wants_it(budget):
+    structs = jax.eval_shape(initialize, jax.random.key(0)), make_arguments()[1]
+    within = jit_within(budget)
+    within.lower(*structs)
+    state = jax.jit(initialize, out_shardings=within.plan.in_shardings[0])(jax.random.key(0))
+    assert set(list_kinds(state)) == {(True, "pinned_host"), (False, "device")}
+    within(state, structs[1])
+
+
+def test_a_budget_of_host_memory_bounds_the_state(budget):
+    args = make_arguments()
+    with pytest.raises(jaxoff.BudgetError, match="MB of state would rest on the host"):
+        jit_within(budget, host_bytes=MOMENTS_NBYTES / 4).lower(*args)
+    jit_within(budget, host_bytes=2 * MOMENTS_NBYTES).lower(*args)
+
+
+def test_state_that_is_not_donated_stays_and_the_error_says_what_it_takes(budget):
+    with pytest.raises(jaxoff.BudgetError, match="No donated argument is state"):
+        jaxoff.jit(step, device_bytes=budget).lower(*make_arguments())
+
+
+def test_the_program_takes_and_returns_host_memory(budget):
+    within = jit_within(budget)
+    traced = within.trace(*make_arguments())
+    assert sum(compat.is_host(v.aval) for v in traced.jaxpr.jaxpr.outvars) == 2
+    assert within.lower(*make_arguments()).as_text().count('mhlo.memory_kind = "pinned_host"') >= 4
