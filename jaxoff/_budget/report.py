@@ -59,12 +59,13 @@ class Plan:
     Attributes:
       device_bytes: the budget of a device.
       peak_bytes: device memory of the step: compiled, or estimated.
-      host_bytes: bytes of offloaded values.
+      host_bytes: bytes of offloaded values, and of state on the host.
       step_ms: duration of a step, by the model of time.
       device: name of the profile behind `step_ms`.
       is_compiled: whether `peak_bytes` is the compiler's. An estimate keeps a fifth of the budget free.
       programs: the number of placements tried; 0 for the step as the user wrote it.
-      values: a row for each kept value, and for each recomputed product and the like.
+      values: a row for each array of state on the host, for each kept value, and for each recomputed product
+        and the like.
       in_parts: values that exist one part at a time, such as the logits of a head.
       step: the step, to be called or lowered.
       in_shardings: a pytree like the step's positional arguments: the sharding of each array, with the memory

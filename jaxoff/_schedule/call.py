@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,8 +58,8 @@ class Call:
         """Whether `jit` was given shardings of arguments or results."""
         return any(self.given.get(name) is not None for name in ("in_shardings", "out_shardings"))
 
-    def list_paths(self, fun: Callable[..., Any]) -> list[str]:
-        """The path of each leaf of `(args, kwargs)`, such as "state/params/w" in the argument `state`."""
+    def list_paths(self, fun: Callable[..., Any], positions: Sequence[int]) -> list[str]:
+        """The paths of leaves of `(args, kwargs)`, such as "state/params/w" in the argument `state`."""
         names = dict(enumerate(_list_parameters(fun)))
 
         def describe(path: tuple[Any, ...]) -> str:
@@ -69,7 +69,8 @@ class Call:
                 "/"
             )
 
-        return [describe(path) for path, _ in jax.tree.leaves_with_path((self.args, self.kwargs))]
+        paths = [path for path, _ in jax.tree.leaves_with_path((self.args, self.kwargs))]
+        return [describe(paths[i]) for i in positions]
 
     @functools.cached_property
     def is_on_gpu(self) -> bool:

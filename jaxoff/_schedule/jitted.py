@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxoff._budget.fit import find_estimated
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan
 from jaxoff._device.profile import Device
@@ -42,7 +41,7 @@ from jaxoff._schedule.tuning import (
     refuse_several_processes,
     write_decision,
 )
-from jaxoff._schedule.within_budget import Written, find_within
+from jaxoff._schedule.within_budget import Written, estimate_within, find_within
 from jaxoff._state.hosted import Hosted, describe_on_device, has_host_arrays, list_shardings, move_to
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
@@ -281,10 +280,12 @@ class Jitted:
             return Written(setting, nbytes, traced.follow(setting.recipe))
 
         device = self._share_link(call.devices)
-        paths, find_donated = call.list_paths(self._fun), functools.partial(self._find_donated, call, traced)
-        names = [paths[i] for i in traced.signature[1]]
+        paths, find_donated = (
+            call.list_paths(self._fun, traced.signature[1]),
+            functools.partial(self._find_donated, call, traced),
+        )
         within = find_within(
-            twin, call, traced, device, budget, compile_program, compile_written, names, find_donated
+            twin, call, traced, device, budget, compile_program, compile_written, paths, find_donated
         )
         on_host = within.instance.on_host if isinstance(within.instance, Hosted) else ()
         shardings = list_shardings(call.args, on_host)
@@ -305,12 +306,12 @@ class Jitted:
         with self._probe(call) as traced:
             twin = traced.take_twin()
             donated = self._find_donated(call, traced)
-        device = self._share_link(call.devices)
+        device, paths = self._share_link(call.devices), call.list_paths(self._fun, traced.signature[1])
 
         def estimate(budget: Budget) -> Plan:
             budget = budget.resolve((args, kwargs))
-            found = find_estimated(twin, device, budget, donated, devices=call.devices)
-            return found.make_plan(budget, device, self.within(budget), is_compiled=False)
+            plan = estimate_within(twin, call, device, budget, paths, donated)
+            return dataclasses.replace(plan, step=self.within(budget))
 
         return estimate
 

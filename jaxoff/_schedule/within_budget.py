@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._budget.fit import BudgetError, Tried, find_fitting
+from jaxoff._budget.fit import BudgetError, Tried, find_estimated, find_fitting
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
@@ -83,10 +83,9 @@ def find_within(
             return search(functools.partial(compile_program, smallest=True))
 
     arguments = compat.nbytes_of(twin.jaxpr.invars)
-    is_single = call.devices == 1 and not call.has_shardings
     find_state = functools.cache(lambda: State.find(twin, find_donated()))
     try:
-        if is_single and arguments > budget.device_nbytes and find_state().updates:
+        if _may_host_state(call) and arguments > budget.device_nbytes and find_state().updates:
             raise BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", arguments)
         return _make_within(find(twin, budget), budget, device)
     except BudgetError as error:
@@ -97,11 +96,41 @@ def find_within(
                 return Within(
                     written.setting, make_plan_as_written(traced.given, sizes, budget, device, None)
                 )
-        if not is_single:
+        if not _may_host_state(call):
             raise
         found, hosted = find_state().search(paths, device, budget, error, find)
         within = _make_within(found, budget, device)
         return dataclasses.replace(within, plan=hosted.add_to(within.plan))
+
+
+def estimate_within(
+    twin: ClosedJaxpr,
+    call: Call,
+    device: Device,
+    budget: Budget,
+    paths: Sequence[str],
+    donated: Sequence[bool],
+) -> Plan:
+    """The plan of a step within a budget by an estimate of memory; arguments as for `find_within`.
+
+    Raises:
+      BudgetError: if no program fits.
+    """
+
+    def find(closed: ClosedJaxpr, budget: Budget) -> Tried[None]:
+        return find_estimated(closed, device, budget, donated, devices=call.devices)
+
+    try:
+        return find(twin, budget).make_plan(budget, device, None, is_compiled=False)
+    except BudgetError as error:
+        if not _may_host_state(call):
+            raise
+        found, hosted = State.find(twin, donated).search(paths, device, budget, error, find)
+        return hosted.add_to(found.make_plan(budget, device, None, is_compiled=False))
+
+
+def _may_host_state(call: Call) -> bool:
+    return call.devices == 1 and not call.has_shardings
 
 
 def _make_within(found: Tried[_Made], budget: Budget, device: Device) -> Within:
