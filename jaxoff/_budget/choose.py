@@ -6,12 +6,16 @@ The model ranks, compilation judges: `jaxoff._budget.fit` compiles each choice, 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from jaxoff._budget.compression import BLOCK, can_compress, compressed_nbytes
 from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import JointGraph, Placements
+from jaxoff._budget.labels import label
 from jaxoff._device.kernel_time import step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -20,6 +24,7 @@ from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import VIEWS, is_compute, is_fused
 from jaxoff._jaxpr.tag import Tag
+from jaxoff._report.near_miss import near_miss
 
 # Values below this size are not offloaded: a copy has a latency of some 10 us.
 _LEAST_OFFLOADED_NBYTES = 1 << 20
@@ -33,6 +38,8 @@ _BUFFERS = 2
 _ORDERED_KERNEL_MS = 0.0095
 # Of values as fast to save, the smaller: added passes over a row for each saved value.
 _SAVING_SHARE = 0.02
+# Passes of memory over a value to compress it and to restore it: 1.5 of its bytes each.
+_COMPRESSING_PASSES = 3.0
 _MB = 1e6
 
 
@@ -48,6 +55,7 @@ class Costs:
       ready_ms: value to keep -> the compute of a forward iteration before and in the value's kernel.
       forward_ms, backward_ms: compute of an iteration, without repetitions.
       kernels: the number of kernels of an iteration, forward and backward.
+      compressible: value that may be kept in float8 -> its bytes there.
     """
 
     pair: JointGraph
@@ -58,10 +66,11 @@ class Costs:
     forward_ms: float
     backward_ms: float
     kernels: int
+    compressible: Mapping[Var, int] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def of(pair: JointGraph, device: Device) -> Costs:
-        """The costs at a device's rates."""
+    def of(pair: JointGraph, device: Device, compress: Sequence[str] = ()) -> Costs:
+        """The costs at a device's rates; `compress`: patterns of values that may be kept in float8."""
         pure = pair.pure
         outs = {v for v in pair.results if isinstance(v, Var)}
         graph = KernelGraph(pure, frozenset(outs | pair.needed))
@@ -95,7 +104,40 @@ class Costs:
             sum(forward),
             sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
             len(graph.kernels) + len(rest.kernels),
+            _find_compressible(pair, nbytes, compress) if pair.has_stacks else {},
         )
+
+
+def _find_compressible(pair: JointGraph, values: Iterable[Var], patterns: Sequence[str]) -> dict[Var, int]:
+    makers = map_makers(pair.eqns)
+    return {
+        v: compressed_nbytes(v.aval)
+        for v in values
+        if can_compress(v.aval)
+        and any(fnmatch.fnmatchcase(label(pair, v, makers.get(v)), pattern) for pattern in patterns)
+    }
+
+
+def refuse_unmatched(costs: Sequence[Costs], patterns: Sequence[str]) -> None:
+    """Raises for patterns of values to compress that match none.
+
+    Raises:
+      ValueError: for a pattern without a value of a loop that can be compressed.
+    """
+    found = {
+        label(cost.pair, v, map_makers(cost.pair.eqns).get(v))
+        for cost in costs
+        if cost.pair.has_stacks
+        for v in cost.nbytes
+        if can_compress(v.aval)
+    }
+    for pattern in patterns:
+        if not fnmatch.filter(found, pattern):
+            names = ", ".join(sorted(found)) or "none"
+            raise ValueError(
+                "compress lists values of loops over layers, floating-point with a last axis of whole blocks "
+                f"of {BLOCK}; {pattern!r} matches none of them ({names}).{near_miss(pattern, sorted(found))}"
+            )
 
 
 def _find_operands_of_kernels(eqns: Sequence[JaxprEqn]) -> set[Var]:
@@ -165,12 +207,14 @@ def choose_placements(
         return None
     placements = []
     for cost, variables_of in zip(costs, chosen, strict=True):
-        ways = [variables_of.get(v, (None, None)) for v in cost.pair.values]
-        saved, moved = (
-            tuple(p for p, pair in enumerate(ways) if (i := pair[way]) is not None and found[i] > 0.5)
-            for way in (0, 1)
-        )
-        placements.append(Placements(saved, moved))
+        taken = [
+            (p, way)
+            for p, v in enumerate(cost.pair.values)
+            for way in variables_of.get(v, ())
+            if found[way.variable] > 0.5
+        ]
+        saved, moved = (tuple(p for p, way in taken if way.offloads is moves) for moves in (False, True))
+        placements.append(Placements(saved, moved, frozenset(p for p, way in taken if way.compresses)))
     return placements, float(sum(factor * found[i] for i, factor in program.cost.items()))
 
 
@@ -178,10 +222,19 @@ def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> fl
     """Bytes of kept values on the device, by the count of `choose_placements`."""
     total = 0.0
     for cost, placed in zip(costs, placements, strict=True):
-        values = cost.pair.values
-        total += cost.pair.count * compat.nbytes_of(values[i] for i in placed.saved)
-        total += _BUFFERS * compat.nbytes_of(values[i] for i in placed.offloaded)
+        values, compressed = cost.pair.values, placed.compressed
+        for times, places in ((cost.pair.count, placed.saved), (_BUFFERS, placed.offloaded)):
+            for i in places:
+                total += times * (cost.compressible if i in compressed else cost.nbytes)[values[i]]
     return total
+
+
+class _Way(NamedTuple):
+    """A way to keep a value: its variable in the integer program, and where and how the value is kept."""
+
+    variable: int
+    offloads: bool
+    compresses: bool
 
 
 def _add_pair(
@@ -190,28 +243,37 @@ def _add_pair(
     device: Device,
     memory: list[tuple[int, float]],
     host: list[tuple[int, float]],
-) -> dict[Var, tuple[int, int | None]]:
+) -> dict[Var, list[_Way]]:
     """Adds the variables and constraints of a pair of loops.
 
     Returns:
-      value -> the variables for saving and for offloading the value (None: never offloaded).
+      value -> the ways to keep the value.
     """
     pair, length = costs.pair, costs.pair.count
-    kept: dict[Var, tuple[int, int | None]] = {}
+    kept: dict[Var, list[_Way]] = {}
     copies_out: list[tuple[int, float, float]] = []  # variable, time of the copy, earliest start
     copies_back: list[tuple[int, float]] = []
-    for v, nbytes in costs.nbytes.items():
-        save, move = program.add_variable(integer=True), None
-        memory.append((save, length * nbytes / _MB))
-        program.cost[save] += length * (costs.saving_ms[v] + _SAVING_SHARE * device.pass_ms(nbytes))
-        if nbytes >= _LEAST_OFFLOADED_NBYTES and not _is_marked(pair, v):
+    for v, whole in costs.nbytes.items():
+        ways_of = kept[v] = []
+        small = costs.compressible.get(v)
+        for nbytes, compresses in [(whole, False), *([] if small is None else [(small, True)])]:
+            pass_ms = device.pass_ms(nbytes)
+            # A value is read and its numbers are written, then read and written as the value.
+            added = _COMPRESSING_PASSES * device.pass_ms(whole) if compresses else 0.0
+            save = program.add_variable(integer=True)
+            ways_of.append(_Way(save, False, compresses))
+            memory.append((save, length * nbytes / _MB))
+            saving = costs.saving_ms[v] * nbytes / whole + _SAVING_SHARE * pass_ms
+            program.cost[save] += length * (saving + added)
+            if nbytes < _LEAST_OFFLOADED_NBYTES or _is_marked(pair, v):
+                continue
             move = program.add_variable(integer=True)
+            ways_of.append(_Way(move, True, compresses))
             memory.append((move, _BUFFERS * nbytes / _MB))
             host.append((move, length * nbytes / _MB))
             copies_out.append((move, device.d2h_ms(nbytes), costs.ready_ms[v]))
             copies_back.append((move, device.h2d_ms(nbytes)))
-            program.cost[move] += length * device.pass_ms(nbytes)
-        kept[v] = save, move
+            program.cost[move] += length * (pass_ms + added)
 
     repeated = [program.add_variable() for _ in pair.pure]
     maker = {v: i for i, eqn in enumerate(pair.pure) for v in eqn.outvars}
@@ -219,7 +281,7 @@ def _add_pair(
 
     def ways(v: Var) -> list[tuple[int, float]]:
         """The variables for ways to have a value in the backward loop, with the factor -1."""
-        keeping = [(i, -1.0) for i in kept.get(v, ()) if i is not None]
+        keeping = [(way.variable, -1.0) for way in kept.get(v, ())]
         return keeping + ([(repeated[maker[v]], -1.0)] if v in maker else [])
 
     for v in pair.needed - free.keys():

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
+from jaxoff._budget.choose import Costs, choose_placements, refuse_unmatched, saved_nbytes
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import ESTIMATE_MARGIN, estimate_nbytes
@@ -189,7 +189,8 @@ class _Search[P]:
             self._whole, _LARGE * self._budget.device_nbytes, is_divided=devices > 1
         )
         self._pairs = list_joint_graphs(self._whole)
-        self._costs = [Costs.of(pair, self._device) for pair in self._pairs]
+        self._costs = [Costs.of(pair, self._device, budget.compress) for pair in self._pairs]
+        refuse_unmatched(self._costs, budget.compress)
         self._step_ms = sum(c.pair.count * (c.forward_ms + c.backward_ms) for c in self._costs)
         fastest = choose_placements(self._costs, self._device, math.inf, _NO_COPIES)
         assert fastest is not None  # everything may be saved
@@ -300,7 +301,7 @@ def _join(device: Device, devices: int) -> Device:
 
 def _scale(budget: Budget, devices: int) -> Budget:
     host = None if budget.host_nbytes is None else devices * budget.host_nbytes
-    return Budget(devices * budget.device_nbytes, host)
+    return dataclasses.replace(budget, device_nbytes=devices * budget.device_nbytes, host_nbytes=host)
 
 
 def _correct(costs: Sequence[Costs], tried: Sequence[Tried[Any]], device_nbytes: float) -> float:

@@ -67,14 +67,20 @@ class Placements:
     Attributes:
       saved: on the device.
       offloaded: in pinned host memory.
+      compressed: those of both that are kept in float8.
     """
 
     saved: tuple[int, ...] = ()
     offloaded: tuple[int, ...] = ()
+    compressed: frozenset[int] = frozenset()
 
     def list_kept(self, graph: JointGraph) -> list[Var]:
         """The kept values of a layer, in the order of the placements."""
         return [graph.values[i] for i in self.saved + self.offloaded]
+
+    def list_compressed(self) -> list[bool]:
+        """Whether each kept value is compressed, in the order of the placements."""
+        return [i in self.compressed for i in self.saved + self.offloaded]
 
 
 def list_recomputed(graph: JointGraph, placements: Placements) -> list[JaxprEqn]:

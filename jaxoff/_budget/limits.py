@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,11 +15,14 @@ import jax
 class Budget:
     """The most memory of a step, on each device and for it on the host; None on the host for any.
 
+    `compress` has patterns of values that may be kept in float8, as the plan's table names them.
+
     An infinite `device_nbytes` stands for the limit of the device's allocator; see `resolve`.
     """
 
     device_nbytes: float
     host_nbytes: float | None = None
+    compress: tuple[str, ...] = ()
 
     def resolve(self, arguments: Any) -> Budget:
         """The budget of a call, in numbers.
@@ -50,18 +54,32 @@ class Budget:
         return dataclasses.replace(self, device_nbytes=stats["bytes_limit"] - others)
 
     @staticmethod
-    def of(device_bytes: float | str | None, host_bytes: float | str | None) -> Budget | None:
+    def of(
+        device_bytes: float | str | None,
+        host_bytes: float | str | None,
+        compress: Iterable[str] | None = None,
+    ) -> Budget | None:
         """The budget of a caller's arguments; None without a budget.
 
         Raises:
-          ValueError: for anything but a number of bytes, and for a budget of host memory alone.
+          ValueError: for anything but a number of bytes and a list of patterns, and for either without
+            `device_bytes`.
         """
         host = None if host_bytes is None else parse_nbytes(host_bytes, "host_bytes")
         if device_bytes is None:
-            if host is not None:
-                raise ValueError(f"host_bytes goes with device_bytes; got host_bytes={host_bytes!r} alone.")
+            for name, given in (("host_bytes", host_bytes), ("compress", compress)):
+                if given is not None:
+                    raise ValueError(f"{name} goes with device_bytes; got {name}={given!r} alone.")
             return None
-        return Budget(math.inf if device_bytes == "fit" else parse_nbytes(device_bytes, "device_bytes"), host)
+        device = math.inf if device_bytes == "fit" else parse_nbytes(device_bytes, "device_bytes")
+        return Budget(device, host, _parse_patterns(compress))
+
+
+def _parse_patterns(compress: Iterable[str] | None) -> tuple[str, ...]:
+    patterns = () if compress is None else compress if isinstance(compress, str) else tuple(compress)
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f'compress is a list of names or patterns, such as ["mlp.*"]; got {compress!r}.')
+    return patterns
 
 
 def parse_nbytes(value: float | str, name: str) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxoff._budget.compression import pack, unpack
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
 from jaxoff._budget.sequences import Sequenced, find_sequences
@@ -106,17 +107,23 @@ def _write_level(
 def _write_forward(
     pair: LoopPair, placements: Placements, operands: Sequence[Any], *, fills: bool
 ) -> tuple[list[JaxprEqn], list[Any]]:
-    """The forward loop: its results without the old residuals, then the stacks of kept values."""
+    """The forward loop: its results without the old residuals, then the stacks of kept values.
+
+    A compressed value has two stacks.
+    """
     layout = pair.layout
     outs = [v for i, v in enumerate(pair.body.outvars) if i not in pair.residuals]
     body = drop_dead(pair.body.replace(outvars=[*outs, *placements.list_kept(pair)]))
     run = compat.jaxpr_as_fun(ClosedJaxpr(body, ()))
-    count = len(placements.offloaded)
+    compressed, saved = placements.list_compressed(), len(placements.saved)
 
     def step(consts, carry, rows):
         values = run(*consts, *carry, *rows)
-        host = [jax.device_put(v, jax.memory.Space.Host) for v in values[len(values) - count :]]
-        values = [*values[: len(values) - count], *host]
+        kept = values[len(outs) :]
+        on_device = pack(kept[:saved], compressed[:saved])
+        moved = pack(kept[saved:], compressed[saved:])
+        host = [jax.device_put(v, jax.memory.Space.Host) for v in moved]
+        values = [*values[: len(outs)], *on_device, *host]
         return tuple(values[: layout.num_carry]), tuple(values[layout.num_carry :])
 
     first, row = layout.num_consts, layout.num_consts + layout.num_carry
@@ -147,7 +154,9 @@ def _write_backward(
     given = [v for v in pair.given if v not in carry]
     own_consts = [v for v in given if v in theirs.invars[: own.num_consts]]
     consts, rows = [*own_consts, *free_consts], [*(v for v in given if v not in own_consts), *free_rows]
+    flags = dict(zip(all_kept, placements.list_compressed(), strict=True))
     kept = [v for v in all_kept if v in read]
+    compressed, num_rows = [flags[v] for v in kept], len(rows)
 
     arguments = [*consts, *carry, *rows, *kept]
     run = compat.jaxpr_as_fun(
@@ -161,11 +170,13 @@ def _write_backward(
 
     def step(consts, carry, rows):
         arrived = [jax.device_put(v, jax.memory.Space.Device) if compat.is_host(v.aval) else v for v in rows]
-        values = run(*consts, *carry, *arrived)
+        restored = unpack(arrived[num_rows:], kept, compressed)
+        values = run(*consts, *carry, *arrived[:num_rows], *restored)
         return tuple(values[: own.num_carry]), tuple(values[own.num_carry :])
 
-    stack_of = dict(zip(all_kept, stacks, strict=True))
-    all_rows = [*(operand_of[v] for v in rows), *(stack_of[v] for v in kept)]
+    left = iter(stacks)
+    stacks_of = {v: [next(left) for _ in range(1 + is_compressed)] for v, is_compressed in flags.items()}
+    all_rows = [*(operand_of[v] for v in rows), *(stack for v in kept for stack in stacks_of[v])]
     initial = [operand_of[v] for v in carry]
     return _trace_scan(step, [operand_of[v] for v in consts], initial, all_rows, pair.backward, fills=fills)
 

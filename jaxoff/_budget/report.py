@@ -11,20 +11,19 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jaxoff._budget.compression import compressed_nbytes
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
+from jaxoff._budget.labels import find_name, label
 from jaxoff._budget.limits import Budget
 from jaxoff._device.kernel_time import program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.dataflow import map_makers
 from jaxoff._jaxpr.primitives import is_compute
-from jaxoff._jaxpr.tag import Tag
 from jaxoff._policy.decision import Placement
 from jaxoff._policy.policy import Policy
 from jaxoff._report.tables import format_nbytes, render_text
 
-# Words of JAX's transformations in scopes.
-_TRANSFORMS = re.compile(r"\b(jvp|transpose|vmap|checkpoint|rematted_computation|closed_call|while|body)\b")
 # Part of the largest value below which values share a row of the table, and are left out of a policy.
 _SMALL = 1e-3
 
@@ -191,7 +190,7 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
 
     Of recomputed values, results of products, attention, loops and the like have a row.
     """
-    makers = map_makers(pair.pure)
+    makers, compressed = map_makers(pair.pure), {pair.values[i] for i in placements.compressed}
     recomputed = [v for eqn in list_recomputed(pair, placements) if is_compute(eqn) for v in eqn.outvars]
     groups: tuple[tuple[Placement, list[Any]], ...] = (
         ("save", [pair.values[i] for i in placements.saved]),
@@ -200,23 +199,15 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
     )
     for placement, values in groups:
         for v in values:
-            eqn = makers.get(v)
-            name = pair.names.get(v)
-            label = Tag.of(name).label if name else None
-            value = label or ("carry" if eqn is None else _describe(eqn))
+            eqn, is_compressed = makers.get(v), v in compressed
+            dtype = "float8_e4m3fn" if is_compressed else compat.struct_of(v.aval).dtype
+            nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
             yield PlacedValue(
-                value,
-                f"{compat.struct_of(v.aval).dtype}{list(compat.shape_of(v.aval))}",
+                label(pair, v, eqn),
+                f"{dtype}{list(compat.shape_of(v.aval))}",
                 pair.count,
-                pair.count * compat.nbytes(v.aval),
+                pair.count * nbytes,
                 placement,
                 "" if eqn is None else compat.source_line(eqn),
-                is_named=bool(label),
+                is_named=bool(find_name(pair, v)),
             )
-
-
-def _describe(eqn: compat.JaxprEqn) -> str:
-    """A value without a name: its path in the user's scopes, and its operation."""
-    scopes = _TRANSFORMS.sub("", str(eqn.source_info.name_stack)).replace("(", "").replace(")", "")
-    path = "/".join(part for part in scopes.split("/") if part)
-    return f"{path}:{eqn.primitive.name}" if path else eqn.primitive.name

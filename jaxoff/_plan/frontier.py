@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoff._budget.fit import BudgetError
@@ -78,6 +78,7 @@ def frontier(
     *args,
     points: int = 8,
     host_bytes: float | str | None = None,
+    compress: Sequence[str] | None = None,
     device: Device | str | None = None,
     compiled: bool | None = False,
     **kwargs,
@@ -85,8 +86,8 @@ def frontier(
     """Plans a train step for budgets between the least possible and that of no recomputation.
 
     Args:
-      fun, *args, **kwargs, host_bytes, device, compiled: as for `jaxoff.plan`, but for the default: memory is
-        estimated, since each budget takes compilations.
+      fun, *args, **kwargs, host_bytes, compress, device, compiled: as for `jaxoff.plan`, but for the default:
+        memory is estimated, since each budget takes compilations.
       points: number of budgets, at even distances.
 
     Returns:
@@ -115,7 +116,7 @@ def frontier(
     planner = make_planner(fun, args, kwargs, device, compiled)
 
     def plan_within(nbytes: float) -> Plan:
-        budget = Budget.of(nbytes, host_bytes)
+        budget = Budget.of(nbytes, host_bytes, compress)
         assert budget is not None
         return planner(budget)
 

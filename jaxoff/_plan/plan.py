@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ def plan(
     *args,
     device_bytes: float | str,
     host_bytes: float | str | None = None,
+    compress: Sequence[str] | None = None,
     device: Device | str | None = None,
     compiled: bool | None = None,
     **kwargs,
@@ -38,7 +39,7 @@ def plan(
         `jax.jit`, whose donated arguments are honoured. Without donation, new weights need memory beside the
         old weights.
       *args, **kwargs: arguments of `fun`: pytrees of arrays or `jax.ShapeDtypeStruct`s.
-      device_bytes, host_bytes: as for `jaxoff.jit`.
+      device_bytes, host_bytes, compress: as for `jaxoff.jit`.
       device: a profile, or the name of one that ships with jaxoff, such as "h100"; None is the `jaxoff.jit`
         function's, or an H200.
       compiled: whether the memory is the compiler's; None: where there is one.
@@ -69,7 +70,7 @@ def plan(
       >>> {v.placement for v in tight.values if v.value == "carry"}
       {'offload'}
     """
-    budget = Budget.of(device_bytes, host_bytes)
+    budget = Budget.of(device_bytes, host_bytes, compress)
     assert budget is not None
     return make_planner(fun, args, kwargs, device, compiled)(budget)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ def nnx_jit(
     recipe: str | None = None,
     device_bytes: float | str | None = None,
     host_bytes: float | str | None = None,
+    compress: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Any:
     """`flax.nnx.jit`, with copies between device and pinned host memory beside the compute.
@@ -45,7 +46,7 @@ def nnx_jit(
 
     Args:
       fun: as for `nnx.jit`; without it, a decorator.
-      compiler_options, device, recipe, device_bytes, host_bytes: as for `jaxoff.jit`.
+      compiler_options, device, recipe, device_bytes, host_bytes, compress: as for `jaxoff.jit`.
       **kwargs: as for `nnx.jit`: static and donated arguments, shardings, `graph`, `graph_updates`.
 
     Returns:
@@ -76,10 +77,11 @@ def nnx_jit(
             recipe=recipe,
             device_bytes=device_bytes,
             host_bytes=host_bytes,
+            compress=compress,
             **kwargs,
         )
     ours: dict[str, Any] = dict(compiler_options=compiler_options, device=device, recipe=recipe)
-    ours |= dict(device_bytes=device_bytes, host_bytes=host_bytes)
+    ours |= dict(device_bytes=device_bytes, host_bytes=host_bytes, compress=compress)
     return NnxJitted(_import_nnx().jit(fun, **kwargs), ours, kwargs)
 
 
