@@ -15,9 +15,19 @@ from bench.client_steps import PROGRAMS
 # With these options each program rounds every value, so that results are equal to the bit.
 ROUNDED = {"xla_allow_excess_precision": False, "xla_disable_hlo_passes": "algsimp"}
 
-SLOW = {"equinox", "groups", "ssm"}
+SLOW = {"equinox", "groups"}
 # Styles close to another's: bits of whole steps on demand.
-LONG = {"accumulation", "inner-jit", "layer-axis", "linen-scan", "nnx-list", "nnx-scan", "ssm-chunks", "vit"}
+LONG = {
+    "accumulation",
+    "inner-jit",
+    "layer-axis",
+    "linen-scan",
+    "nnx-list",
+    "nnx-scan",
+    "ssm",
+    "ssm-chunks",
+    "vit",
+}
 
 
 def build(name, **options):
