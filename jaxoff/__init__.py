@@ -19,6 +19,7 @@ from jaxoff._device.target import Target as Target
 from jaxoff._device.target import target as target
 from jaxoff._layers.scan import layers as layers
 from jaxoff._layers.scan import scan as scan
+from jaxoff._layers.tiled import tiled as tiled
 from jaxoff._plan.frontier import Frontier as Frontier
 from jaxoff._plan.frontier import frontier as frontier
 from jaxoff._plan.plan import plan as plan
