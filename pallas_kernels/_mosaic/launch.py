@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._backend import Grads
-from pallas_kernels._mosaic import row_products, tuning
+from pallas_kernels._backend import Grads, Hidden
+from pallas_kernels._mosaic import gated, gather, row_products, tuning
 from pallas_kernels._mosaic.row_tiling import ROW_ALIGNMENT, RowTiling, find_groups, tile_rows
 from pallas_kernels._mosaic.weights import WG_M, grad_weight
 
@@ -16,34 +16,43 @@ from pallas_kernels._mosaic.weights import WG_M, grad_weight
 class Mosaic:
     """The implementation of `pallas_kernels._backend.Backend` on the fused kernels."""
 
-    def fc1(self, x, w, group_sizes):
+    def fc1(self, x, w, group_sizes, activation, *, save):
         rows, x = x.shape[0], _pad(x)
         tiling = tile_rows(group_sizes, x.shape[0])
-        config = tuning.choose_configs(w.w1.shape, x.shape[0]).fc1
-        return row_products.fc1(x, w.w1, w.b1, tiling, config)[:rows]
+        config = tuning.choose_configs(w.w1.shape, x.shape[0], activation.parts).fc1
+        if activation.gate is None:
+            a = saved = row_products.fc1(x, w.w1, w.b1, tiling, config)[:rows]
+        else:
+            a, z = gated.fc1_gated(x, w.w1, w.b1, tiling, config, activation, save=save)
+            a, saved = a[:rows], None if z is None else z[:rows]
+        return Hidden(saved if save else None, a)
 
     def fc2(self, a, w, probs, group_sizes):
         rows, a = a.shape[0], _pad(a)
         probs = None if probs is None else _pad(probs)
         tiling = tile_rows(group_sizes, a.shape[0])
-        config = tuning.choose_configs(w.w1.shape, a.shape[0]).fc2
+        parts = w.w1.shape[2] // w.w2.shape[1]
+        config = tuning.choose_configs(w.w1.shape, a.shape[0], parts).fc2
         return row_products.fc2(a, w.w2, w.b2, probs, tiling, config)[:rows]
 
-    def backward(self, x, a, w, probs, group_sizes, dy, accumulators, *, grad_dtype):
+    def backward(self, x, saved, w, probs, group_sizes, dy, accumulators, activation, *, grad_dtype):
         rows = x.shape[0]
-        x, a, dy = _pad(x), _pad(a), _pad(dy)
+        x, saved, dy = _pad(x), _pad(saved), _pad(dy)
+        probs = None if probs is None else _pad(probs)
         tiling = tile_rows(group_sizes, x.shape[0])
-        config = tuning.choose_configs(w.w1.shape, x.shape[0])
+        config = tuning.choose_configs(w.w1.shape, x.shape[0], activation.parts)
         acc1, acc2 = accumulators or (None, None)
-        if probs is None:
-            dz, pa, dp = row_products.grad_act(dy, w.w2, a, None, tiling, config.grad_act, scale_a=False)
-            pdy = dy
+        pdy = dy
+        if activation.gate is not None:
+            dz, pa, dp = gated.grad_act_gated(dy, w.w2, saved, probs, tiling, config.grad_act, activation)
         else:
-            probs = _pad(probs)
-            scale_a = not tuning.scales_dy(w.w1.shape)
-            dz, pa, dp = row_products.grad_act(dy, w.w2, a, probs, tiling, config.grad_act, scale_a=scale_a)
-            pdy = dy if scale_a else (dy.astype(jnp.float32) * probs[:, None]).astype(dy.dtype)
-            assert dp is not None
+            scale_a = probs is not None and not tuning.scales_dy(w.w1.shape)
+            dz, pa, dp = row_products.grad_act(
+                dy, w.w2, saved, probs, tiling, config.grad_act, scale_a=scale_a
+            )
+            if probs is not None and not scale_a:
+                pdy = (dy.astype(jnp.float32) * probs[:, None]).astype(dy.dtype)
+        if dp is not None:
             if w.b2 is not None:
                 dp += _dot_bias(dy, w.b2, tiling)
             dp = dp[:rows]
@@ -55,6 +64,12 @@ class Mosaic:
             b2=None if w.b2 is None else _sum_rows(probs, dy, tiling),
             probs=dp,
         )
+
+    def gather_rows(self, x, index):
+        return gather.gather_rows(x, _pad(index))[: index.shape[0]]
+
+    def sum_rows(self, rows, index):
+        return gather.sum_rows(rows, index)
 
 
 def _pad(x: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ other warpgroups multiplies 64 of the tile's 128 rows and runs the epilogue on i
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -103,6 +104,8 @@ def rows_product(
     scratch_types: Sequence[Any],
     epilogue: Callable[..., None],
     prefetch: Callable[..., Any] | None = None,
+    parts: int = 1,
+    zeroed: Sequence[int] = (1,),
     name: str,
 ) -> Any:
     """Runs an epilogue on every half tile of `x[r] @ w[expert(r)]`.
@@ -114,15 +117,19 @@ def rows_product(
       transpose_w: whether to multiply with each matrix's transpose, which is read in place.
       config: tile size and tile order.
       inputs: further arrays in global memory for the epilogue.
-      out_types: the outputs, all in global memory. `out_types[0]` is (R, N). The kernel zeroes its rows past
-        the last group, without the epilogue.
+      out_types: the outputs, all in global memory.
       scratch_types: the epilogue's shared memory and barriers. The first entry is a (2, slots, 64, 64) buffer
         of the two warpgroups. The epilogue may return while copies from this buffer to global memory are in
         flight.
       epilogue: takes the (64, width) float32 accumulator in the WGMMA layout, the result of `prefetch`, the
-        `HalfTile`, the warpgroup, and the refs of inputs, outputs and scratch.
+        `HalfTile`, the warpgroup, and the refs of inputs, outputs and scratch. With several parts it takes a
+        list of accumulators, one a part.
       prefetch: takes the width, the `HalfTile`, the warpgroup and the same refs. The kernel calls it halfway
         through the product, to start the loads of the epilogue.
+      parts: number of equal parts of w's columns. A tile multiplies with the same block of columns of each
+        part.
+      zeroed: a number of parts for each of the first outputs, (R, N) with as many times the columns of a
+        tile's part. The kernel zeroes the rows past the last group of these outputs, without the epilogue.
       name: the kernel's name in profiles.
 
     Returns:
@@ -130,7 +137,7 @@ def rows_product(
     """
     depth = x.shape[1]
     experts = w.shape[0]
-    columns = w.shape[1] if transpose_w else w.shape[2]
+    columns = w.shape[1] if transpose_w else w.shape[2] // parts
     block, stages = config.block_columns, config.stages
     blocks, steps_of_tile = pl.cdiv(columns, block), depth // BLOCK_K
     last_width = columns - (blocks - 1) * block
@@ -166,8 +173,13 @@ def rows_product(
                     plgpu.copy_gmem_to_smem(
                         x_gmem.at[pl.ds(row, BLOCK_ROWS), ks], x_smem.at[slot], full.at[slot]
                     )
-                    source = w_gmem.at[expert, ns, ks] if transpose_w else w_gmem.at[expert, ks, ns]
-                    plgpu.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
+                    if transpose_w:
+                        plgpu.copy_gmem_to_smem(w_gmem.at[expert, ns, ks], w_smem.at[slot], full.at[slot])
+                        return step + 1
+                    for part in range(parts):
+                        ns = pl.ds(part * columns + at * block, block)
+                        target = w_smem.at[slot, part] if parts > 1 else w_smem.at[slot]
+                        plgpu.copy_gmem_to_smem(w_gmem.at[expert, ks, ns], target, full.at[slot])
                     return step + 1
 
                 return lax.fori_loop(0, jnp.where(expert < experts, steps_of_tile, 0), load, step), ahead
@@ -180,29 +192,35 @@ def rows_product(
             plgpu.set_max_registers(232, action="increase")
             staging = scratch[0]
 
-            def multiply(width, tile, step, acc):
+            def multiply(width, tile, step, *accs):
                 def issue(slot):
-                    if transpose_w:
-                        w_step = w_smem.at[slot, pl.ds(0, width)].transpose((1, 0))
-                    else:
-                        w_step = w_smem.at[slot, :, pl.ds(0, width)]
-                    plgpu.wgmma(acc, x_smem.at[slot, pl.ds(wg * WG_ROWS, WG_ROWS)], w_step)
+                    for part, acc in enumerate(accs):
+                        if transpose_w:
+                            w_step = w_smem.at[slot, pl.ds(0, width)].transpose((1, 0))
+                        elif parts > 1:
+                            w_step = w_smem.at[slot, part, :, pl.ds(0, width)]
+                        else:
+                            w_step = w_smem.at[slot, :, pl.ds(0, width)]
+                        plgpu.wgmma(acc, x_smem.at[slot, pl.ds(wg * WG_ROWS, WG_ROWS)], w_step)
 
                 # Halfway through the product, the previous tile's copies have left the epilogue's buffers.
                 middle, early = 0, None
                 if prefetch is not None:
                     middle = steps_of_tile // 2
-                    step = ring.multiply(0, middle, step, issue)
+                    step = ring.multiply(0, middle, step, issue, parts)
                     early = prefetch(width, tile, wg, *in_refs, *out_refs, *scratch)
-                ring.finish(ring.multiply(middle, steps_of_tile, step, issue))
-                return acc[...], early
+                ring.finish(ring.multiply(middle, steps_of_tile, step, issue, parts))
+                values = [acc[...] for acc in accs]
+                return values if parts > 1 else values[0], early
 
             def zero(width, tile):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 staging[wg, 0] = jnp.zeros(staging.shape[2:], staging.dtype)
                 plgpu.commit_smem()
-                for column in range(0, width, CHUNK):
-                    store_ragged(staging.at[wg, 0], out_refs[0], tile, tile.block * block + column)
+                for target, count in zip(out_refs, zeroed, strict=False):
+                    for part, column in itertools.product(range(count), range(0, width, CHUNK)):
+                        at = part * columns + tile.block * block + column
+                        store_ragged(staging.at[wg, 0], target, tile, at)
                 plgpu.commit_smem_to_gmem_group()
 
             def run_tile(i, carry):
@@ -218,7 +236,7 @@ def rows_product(
                     def _(width=width):
                         acc, early = pl.run_scoped(
                             functools.partial(multiply, width, tile, step),
-                            plgpu.ACC((WG_ROWS, width), jnp.float32),
+                            *[plgpu.ACC((WG_ROWS, width), jnp.float32)] * parts,
                         )
                         epilogue(acc, early, tile, wg, *in_refs, *out_refs, *scratch)
 
@@ -228,7 +246,7 @@ def rows_product(
             lax.fori_loop(0, my_tiles, run_tile, (jnp.int32(0), tile_at(0)))
             plgpu.wait_smem_to_gmem(0)
 
-    w_shape = (stages, block, BLOCK_K) if transpose_w else (stages, BLOCK_K, block)
+    w_shape = (stages, block, BLOCK_K) if transpose_w else (stages, *[parts] * (parts > 1), BLOCK_K, block)
     launch = jax.custom_jvp(
         plgpu.kernel(
             body,
@@ -241,7 +259,7 @@ def rows_product(
             scratch_types=[
                 plgpu.SMEM((stages, BLOCK_ROWS, BLOCK_K), x.dtype, transforms=OPERAND),
                 plgpu.SMEM(w_shape, w.dtype, transforms=OPERAND),
-                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+                plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
                 plgpu.Barrier(num_arrivals=2, num_barriers=stages),
                 *scratch_types,
             ],

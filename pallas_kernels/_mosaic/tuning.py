@@ -72,6 +72,11 @@ class Configs:
     grad_w2: Config
 
 
+# Gated activations. Two accumulators of 128 columns fill the registers of a multiplying warpgroup.
+_GATED_FC1 = Config(128)
+_GATED_GRAD_ACT = Config(128, slots=1)
+
+
 def bucket_rows(rows: int, experts: int) -> int:
     """Returns the largest power of two up to the mean number of rows per expert, at least 1.
 
@@ -122,19 +127,25 @@ def load_table(device_kind: str) -> Mapping[tuple[int, int, int], Configs]:
     }
 
 
-def choose_configs(w1_shape: tuple[int, ...], rows: int) -> Configs:
+def choose_configs(w1_shape: tuple[int, ...], rows: int, parts: int = 1) -> Configs:
     """Chooses the tiles for a shape on the device in use: from the table, else by the rule.
 
     Args:
-      w1_shape: (E, H, I).
+      w1_shape: (E, H, F).
       rows: number of rows R.
+      parts: columns of FC1 a column of the activation: F / I, 2 for a gated activation.
 
     Returns:
       The choice.
     """
-    experts, width, inner = w1_shape
+    experts, width, columns = w1_shape
+    shape = experts, width, columns // parts
     table = load_table(find_device_kind())
-    return table.get((width, inner, bucket_rows(rows, experts))) or apply_rule(w1_shape, rows)
+    chosen = table.get((width, shape[2], bucket_rows(rows, experts))) or apply_rule(shape, rows)
+    if parts == 1:
+        return chosen
+    grad_w1 = apply_rule(w1_shape, rows).grad_w1
+    return dataclasses.replace(chosen, fc1=_GATED_FC1, grad_act=_GATED_GRAD_ACT, grad_w1=grad_w1)
 
 
 def apply_rule(w1_shape: tuple[int, ...], rows: int) -> Configs:
