@@ -1,4 +1,4 @@
-"""The interface of an implementation of the experts: two forward products, one backward pass, two gathers.
+"""The interface of an implementation of the experts: two forward products, one backward pass, a sum of rows.
 
 Shapes: T tokens, k experts a token, R rows (one a routed token), H model width, I expert width, E experts,
 F columns of FC1 (I, or 2 I for a gated activation).
@@ -49,11 +49,19 @@ class Backend(Protocol):
     """An implementation of the experts."""
 
     def fc1(
-        self, x: jax.Array, w: Weights, group_sizes: jax.Array, activation: Activation, *, save: bool
+        self,
+        x: jax.Array,
+        w: Weights,
+        group_sizes: jax.Array,
+        activation: Activation,
+        index: _Optional = None,
+        *,
+        save: bool,
     ) -> Hidden:
         """Computes `z = x W1 + b1` and `a = f(z)`; rows past the last group are zero.
 
         A gated activation is computed from z rounded to x's dtype. With `save` the result has the residual.
+        With an index (R,), x is (T, H) and the rows are x[index].
         """
         ...
 
@@ -71,26 +79,24 @@ class Backend(Protocol):
         dy: jax.Array,
         accumulators: tuple[jax.Array, jax.Array] | None,
         activation: Activation,
+        index: _Optional = None,
         *,
         grad_dtype: Any,
     ) -> Grads:
         """Returns the gradients of `fc2(fc1(x))`.
 
         Args:
-          x: (R, H) input rows, saved by the forward pass.
+          x: (R, H) input rows, or (T, H) with an index.
           saved: `Hidden.saved`, saved or recomputed.
           w: the weights.
           probs: (R,) row scales or None.
           group_sizes: (E,) int32.
-          dy: (R, H) gradient of the output.
+          dy: (R, H) gradient of the output, or (T, H) with an index.
           accumulators: float32 arrays like w1 and w2, to which the weight gradients are added, or None.
           activation: the activation.
+          index: (R,) int32: the rows are x[index] and dy[index]. `Grads.x` is (R, H) all the same.
           grad_dtype: dtype of the weight gradients.
         """
-        ...
-
-    def gather_rows(self, x: jax.Array, index: jax.Array) -> jax.Array:
-        """`x[index]`: rows of (T, H) by (R,) int32, each in 0 to T - 1, as (R, H)."""
         ...
 
     def sum_rows(self, rows: jax.Array, index: jax.Array) -> jax.Array:

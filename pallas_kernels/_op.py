@@ -107,14 +107,14 @@ def _cast_weights(x, w1, w2, b1, b2) -> Weights:
     return Weights(w1.astype(x.dtype), w2.astype(x.dtype), widen(b1), widen(b2))
 
 
-def _multiply(static, x, weights, group_sizes, probs, *, save):
-    """Runs both products: (R, H) to (R, H), with the named residual, which may be None without `save`."""
+def _multiply(static, x, weights, group_sizes, probs, index=None, *, save):
+    """Runs both products on rows x or x[index]: (R, H), and the named residual, maybe None without `save`."""
     backend = _make_backend(static.implementation)
     activation = ACTIVATIONS[static.activation]
     mark = functools.partial(vary, axes=varying_axes(x))
     # The squared ReLU's residual is its output.
     save = save or activation.gate is None
-    hidden = backend.fc1(x, weights, group_sizes, activation, save=save)
+    hidden = backend.fc1(x, weights, group_sizes, activation, index, save=save)
     saved = pin_and_name(mark(hidden.saved), "moe.act") if save else None
     a = saved if activation.gate is None else mark(hidden.a)
     return mark(backend.fc2(a, weights, probs, group_sizes)), saved
@@ -178,12 +178,11 @@ def _moe(static, x, probs, experts, w1, w2, b1, b2, accumulators):
 
 
 def _apply_experts(static, x, probs, routes: Routes, weights: Weights, *, save):
-    """Gathers the rows, multiplies, and adds each token's rows: (T, H) and the residual of `_multiply`."""
-    backend = _make_backend(static.implementation)
-    mark = functools.partial(vary, axes=varying_axes(x))
-    rows = mark(backend.gather_rows(x, routes.tokens))
-    y, saved = _multiply(static, rows, weights, routes.group_sizes, routes.sort(probs), save=save)
-    return mark(backend.sum_rows(y, routes.places)), saved
+    """Multiplies the gathered rows and adds each token's: (T, H), and the residual of `_multiply`."""
+    sizes, probs = routes.group_sizes, routes.sort(probs)
+    y, saved = _multiply(static, x, weights, sizes, probs, routes.tokens, save=save)
+    out = _make_backend(static.implementation).sum_rows(y, routes.places)
+    return vary(out, axes=varying_axes(x)), saved
 
 
 def _moe_forward(static, x, probs, experts, w1, w2, b1, b2, accumulators):
@@ -198,16 +197,16 @@ def _moe_backward(static, residuals, dout):
     backend = _make_backend(static.implementation)
     mark = functools.partial(vary, axes=varying_axes(x))
     # The rows are gathered again: kept, they would take k times the memory of x.
-    dy, rows = (mark(backend.gather_rows(value, routes.tokens)) for value in (dout, x))
     grads = backend.backward(
-        rows,
+        x,
         saved,
         _cast_weights(x, w1, w2, b1, b2),
         routes.sort(probs),
         routes.group_sizes,
-        dy,
+        dout,
         accumulators,
         ACTIVATIONS[static.activation],
+        routes.tokens,
         grad_dtype=static.grad_dtype,
     )
     dx = mark(backend.sum_rows(mark(grads.x), routes.places))

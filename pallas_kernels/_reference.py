@@ -78,7 +78,8 @@ def _gate(activation: Activation, z: jax.Array) -> tuple[jax.Array, jax.Array, j
 class Reference:
     """The implementation of `pallas_kernels._backend.Backend` in XLA operations."""
 
-    def fc1(self, x, w, group_sizes, activation, *, save):
+    def fc1(self, x, w, group_sizes, activation, index=None, *, save):
+        x = _take_rows(x, index)
         tiles, height = _cut_rows(x, w, group_sizes)
         gated = activation.gate is not None
 
@@ -110,7 +111,10 @@ class Reference:
 
         return _scan_tiles(step, _zeros((a.shape[0], w.w2.shape[2]), a.dtype, a), tiles)
 
-    def backward(self, x, saved, w, probs, group_sizes, dy, accumulators, activation, *, grad_dtype):
+    def backward(
+        self, x, saved, w, probs, group_sizes, dy, accumulators, activation, index=None, *, grad_dtype
+    ):
+        x, dy = _take_rows(x, index), _take_rows(dy, index)
         tiles, height = _cut_rows(x, w, group_sizes)
 
         def step(carry, tile):
@@ -158,14 +162,15 @@ class Reference:
         dx, dw1, dw2, dp, db1, db2 = _scan_tiles(step, init, tiles)
         return Grads(dx, dw1.astype(grad_dtype), dw2.astype(grad_dtype), db1, db2, dp)
 
-    def gather_rows(self, x, index):
-        return x.at[index].get(mode="promise_in_bounds")
-
     def sum_rows(self, rows, index):
         copies = rows.at[index].get(mode="promise_in_bounds")
         info = jnp.finfo(rows.dtype)
         total = jnp.sum(copies.astype(jnp.float32), axis=1)
         return lax.reduce_precision(total, info.nexp, info.nmant).astype(rows.dtype)
+
+
+def _take_rows(x: jax.Array, index: jax.Array | None) -> jax.Array:
+    return x if index is None else x.at[index].get(mode="promise_in_bounds")
 
 
 def _cut_rows(x, w, group_sizes) -> tuple[Tiles, int]:

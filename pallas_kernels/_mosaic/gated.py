@@ -25,18 +25,20 @@ def fc1_gated(
     tiling: RowTiling,
     config: Config,
     activation: Activation,
+    index: jax.Array | None = None,
     *,
     save: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`(g, u) = x W1 + b1 ; a = f(g) u`, for w1 (E, H, 2 I); rows past the last group are zero.
+    """`(g, u) = x W1 + b1 ; a = f(g) u`, for w1 (E, H, 2 I) and rows x or x[index].
 
-    A tile multiplies with a block of columns of g and the same block of u.
+    Rows past the last group are zero. A tile multiplies with a block of columns of g and the same block of u.
 
     Returns:
       a (R, I), and z = (g, u), (R, 2 I), or None without `save`.
     """
     inputs = [] if b1 is None else [b1.astype(jnp.float32)]
-    rows, width, block = x.shape[0], w1.shape[2] // 2, config.block_columns
+    rows = x.shape[0] if index is None else index.shape[0]
+    width, block = w1.shape[2] // 2, config.block_columns
     gate = activation.gate
     assert gate is not None
     row_types = [jax.ShapeDtypeStruct((rows, columns), x.dtype) for columns in (width, 2 * width)]
@@ -78,6 +80,7 @@ def fc1_gated(
         out_types=row_types[: 1 + save],
         scratch_types=[make_staging(x.dtype, config.slots)],
         epilogue=epilogue,
+        index=index,
         parts=2,
         zeroed=(1, 2)[: 1 + save],
         name="grouped_mlp_fc1_gated",
@@ -93,8 +96,11 @@ def grad_act_gated(
     tiling: RowTiling,
     config: Config,
     activation: Activation,
+    index: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Computes `dA = dy W2^T ; dg = p dA u f'(g) ; du = p dA f(g) ; p a ; dp = sum_I dA a`.
+
+    The rows are dy or dy[index].
 
     Returns:
       dz = (dg, du) (R, 2 I), `p a` (R, I) and dp (R,) float32. Past the last group dz and dp are zero, and
@@ -176,6 +182,7 @@ def grad_act_gated(
         scratch_types=list(scratch.values()),
         epilogue=epilogue,
         prefetch=prefetch,
+        index=index,
         zeroed=(2,),
         name="grouped_mlp_grad_act_gated",
     )

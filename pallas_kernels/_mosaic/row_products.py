@@ -54,8 +54,16 @@ def _load_of_column(ref, tile: HalfTile, block: int, width: int):
     return plgpu.load(ref.at[tile.expert, column], layout=OF_COLUMN, optimized=False)
 
 
-def fc1(x: jax.Array, w1: jax.Array, b1: jax.Array | None, tiling: RowTiling, config: Config) -> jax.Array:
-    """`a = relu(x W1 + b1)^2`, (R, I); rows past the last group are zero."""
+def fc1(
+    x: jax.Array,
+    w1: jax.Array,
+    b1: jax.Array | None,
+    tiling: RowTiling,
+    config: Config,
+    index: jax.Array | None = None,
+) -> jax.Array:
+    """`a = relu(x W1 + b1)^2`, (R, I), for rows x or x[index]; rows past the last group are zero."""
+    rows = x.shape[0] if index is None else index.shape[0]
     inputs = [] if b1 is None else [b1.astype(jnp.float32)]
 
     def epilogue(acc, early, tile, wg, *refs):
@@ -73,9 +81,10 @@ def fc1(x: jax.Array, w1: jax.Array, b1: jax.Array | None, tiling: RowTiling, co
         transpose_w=False,
         config=config,
         inputs=inputs,
-        out_types=[jax.ShapeDtypeStruct((x.shape[0], w1.shape[2]), x.dtype)],
+        out_types=[jax.ShapeDtypeStruct((rows, w1.shape[2]), x.dtype)],
         scratch_types=[make_staging(x.dtype, config.slots)],
         epilogue=epilogue,
+        index=index,
         name="grouped_mlp_fc1",
     )
     return a
@@ -149,10 +158,11 @@ def grad_act(
     probs: jax.Array | None,
     tiling: RowTiling,
     config: Config,
+    index: jax.Array | None = None,
     *,
     scale_a: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Computes `dA = dy W2^T ; dz = 2 p dA sqrt(a) ; p a ; dp = sum_I dA a`.
+    """Computes `dA = dy W2^T ; dz = 2 p dA sqrt(a) ; p a ; dp = sum_I dA a`, for rows dy or dy[index].
 
     Returns:
       dz (R, I), `p a` (R, I) and dp (R,) float32. Past the last group dz and dp are zero, and `p a` is
@@ -227,6 +237,7 @@ def grad_act(
         scratch_types=list(scratch.values()),
         epilogue=epilogue,
         prefetch=prefetch,
+        index=index,
         name="grouped_mlp_grad_act",
     )
     out = dict(zip(out_types, outs, strict=True))

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # (JAX declares the transforms abstract and does not list ACC.)
 from pallas_kernels._implementation import count_cores
 from pallas_kernels._mosaic.ring import Ring
+from pallas_kernels._mosaic.row_copies import RowCopies, pad_index
 from pallas_kernels._mosaic.row_tiling import BLOCK_ROWS, RowTiling
 from pallas_kernels._mosaic.tuning import Config
 
@@ -31,6 +32,10 @@ CHUNK = 64
 
 # Rows of a half tile, the M of a `wgmma` instruction.
 WG_ROWS = BLOCK_ROWS // 2
+
+# Registers of a thread of the copying and of the multiplying warpgroups, without and with gathered rows. The
+# three warpgroups together have the 3 * 168 that the kernel starts with.
+COPY_REGISTERS, PRODUCT_REGISTERS = (40, 56), (232, 224)
 
 # The widest swizzle in bytes, free of bank conflicts for `wgmma` operands.
 _SWIZZLE = plgpu.SwizzleTransform(128)
@@ -104,6 +109,7 @@ def rows_product(
     scratch_types: Sequence[Any],
     epilogue: Callable[..., None],
     prefetch: Callable[..., Any] | None = None,
+    index: jax.Array | None = None,
     parts: int = 1,
     zeroed: Sequence[int] = (1,),
     name: str,
@@ -111,7 +117,7 @@ def rows_product(
     """Runs an epilogue on every half tile of `x[r] @ w[expert(r)]`.
 
     Args:
-      x: (R, K) rows.
+      x: (R, K) rows, or (T, K) with `index`.
       w: (E, K, N), or (E, N, K) with `transpose_w`.
       tiling: the tiles of the rows.
       transpose_w: whether to multiply with each matrix's transpose, which is read in place.
@@ -126,6 +132,7 @@ def rows_product(
         list of accumulators, one a part.
       prefetch: takes the width, the `HalfTile`, the warpgroup and the same refs. The kernel calls it halfway
         through the product, to start the loads of the epilogue.
+      index: (R,) int32: row r is `x[index[r]]`, read from x by the copying warpgroup.
       parts: number of equal parts of w's columns. A tile multiplies with the same block of columns of each
         part.
       zeroed: a number of parts for each of the first outputs, (R, N) with as many times the columns of a
@@ -143,8 +150,10 @@ def rows_product(
     last_width = columns - (blocks - 1) * block
     programs = max(min(count_cores(), tiling.max_tiles * blocks), 1)
     n_in, n_out = len(inputs), len(out_types)
+    gathers = index is not None
 
     def body(x_gmem, w_gmem, tiles_gmem, num_tiles_gmem, *refs):
+        index_gmem, *refs = refs if gathers else (None, *refs)
         in_refs, out_refs, rest = refs[:n_in], refs[n_in : n_in + n_out], refs[n_in + n_out :]
         x_smem, w_smem, full, empty, *scratch = rest
         ring = Ring(full, empty, stages)
@@ -160,7 +169,8 @@ def rows_product(
 
         @pl.when((wg == 2) & (my_tiles > 0))
         def producer():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(COPY_REGISTERS[gathers], action="decrease")
+            copies = RowCopies(ring, OPERAND)
 
             def load_tile(i, carry):
                 step, (_, at, expert, row, _, _) = carry
@@ -169,27 +179,30 @@ def rows_product(
 
                 def load(k, step):
                     slot = ring.claim(step)
-                    ks, ns = pl.ds(k * BLOCK_K, BLOCK_K), pl.ds(at * block, block)
-                    plgpu.copy_gmem_to_smem(
-                        x_gmem.at[pl.ds(row, BLOCK_ROWS), ks], x_smem.at[slot], full.at[slot]
-                    )
-                    if transpose_w:
-                        plgpu.copy_gmem_to_smem(w_gmem.at[expert, ns, ks], w_smem.at[slot], full.at[slot])
-                        return step + 1
+                    ks = pl.ds(k * BLOCK_K, BLOCK_K)
                     for part in range(parts):
                         ns = pl.ds(part * columns + at * block, block)
+                        source = w_gmem.at[expert, ns, ks] if transpose_w else w_gmem.at[expert, ks, ns]
                         target = w_smem.at[slot, part] if parts > 1 else w_smem.at[slot]
-                        plgpu.copy_gmem_to_smem(w_gmem.at[expert, ks, ns], target, full.at[slot])
+                        plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+                    rows = pl.ds(row, BLOCK_ROWS)
+                    if gathers:
+                        copies.start(x_gmem, ks, index_gmem, rows, x_smem.at[slot])
+                        copies.publish(step)
+                    else:
+                        plgpu.copy_gmem_to_smem(x_gmem.at[rows, ks], x_smem.at[slot], full.at[slot])
                     return step + 1
 
                 return lax.fori_loop(0, jnp.where(expert < experts, steps_of_tile, 0), load, step), ahead
 
             steps, _ = lax.fori_loop(0, my_tiles, load_tile, (jnp.int32(0), tile_at(0)))
+            if gathers:
+                copies.finish(steps)
             ring.drain(steps)
 
         @pl.when((wg < 2) & (my_tiles > 0))
         def consumer():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(PRODUCT_REGISTERS[gathers], action="increase")
             staging = scratch[0]
 
             def multiply(width, tile, step, *accs):
@@ -267,7 +280,8 @@ def rows_product(
         )
     )
     launch.defjvp(_refuse_derivative)
-    return launch(x, w, tiling.tiles, tiling.num_tiles, *inputs)
+    indices = [pad_index(index, BLOCK_ROWS)] if index is not None else []
+    return launch(x, w, tiling.tiles, tiling.num_tiles, *indices, *inputs)
 
 
 def _refuse_derivative(primals, tangents):
