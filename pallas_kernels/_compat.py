@@ -35,7 +35,7 @@ def abstract_device() -> Any:
 
 
 def start_row_copies(x: Any, index: Any, target: Any, transforms: tuple[Any, ...]) -> None:
-    """Starts `target[i] = x[index[i]]` by `cp.async` in a Mosaic GPU kernel, and commits the copies as a group.
+    """Starts `target[i] = x[index[i]]` by `cp.async` in a Mosaic GPU kernel, as one committed group.
 
     The warpgroup's threads copy 16 bytes each: eight threads a row of 64 columns. Pallas's own copies from
     global memory take consecutive rows.
@@ -46,7 +46,7 @@ def start_row_copies(x: Any, index: Any, target: Any, transforms: tuple[Any, ...
       target: (N, C) reference in shared memory, in tiles of (8, 64) with a swizzle of 128 bytes.
       transforms: the transforms of `target`.
     """
-    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
     from jax._src.lib.mlir.dialects import arith, llvm, memref, nvvm
     from jax.experimental.mosaic.gpu import utils
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -85,7 +85,7 @@ def start_row_copies(x: Any, index: Any, target: Any, transforms: tuple[Any, ...
                 nvvm.cp_async_shared_global(goal, begin, 16, nvvm.LoadCacheModifierKind.CG)
         nvvm.cp_async_commit_group()
 
-    copy(x, index, target)
+    copy(x, index, target)  # pyright: ignore[reportCallIssue]
 
 
 def commit_row_copies() -> None:

@@ -113,10 +113,10 @@ def _multiply(static, x, weights, group_sizes, probs, index=None, *, save):
     activation = ACTIVATIONS[static.activation]
     mark = functools.partial(vary, axes=varying_axes(x))
     # The squared ReLU's residual is its output.
-    save = save or activation.gate is None
-    hidden = backend.fc1(x, weights, group_sizes, activation, index, save=save)
-    saved = pin_and_name(mark(hidden.saved), "moe.act") if save else None
+    hidden = backend.fc1(x, weights, group_sizes, activation, index, save=save or activation.gate is None)
+    saved = None if hidden.saved is None else pin_and_name(mark(hidden.saved), "moe.act")
     a = saved if activation.gate is None else mark(hidden.a)
+    assert a is not None
     return mark(backend.fc2(a, weights, probs, group_sizes)), saved
 
 
@@ -163,7 +163,7 @@ def _grouped_mlp_backward(static, residuals, dy):
     )
     mark = functools.partial(vary, axes=varying_axes(x))
     dw1, dw2, *rest = _cast_grads(grads, (w1, w2, b1, b2, accumulators), mark)
-    dprobs = None if probs is None else mark(grads.probs.astype(probs.dtype))
+    dprobs = None if grads.probs is None else mark(grads.probs.astype(probs.dtype))
     return mark(grads.x), dw1, dw2, None, dprobs, *rest
 
 
