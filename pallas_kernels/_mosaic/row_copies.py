@@ -2,11 +2,14 @@
 
 The copy engine of Hopper takes consecutive rows only. Here the threads of the copying warpgroup copy the rows
 by `cp.async`. The completion of such copies is known to the thread that waits, so a step is published a few
-steps after its copies start, while the later steps' copies are in flight.
+steps after its copies start, while the later steps' copies are in flight. The writes of these copies and the
+tensor cores' reads take different paths to shared memory: each reader orders them by a fence, after it has
+seen the publication. A fence of the writer would wait for the copies in flight.
 """
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,11 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._compat import (
     await_row_copies,
-    commit_row_copies,
+    fence_row_copies,
     in_interpret_mode,
     start_row_copies,
 )
 from pallas_kernels._mosaic.ring import Ring
+
+# Columns of a tile in shared memory. Widths are multiples.
+_PIECE = 64
 
 
 class RowCopies(NamedTuple):
@@ -27,36 +33,27 @@ class RowCopies(NamedTuple):
     Attributes:
       ring: the ring. A slot's barrier `full` counts one arrival for the gathered operand.
       transforms: the transforms of the slots.
+      bounded: whether indices may be negative, and columns past the last.
     """
 
     ring: Ring
     transforms: tuple[Any, ...]
+    bounded: bool
 
     @property
     def lag(self) -> int:
         """Steps between the start of a step's copies and the step's publication."""
         return max(1, self.ring.stages - 2)
 
-    def start(self, x, columns, index, rows, target) -> None:
-        """Starts the copies `target[i] = x[index[rows][i], columns]`, one group."""
-        if not in_interpret_mode():
-            start_row_copies(x.at[:, columns], index.at[rows], target, self.transforms)
-            return
+    def start(self, step, x, columns, index, target) -> None:
+        """Starts the copies of a step, `target[i] = x[index[i], columns]`, and publishes an earlier step.
 
-        # The interpreter knows no inline code.
-        def copy_row(i, _):
-            token = index[rows.start + i]
-            target[pl.ds(i, 1)] = x[pl.ds(token, 1), columns]
-
-        lax.fori_loop(0, target.shape[0], copy_row, None)
-
-    def skip(self) -> None:
-        """Counts a group without copies."""
-        if not in_interpret_mode():
-            commit_row_copies()
-
-    def publish(self, step) -> None:
-        """Publishes the step `lag` steps before `step`, whose group was the last to start."""
+        With `bounded`, a row with a negative index is zero, and so are columns past the last.
+        """
+        if in_interpret_mode():
+            _copy_rows(x, columns, index, target)
+        else:
+            start_row_copies(x, columns.start, index, target, self.transforms, bounded=self.bounded)
 
         @pl.when(step >= self.lag)
         def _():
@@ -71,13 +68,34 @@ class RowCopies(NamedTuple):
                 self._publish(steps - 1 - left, left)
 
     def _publish(self, step, groups: int) -> None:
-        if not in_interpret_mode():
+        if in_interpret_mode():
+            plgpu.commit_smem()
+        else:
             await_row_copies(groups)
-        # The tensor cores read the slot by another path than these copies' writes.
-        plgpu.commit_smem()
         plgpu.barrier_arrive(self.ring.full.at[self.ring.slot(step)])
 
 
-def pad_index(index: jnp.ndarray, rows: int) -> jnp.ndarray:
+def _copy_rows(x, columns, index, target) -> None:
+    """Copies rows in the interpreter, which knows no inline code."""
+
+    def copy_row(i, _):
+        token = index[i]
+        for first in range(0, target.shape[1], _PIECE):
+            column = columns.start + first
+            inside = (token >= 0) & (column < x.shape[1])
+            place = jnp.where(inside, token, 0), jnp.where(inside, column, 0)
+            row = x[pl.ds(place[0], 1), pl.ds(place[1], _PIECE)]
+            target[pl.ds(i, 1), pl.ds(first, _PIECE)] = jnp.where(inside, row, jnp.zeros_like(row))
+
+    lax.fori_loop(0, target.shape[0], copy_row, None)
+
+
+def fence_rows() -> None:
+    """Orders a published step's copies before this warpgroup's products."""
+    if not in_interpret_mode():
+        fence_row_copies()
+
+
+def pad_index(index: jax.Array, rows: int) -> jax.Array:
     """Pads an index: a tile or a step may begin at the last rows and read past them."""
     return jnp.pad(index, (0, rows))

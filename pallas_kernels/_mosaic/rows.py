@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # (JAX declares the transforms abstract and does not list ACC.)
 from pallas_kernels._implementation import count_cores
 from pallas_kernels._mosaic.ring import Ring
-from pallas_kernels._mosaic.row_copies import RowCopies, pad_index
+from pallas_kernels._mosaic.row_copies import RowCopies, fence_rows, pad_index
 from pallas_kernels._mosaic.row_tiling import BLOCK_ROWS, RowTiling
 from pallas_kernels._mosaic.tuning import Config
 
@@ -170,7 +170,7 @@ def rows_product(
         @pl.when((wg == 2) & (my_tiles > 0))
         def producer():
             plgpu.set_max_registers(COPY_REGISTERS[gathers], action="decrease")
-            copies = RowCopies(ring, OPERAND)
+            copies = RowCopies(ring, OPERAND, bounded=False)
 
             def load_tile(i, carry):
                 step, (_, at, expert, row, _, _) = carry
@@ -187,8 +187,7 @@ def rows_product(
                         plgpu.copy_gmem_to_smem(source, target, full.at[slot])
                     rows = pl.ds(row, BLOCK_ROWS)
                     if gathers:
-                        copies.start(x_gmem, ks, index_gmem, rows, x_smem.at[slot])
-                        copies.publish(step)
+                        copies.start(step, x_gmem, ks, index_gmem.at[rows], x_smem.at[slot])
                     else:
                         plgpu.copy_gmem_to_smem(x_gmem.at[rows, ks], x_smem.at[slot], full.at[slot])
                     return step + 1
@@ -207,6 +206,8 @@ def rows_product(
 
             def multiply(width, tile, step, *accs):
                 def issue(slot):
+                    if gathers:
+                        fence_rows()
                     for part, acc in enumerate(accs):
                         if transpose_w:
                             w_step = w_smem.at[slot, pl.ds(0, width)].transpose((1, 0))

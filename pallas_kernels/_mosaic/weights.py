@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._compat import varying_axes
 from pallas_kernels._implementation import count_cores
 from pallas_kernels._mosaic.ring import Ring
-from pallas_kernels._mosaic.row_copies import RowCopies, pad_index
+from pallas_kernels._mosaic.row_copies import RowCopies, fence_rows, pad_index
 from pallas_kernels._mosaic.row_tiling import ROW_ALIGNMENT, RowTiling
 from pallas_kernels._mosaic.rows import COPY_REGISTERS, OPERAND, PRODUCT_REGISTERS, list_widths, walk
 from pallas_kernels._mosaic.tuning import Config
@@ -119,7 +119,7 @@ def grad_weight(
         @pl.when(wg == 2)
         def producer():
             plgpu.set_max_registers(COPY_REGISTERS[gathers], action="decrease")
-            copies = RowCopies(ring, OPERAND)
+            copies = RowCopies(ring, OPERAND, bounded=True)
 
             def load_tile(i, carry):
                 step, (m_at, n_at, steps) = carry
@@ -129,31 +129,23 @@ def grad_weight(
                     (right_gmem, right_ends, right_smem, pl.ds(n_at * block, block), right_index),
                 )
 
-                def copy_whole(k, slot):
-                    rows = pl.ds(pl.multiple_of(steps.start + k * STEP, ROW_ALIGNMENT), STEP)
-                    for source, _, target, columns, chosen in operands:
-                        if chosen is None:
-                            plgpu.copy_gmem_to_smem(source.at[rows, columns], target.at[slot], full.at[slot])
+                def copy(k, step, slot, whole):
+                    if whole:
+                        rows = pl.ds(pl.multiple_of(steps.start + k * STEP, ROW_ALIGNMENT), STEP)
+                    else:
+                        rows = pl.ds(pl.multiple_of((k - steps.whole) * STEP, STEP), STEP)
+                    for source, ends, target, columns, chosen in operands:
+                        if chosen is not None:
+                            chosen = index_gmem.at[rows] if whole else ends.at[steps.expert, rows]
+                            copies.start(step, source, columns, chosen, target.at[slot])
                         else:
-                            # In place of the arrival of a copy of the ends.
-                            plgpu.barrier_arrive(full.at[slot])
-                            copies.start(source, columns, index_gmem, rows, target.at[slot])
-
-                def copy_ends(k, slot):
-                    rows = pl.ds(pl.multiple_of((k - steps.whole) * STEP, STEP), STEP)
-                    for _, ends, target, columns, _ in operands:
-                        plgpu.copy_gmem_to_smem(
-                            ends.at[steps.expert, rows, columns], target.at[slot], full.at[slot]
-                        )
-                    if gathers:
-                        copies.skip()
+                            tile = source.at[rows, columns] if whole else ends.at[steps.expert, rows, columns]
+                            plgpu.copy_gmem_to_smem(tile, target.at[slot], full.at[slot])
 
                 def load(k, step):
                     slot = ring.claim(step)
-                    pl.when(k < steps.whole)(functools.partial(copy_whole, k, slot))
-                    pl.when(k >= steps.whole)(functools.partial(copy_ends, k, slot))
-                    if gathers:
-                        copies.publish(step)
+                    pl.when(k < steps.whole)(lambda: copy(k, step, slot, whole=True))
+                    pl.when(k >= steps.whole)(lambda: copy(k, step, slot, whole=False))
                     return step + 1
 
                 return lax.fori_loop(0, steps.total, load, step), ahead
@@ -169,6 +161,8 @@ def grad_weight(
 
             def multiply(width, step, count, acc):
                 def issue(slot):
+                    if gathers:
+                        fence_rows()
                     plgpu.wgmma(
                         acc,
                         left_smem.at[slot, :, pl.ds(wg * WG_M, WG_M)].transpose((1, 0)),
@@ -245,7 +239,7 @@ def grad_weight(
                 dtype,
                 transforms=(plgpu.TilingTransform((8, chunk_width)), plgpu.SwizzleTransform(128)),
             ),
-            plgpu.Barrier(num_arrivals=2 + gathers, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=2 * slots),
         ],
@@ -272,7 +266,8 @@ def _cut(tiling: RowTiling, left: _Operand, right: _Operand) -> tuple[_GroupStep
       right: the operand and its index.
 
     Returns:
-      The steps, and for each operand (R, N) the groups' remaining rows (E, 80, N), filled up with zeros.
+      The steps, and for each operand the groups' remaining rows: (E, 80, N), filled up with zeros. For an
+      operand with an index: their indices (E, 128), filled up with -1.
     """
     first, stop = tiling.group_first, tiling.group_stop
     inside = (first + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
@@ -287,11 +282,12 @@ def _cut(tiling: RowTiling, left: _Operand, right: _Operand) -> tuple[_GroupStep
     own = place < left_over[:, None]
 
     def gather_ends(x, index):
-        place = jnp.where(own, row, 0)
-        if index is not None:
-            place = index.at[place].get(mode="promise_in_bounds")
-        rows = x.at[place].get(mode="promise_in_bounds")
-        return jnp.where(own[:, :, None], rows, jnp.zeros((), x.dtype))
+        at = jnp.where(own, row, 0)
+        if index is None:
+            rows = x.at[at].get(mode="promise_in_bounds")
+            return jnp.where(own[:, :, None], rows, jnp.zeros((), x.dtype))
+        chosen = jnp.where(own, index.at[at].get(mode="promise_in_bounds"), -1)
+        return jnp.pad(chosen, ((0, 0), (0, 2 * STEP - _LEFT_OVER)), constant_values=-1)
 
     order = tiling.largest_first
     sorted_ = _GroupSteps(start[order], whole[order], total[order], order)
