@@ -9,6 +9,11 @@ recorded under the variant's name and the run goes on; the result file is rewrit
     python -m bench.moe --shapes qwen3-30b-a3b --activations swiglu --routings zipf --out swiglu.json
     python -m bench.moe_table moe.json
 
+Compiling takes most of the time. Processes of a shape each compile beside each other, and then measure alone:
+
+    python -m bench.moe --shapes olmoe --turns /tmp/turns --of 2 --out olmoe.json &
+    python -m bench.moe --shapes nano --turns /tmp/turns --of 2 --out nano.json
+
 Peers are optional: torch, and SonicMoE 0.1.1 with nvidia-cutlass-dsl 4.4.2 and quack-kernels 0.2.5, are
 measured where they can be imported.
 """
@@ -17,14 +22,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from bench import moe_peers as peers
+from bench.card_lock import hold_card
 from bench.grouped_mlp import TOLERANCE, describe, measure, release, say
 from bench.grouped_mlp_peers import Program, Programs, wait_for_torch
 from bench.moe_shapes import MEASURED, ROUTINGS, SHAPES, draw_routing
@@ -93,10 +98,24 @@ def check(built: dict[str, Programs], routing: Any) -> dict[str, dict[str, Any]]
     return checks
 
 
-def run_shape(
-    name: str, activation: str, o: argparse.Namespace, result: dict[str, Any], save: Callable[[], None]
-) -> None:
-    """Checks and times a shape, adding to the result."""
+class Prepared(NamedTuple):
+    """A layer that is ready to be timed.
+
+    Attributes:
+      at: the shape and the activation, for a row of the result.
+      data: the layer's arrays.
+      built: variant -> programs, of the variants without an error.
+      routings: kind -> routing.
+    """
+
+    at: dict[str, str]
+    data: peers.Data
+    built: dict[str, Programs]
+    routings: dict[str, Any]
+
+
+def prepare(name: str, activation: str, o: argparse.Namespace, result: dict[str, Any]) -> Prepared:
+    """Compiles and checks a layer's variants."""
     shape = SHAPES[name]
     at = {"shape": name, "activation": activation}
     say(f"\n{shape}, {activation}")
@@ -108,26 +127,35 @@ def run_shape(
         except Exception as error:  # not installed
             result["rows"].append(at | {"variant": variant, "error": describe(error)})
             say(f"  {variant}: {result['rows'][-1]['error']}")
-    for kind in o.routings:
-        routing = draw_routing(shape, kind, o.seed)
-        load = jnp.bincount(routing[1].reshape(-1), length=shape.experts)
-        sizes = {"largest_group": int(load.max()), "smallest_group": int(load.min())}
+    routings = {kind: draw_routing(shape, kind, o.seed) for kind in o.routings}
+    for kind, routing in routings.items():
         checks = check(built, routing)
         for variant, found in checks.items():
             result["checks"].append(at | {"routing": kind, "variant": variant} | found)
             say(f"  {variant}: {found}")
-        able = {variant: programs for variant, programs in built.items() if checks[variant]["ok"]}
+        built = {variant: programs for variant, programs in built.items() if checks[variant]["ok"]}
+    for programs in built.values():
+        call_once(programs["forward"], routings[o.routings[0]])
+    if "ours" in built:
+        kept = peers.kept_nbytes_per_token(data, routings[o.routings[0]])
+        result["kept"].append(at | {"nbytes_per_token": kept})
+    release()
+    return Prepared(at, data, built, routings)
+
+
+def time_layer(layer: Prepared, o: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Times a layer's variants against each other, adding to the result."""
+    shape = layer.data.shape
+    for kind, routing in layer.routings.items():
+        load = jnp.bincount(routing[1].reshape(-1), length=shape.experts)
+        sizes = {"largest_group": int(load.max()), "smallest_group": int(load.min())}
         for part in PARTS:
-            programs = {variant: parts[part] for variant, parts in able.items()}
-            rows = measure(programs, routing, shape.flops(activation, part), o.repeats, SAMPLE_MS)
-            for variant, row in rows.items():
-                result["rows"].append(at | {"routing": kind, "part": part, "variant": variant} | sizes | row)
-                say(f"  {kind} {part} {variant}: {row.get('ms', row.get('error'))} ms {row.get('tflops')}")
-        if "ours" in able and kind == o.routings[0]:
-            kept = peers.kept_nbytes_per_token(data, routing)
-            result["kept"].append(at | {"nbytes_per_token": kept})
-        save()
-        release()
+            programs = {variant: parts[part] for variant, parts in layer.built.items()}
+            flops = shape.flops(layer.data.activation, part)
+            for variant, row in measure(programs, routing, flops, o.repeats, SAMPLE_MS).items():
+                found = layer.at | {"routing": kind, "part": part, "variant": variant} | sizes | row
+                result["rows"].append(found)
+                say(f"  {layer.at} {kind} {part} {variant}: {row.get('ms', row.get('error'))} ms")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -140,6 +168,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", type=one_of(peers.VARIANTS), default=tuple(peers.VARIANTS))
     parser.add_argument("--repeats", type=int, default=8, help="samples of each variant")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--turns", type=Path, help="a folder for processes that compile side by side")
+    parser.add_argument("--of", type=int, default=0, help="the number of these processes")
     return parser.parse_args(arguments)
 
 
@@ -151,10 +181,13 @@ def main(arguments: list[str] | None = None) -> None:
         if o.out:
             o.out.write_text(json.dumps(result, indent=1))
 
-    for name in o.shapes:
-        for activation in o.activations:
-            run_shape(name, activation, o, result, save)
+    layers = [prepare(name, activation, o, result) for name in o.shapes for activation in o.activations]
     save()
+    with hold_card(o.turns, o.of, "-".join((*o.shapes, *o.activations))):
+        for layer in layers:
+            time_layer(layer, o, result)
+            save()
+            release()
 
 
 if __name__ == "__main__":

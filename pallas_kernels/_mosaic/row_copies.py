@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -42,8 +41,12 @@ class RowCopies(NamedTuple):
 
     @property
     def lag(self) -> int:
-        """Steps between the start of a step's copies and the step's publication."""
-        return max(1, self.ring.stages - 2)
+        """Steps between the start of a step's copies and the step's publication.
+
+        A slot is free once the step after its step is multiplied, so at most `stages - 1` steps start before
+        a publication.
+        """
+        return self.ring.stages - 2
 
     def start(self, step, x, columns, index, target) -> None:
         """Starts the copies of a step, `target[i] = x[index[i], columns]`, and publishes an earlier step.
@@ -77,17 +80,13 @@ class RowCopies(NamedTuple):
 
 def _copy_rows(x, columns, index, target) -> None:
     """Copies rows in the interpreter, which knows no inline code."""
-
-    def copy_row(i, _):
-        token = index[i]
-        for first in range(0, target.shape[1], _PIECE):
-            column = columns.start + first
-            inside = (token >= 0) & (column < x.shape[1])
-            place = jnp.where(inside, token, 0), jnp.where(inside, column, 0)
-            row = x[pl.ds(place[0], 1), pl.ds(place[1], _PIECE)]
-            target[pl.ds(i, 1), pl.ds(first, _PIECE)] = jnp.where(inside, row, jnp.zeros_like(row))
-
-    lax.fori_loop(0, target.shape[0], copy_row, None)
+    tokens = index[...]
+    for first in range(0, target.shape[1], _PIECE):
+        column = columns.start + first
+        piece = x[:, pl.ds(jnp.where(column < x.shape[1], column, 0), _PIECE)]
+        inside = (tokens >= 0) & (column < x.shape[1])
+        rows = piece.at[jnp.maximum(tokens, 0)].get(mode="promise_in_bounds")
+        target[:, pl.ds(first, _PIECE)] = jnp.where(inside[:, None], rows, jnp.zeros_like(rows))
 
 
 def fence_rows() -> None:
