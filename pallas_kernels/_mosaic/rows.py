@@ -180,16 +180,16 @@ def rows_product(
                 def load(k, step):
                     slot = ring.claim(step)
                     ks = pl.ds(k * BLOCK_K, BLOCK_K)
+                    rows = pl.ds(row, BLOCK_ROWS)
+                    if not gathers:
+                        plgpu.copy_gmem_to_smem(x_gmem.at[rows, ks], x_smem.at[slot], full.at[slot])
                     for part in range(parts):
                         ns = pl.ds(part * columns + at * block, block)
                         source = w_gmem.at[expert, ns, ks] if transpose_w else w_gmem.at[expert, ks, ns]
                         target = w_smem.at[slot, part] if parts > 1 else w_smem.at[slot]
                         plgpu.copy_gmem_to_smem(source, target, full.at[slot])
-                    rows = pl.ds(row, BLOCK_ROWS)
                     if gathers:
                         copies.start(step, x_gmem, ks, index_gmem.at[rows], x_smem.at[slot])
-                    else:
-                        plgpu.copy_gmem_to_smem(x_gmem.at[rows, ks], x_smem.at[slot], full.at[slot])
                     return step + 1
 
                 return lax.fori_loop(0, jnp.where(expert < experts, steps_of_tile, 0), load, step), ahead
