@@ -7,7 +7,6 @@ recorded under the variant's name and the run goes on; the result file is rewrit
 
     python -m bench.moe --out moe.json
     python -m bench.moe --shapes qwen3-30b-a3b --activations swiglu --routings zipf --out swiglu.json
-    python -m bench.moe_table moe.json
 
 Compiling takes most of the time. Processes of a shape each compile beside each other, and then measure alone:
 
