@@ -49,7 +49,7 @@ def make_data(shape: Shape, activation: str, seed: int = 0) -> Data:
     return Data(shape, activation, x, dy, w1, w2)
 
 
-def _jax_parts(op: Callable[..., jax.Array], data: Data) -> Programs:
+def _jax_parts(op: Callable[..., Any], data: Data) -> Programs:
     def both_of(x, w1, w2, dy, p, e):
         y, pull = jax.vjp(lambda x, p, w1, w2: op(x, p, e, w1, w2), x, p, w1, w2)
         return y, pull(dy)

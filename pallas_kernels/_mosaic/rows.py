@@ -188,7 +188,7 @@ def rows_product(
                         source = w_gmem.at[expert, ns, ks] if transpose_w else w_gmem.at[expert, ks, ns]
                         target = w_smem.at[slot, part] if parts > 1 else w_smem.at[slot]
                         plgpu.copy_gmem_to_smem(source, target, full.at[slot])
-                    if gathers:
+                    if index_gmem is not None:
                         copies.start(step, x_gmem, ks, index_gmem.at[rows], x_smem.at[slot])
                     return step + 1
 

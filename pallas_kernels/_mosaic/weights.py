@@ -134,8 +134,8 @@ def grad_weight(
                         rows = pl.ds(pl.multiple_of(steps.start + k * STEP, ROW_ALIGNMENT), STEP)
                     else:
                         rows = pl.ds(pl.multiple_of((k - steps.whole) * STEP, STEP), STEP)
-                    for source, ends, target, columns, chosen in operands:
-                        if chosen is not None:
+                    for source, ends, target, columns, index in operands:
+                        if index is not None and index_gmem is not None:
                             chosen = index_gmem.at[rows] if whole else ends.at[steps.expert, rows]
                             copies.start(step, source, columns, chosen, target.at[slot])
                         else:
