@@ -3,6 +3,8 @@
 Shapes: R rows (one a routed token), H model width, I expert width, E experts.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -69,10 +71,17 @@ class Mosaic:
             if biased:
                 dp += _dot_bias(dy, w.b2, tiling)
             dp = dp[:rows]
+        grad_w2 = functools.partial(
+            grad_weight, pa, pdy, tiling, grad_dtype, config.grad_w2, acc2, right_index=index
+        )
+        dw2 = None
+        if index is not None:
+            # The memory of `p a` is free before the rows of dx take theirs.
+            dz, dw2 = lax.optimization_barrier((dz, grad_w2()))
         return Grads(
             x=row_products.grad_x(dz, w.w1, tiling, config.grad_x)[:rows],
             w1=grad_weight(x, dz, tiling, grad_dtype, config.grad_w1, acc1, left_index=index),
-            w2=grad_weight(pa, pdy, tiling, grad_dtype, config.grad_w2, acc2, right_index=index),
+            w2=grad_w2() if dw2 is None else dw2,
             b1=None if w.b1 is None else _sum_rows(None, dz, tiling),
             b2=_sum_rows(probs, dy, tiling) if biased else None,
             probs=dp,
