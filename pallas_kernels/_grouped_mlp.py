@@ -66,8 +66,8 @@ def grouped_mlp(
 
     Raises:
       TypeError: a dtype is outside of the choices above.
-      ValueError: a shape does not fit, group sizes are negative or need more than R rows, or the
-        implementation is unknown.
+      ValueError: a shape does not fit, group sizes are negative or need more than R rows, or a name is
+        unknown.
       NotImplementedError: `implementation="mosaic"` does not support the case; the message says why.
 
     Example:

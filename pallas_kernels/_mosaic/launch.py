@@ -1,4 +1,4 @@
-"""The grouped MLP's forward and backward pass as launches of the Hopper kernels.
+"""The experts' forward and backward pass as launches of the Hopper kernels.
 
 Shapes: R rows (one a routed token), H model width, I expert width, E experts.
 """
