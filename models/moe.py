@@ -22,7 +22,7 @@ from jax import lax
 import jaxoff
 from models.config import Config
 from models.layers import MLP, fan_out, fence, logsumexp, normal, pin, sum_of_exp
-from pallas_kernels import Implementation, choose_implementation, grouped_mlp
+from pallas_kernels import Implementation, choose_implementation, grouped_mlp, moe
 
 
 class RouterStats(NamedTuple):
@@ -338,10 +338,7 @@ class MoE(nnx.Module):
         routing = choose_experts(logits_TE, c)
         stats = router_stats(logits_TE, routing, self.division.tokens if self.division else ())
         if self.division is None or self.division.parts == 1:
-            permutation = sort_by_expert(routing.experts)
-            probs_R = dispatch_probs(routing.probs, permutation)
-            rows_RD = self._experts(dispatch(for_experts, permutation), stats.load, probs_R)
-            out_TD: jax.Array = combine(rows_RD, permutation, c.top_k)
+            out_TD: jax.Array = moe(for_experts, routing.probs, routing.experts, *self._weights())
         else:
             out_TD, overflow = self._divide_experts(for_experts, routing, stats.load, self.division)
             stats = stats._replace(overflow=overflow)
@@ -351,9 +348,10 @@ class MoE(nnx.Module):
             out_TD = pin(both.astype(c.dtype))
         return out_TD.reshape(shape), stats
 
-    def _experts(self, rows_RD: jax.Array, load: jax.Array, probs_R: jax.Array) -> jax.Array:
+    def _weights(self) -> tuple[jax.Array, jax.Array]:
+        """Returns w1 and w2 in the compute dtype."""
         w1, w2 = (pin(w[...].astype(self.config.dtype)) for w in (self.w1, self.w2))
-        return grouped_mlp(rows_RD, w1, w2, load, probs=probs_R)
+        return w1, w2
 
     def _divide_experts(
         self, x_TD: jax.Array, routing: Routing, load_E: jax.Array, division: Division
@@ -372,6 +370,7 @@ class MoE(nnx.Module):
         expert_S = jnp.sum(place >= jnp.cumsum(came, axis=1)[:, None, :], axis=2, dtype=jnp.int32)
         local = sort_by_expert(expert_S)
         probs = dispatch_probs(probs_S, local)
-        out = self._experts(dispatch(rows_SD, local), jnp.sum(came, axis=0, dtype=jnp.int32), probs)
+        load_E = jnp.sum(came, axis=0, dtype=jnp.int32)
+        out = grouped_mlp(dispatch(rows_SD, local), *self._weights(), load_E, probs=probs)
         back = all_to_all(combine(out, local, 1))
         return combine(back, slots, self.config.top_k), copies - jnp.sum(load, dtype=jnp.int32)

@@ -1,10 +1,11 @@
-"""Chooses the implementation of the grouped MLP for a call and gives the reason."""
+"""Chooses the implementation of the MoE layer and of the grouped MLP for a call and gives the reason."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._activation import ACTIVATIONS, SQUARED_RELU
 from pallas_kernels._compat import abstract_device, default_device, in_interpret_mode
 
 IMPLEMENTATIONS = ("mosaic", "reference")
@@ -43,16 +44,19 @@ class Implementation:
         return f"{self.name}: {self.reason}"
 
 
-def choose_implementation(x: _ArrayLike, w1: _ArrayLike) -> Implementation:
-    """Chooses the implementation that `grouped_mlp(..., implementation=None)` uses for these arguments.
+def choose_implementation(
+    x: _ArrayLike, w1: _ArrayLike, activation: str = SQUARED_RELU.name
+) -> Implementation:
+    """Chooses the implementation that `moe` and `grouped_mlp` use for these arguments.
 
     The kernels serve a GPU of compute capability 9.0 (Hopper), 16-bit rows, widths in multiples of 64 and at
     most 512 experts. Every other call goes to the reference. The device is the abstract mesh's device, else
     the default device. The function reads shapes and dtypes only.
 
     Args:
-      x: (R, H) rows, or a `jax.ShapeDtypeStruct`.
-      w1: (E, H, I) weights, or a `jax.ShapeDtypeStruct`.
+      x: (R, H) rows or (T, H) tokens, or a `jax.ShapeDtypeStruct`.
+      w1: (E, H, I) weights, (E, H, 2 I) for a gated activation, or a `jax.ShapeDtypeStruct`.
+      activation: the name of the activation.
 
     Returns:
       The implementation with its reason.
@@ -64,18 +68,18 @@ def choose_implementation(x: _ArrayLike, w1: _ArrayLike) -> Implementation:
       >>> pallas_kernels.choose_implementation(x, w1).name
       'reference'
     """
-    obstacle = _find_obstacle(x, w1)
+    obstacle = _find_obstacle(x, w1, activation)
     if obstacle is not None:
         return Implementation("reference", obstacle)
     return Implementation("mosaic", f"the fused kernels run on {_device_name()}")
 
 
-def require_mosaic(x: _ArrayLike, w1: _ArrayLike) -> None:
+def require_mosaic(op: str, x: _ArrayLike, w1: _ArrayLike, activation: str) -> None:
     """Raises NotImplementedError, with the reason, where the fused kernels cannot serve a call."""
-    obstacle = _find_obstacle(x, w1)
+    obstacle = _find_obstacle(x, w1, activation)
     if obstacle is not None:
         raise NotImplementedError(
-            f'grouped_mlp: implementation="mosaic" cannot do this case: {obstacle}; '
+            f'{op}: implementation="mosaic" cannot do this case: {obstacle}; '
             'pass implementation="reference" or None'
         )
 
@@ -94,9 +98,10 @@ def find_device_kind() -> str:
     return abstract.device_kind if abstract is not None else default_device().device_kind
 
 
-def _find_obstacle(x: _ArrayLike, w1: _ArrayLike) -> str | None:
+def _find_obstacle(x: _ArrayLike, w1: _ArrayLike, activation: str) -> str | None:
     """Returns the first reason why the fused kernels cannot serve a call, or None."""
-    (_, width), (experts, _, inner) = x.shape, w1.shape
+    (_, width), (experts, _, columns) = x.shape, w1.shape
+    inner = columns // ACTIVATIONS[activation].parts
     if x.dtype not in _MOSAIC_DTYPES:
         return f"x must be bfloat16 or float16 for the tensor cores, got {x.dtype}"
     for letter, size in {"H": width, "I": inner}.items():

@@ -1,6 +1,7 @@
 """The grouped MLP in XLA operations: a scan over tiles of rows, with a hand-written gradient.
 
-Shapes: R rows (one a routed token), H model width, I expert width, E experts, T rows of a tile.
+Shapes: R rows (one a routed token), H model width, I expert width, E experts, T rows of a tile, F columns of
+FC1 (I, or 2 I for a gated activation).
 
 XLA lowers `lax.ragged_dot` to a masked dense product over all experts, which needs E times the memory. Here
 each iteration of the scan multiplies one tile by the weights of one expert, a slice of the (E, ...) stack.
@@ -13,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._backend import Grads
+from pallas_kernels._activation import Activation
+from pallas_kernels._backend import Grads, Hidden
 from pallas_kernels._compat import vary, varying_axes
 from pallas_kernels._tiles import Tiles, choose_height, cut_tiles
 
@@ -59,19 +61,42 @@ def _scan_tiles(step: Callable[[Any, Tiles], Any], init: Any, tiles: Tiles) -> A
     return lax.scan(lambda carry, tile: (step(carry, tile), None), init, tiles)[0]
 
 
+def _round(x: jax.Array, dtype: Any) -> jax.Array:
+    """Rounds float32 values to a narrower format, in float32. XLA does not remove this rounding."""
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def _gate(activation: Activation, z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns `f(g) u` and its derivatives by g and by u, for z = (g, u) of (T, 2 I)."""
+    g, u = jnp.split(z, 2, axis=1)
+    assert activation.gate is not None
+    value, slope = activation.gate(g)
+    return value * u, slope * u, value
+
+
 class Reference:
     """The implementation of `pallas_kernels._backend.Backend` in XLA operations."""
 
-    def fc1(self, x, w, group_sizes):
+    def fc1(self, x, w, group_sizes, activation, index=None, *, save):
+        x = _take_rows(x, index)
         tiles, height = _cut_rows(x, w, group_sizes)
+        gated = activation.gate is not None
 
-        def step(a, tile):
+        def step(buffers, tile):
             z = _dot(_slice(x, tile, height), _read_expert(w.w1, tile), (1, 0))
             if w.b1 is not None:
                 z += _read_expert(w.b1, tile)[None]
-            return _store(a, jnp.square(jnp.maximum(z, 0.0)), tile)
+            if not gated:
+                return [_store(buffers[0], jnp.square(jnp.maximum(z, 0.0)), tile)]
+            z = _round(z, x.dtype)
+            values = [_gate(activation, z)[0], z][: len(buffers)]
+            return [_store(buffer, v, tile) for buffer, v in zip(buffers, values, strict=True)]
 
-        return _scan_tiles(step, _zeros((x.shape[0], w.w1.shape[2]), x.dtype, x), tiles)
+        widths = [w.w2.shape[1], w.w1.shape[2]][: 1 + (gated and save)]
+        init = [_zeros((x.shape[0], width), x.dtype, x) for width in widths]
+        a, *z = _scan_tiles(step, init, tiles)
+        return Hidden((z[0] if gated else a) if save else None, a)
 
     def fc2(self, a, w, probs, group_sizes):
         tiles, height = _cut_rows(a, w, group_sizes)
@@ -86,14 +111,22 @@ class Reference:
 
         return _scan_tiles(step, _zeros((a.shape[0], w.w2.shape[2]), a.dtype, a), tiles)
 
-    def backward(self, x, a, w, probs, group_sizes, dy, accumulators, *, grad_dtype):
+    def backward(
+        self, x, saved, w, probs, group_sizes, dy, accumulators, activation, index=None, *, grad_dtype
+    ):
+        x, dy = _take_rows(x, index), _take_rows(dy, index)
         tiles, height = _cut_rows(x, w, group_sizes)
 
         def step(carry, tile):
             dx, dw1, dw2, dp, db1, db2 = carry
             e1, e2 = _read_expert(w.w1, tile), _read_expert(w.w2, tile)
             x_t, dy_t = _slice(x, tile, height), _slice(dy, tile, height)
-            a_t = _slice(a, tile, height).astype(jnp.float32)
+            saved_t = _slice(saved, tile, height).astype(jnp.float32)
+            if activation.gate is None:
+                a_t = saved_t
+            else:
+                a_t, *slopes = _gate(activation, saved_t)
+                a_t = _round(a_t, x.dtype)  # as in the forward pass
             da = _dot(dy_t, e2, (1, 1))
             pa, pdy = a_t, dy_t.astype(jnp.float32)
             if probs is not None:
@@ -103,12 +136,14 @@ class Reference:
                     dp_t += jnp.sum(pdy * _read_expert(w.b2, tile)[None], axis=1)
                 dp = _store(dp, dp_t, tile)
                 da, pa, pdy = p_t * da, p_t * pa, p_t * pdy
-            # relu(z) = sqrt(a). The inner select keeps the second derivative finite where a = 0.
-            on = a_t > 0.0
-            dz = 2.0 * da * jnp.where(on, jnp.sqrt(jnp.where(on, a_t, 1.0)), 0.0)
+            if activation.gate is None:
+                # relu(z) = sqrt(a). The inner select keeps the second derivative finite where a = 0.
+                on = a_t > 0.0
+                dz = 2.0 * da * jnp.where(on, jnp.sqrt(jnp.where(on, a_t, 1.0)), 0.0)
+            else:
+                dz = jnp.concatenate([da * slope for slope in slopes], axis=1)
             # Rounded here, since XLA may otherwise keep dz in float32 on its way into db1.
-            info = jnp.finfo(x.dtype)
-            dz = lax.reduce_precision(dz, info.nexp, info.nmant).astype(x.dtype)
+            dz = _round(dz, x.dtype).astype(x.dtype)
             if w.b1 is not None:
                 db1 = _accumulate(db1, jnp.sum(dz.astype(jnp.float32), axis=0), tile)
             if w.b2 is not None:
@@ -126,6 +161,16 @@ class Reference:
         init = (zeros(x, x.dtype), *dw, zeros(probs), zeros(w.b1), zeros(w.b2))
         dx, dw1, dw2, dp, db1, db2 = _scan_tiles(step, init, tiles)
         return Grads(dx, dw1.astype(grad_dtype), dw2.astype(grad_dtype), db1, db2, dp)
+
+    def sum_rows(self, rows, index):
+        copies = rows.at[index].get(mode="promise_in_bounds")
+        info = jnp.finfo(rows.dtype)
+        total = jnp.sum(copies.astype(jnp.float32), axis=1)
+        return lax.reduce_precision(total, info.nexp, info.nmant).astype(rows.dtype)
+
+
+def _take_rows(x: jax.Array, index: jax.Array | None) -> jax.Array:
+    return x if index is None else x.at[index].get(mode="promise_in_bounds")
 
 
 def _cut_rows(x, w, group_sizes) -> tuple[Tiles, int]:

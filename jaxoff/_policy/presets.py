@@ -23,7 +23,7 @@ MEGATRON_MODULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "attn_proj": ("attn.proj_in",),
         "mlp_norm": ("mlp.norm_in",),
         "router": ("moe.router_logits",),
-        "expert_fc1": ("moe.dispatched",),
+        "expert_fc1": ("moe.[di]*",),  # moe.dispatched, or moe.in: rows, or tokens that a kernel gathers
         "moe_act": ("moe.act",),
         "shared_experts": ("moe.shared_fc1_in", "moe.shared_act"),
     }

@@ -38,11 +38,11 @@ class Ring(NamedTuple):
     def release(self, step) -> None:
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
-    def multiply(self, begin, end, step, issue: Callable[[Any], None]):
+    def multiply(self, begin, end, step, issue: Callable[[Any], None], products: int = 1):
         """Issues the products of a tile's steps `begin` to `end`. Step `begin` is `step` of the ring.
 
-        A product runs while the next product is issued. Then the slot of the earlier product is released.
-        `finish` releases the last slot.
+        A step's products run while the next step's are issued. Then the slot of the earlier step is released.
+        `finish` releases the last slot. `issue` starts `products` products.
 
         Returns:
           The ring's step after the products.
@@ -52,7 +52,7 @@ class Ring(NamedTuple):
             slot = self.slot(step)
             plgpu.barrier_wait(self.full.at[slot])
             issue(slot)
-            plgpu.wgmma_wait(1)
+            plgpu.wgmma_wait(products)
 
             @pl.when(k > 0)
             def _():

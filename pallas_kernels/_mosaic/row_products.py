@@ -18,15 +18,15 @@ from pallas_kernels._mosaic.tuning import Config
 
 # Layouts in registers of one value for each row, and for each column, of an accumulator.
 _OF_ROW = plgpu.Layout.WGMMA.reduce(1)
-_OF_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+OF_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-def _pad_rows(p: jax.Array) -> jax.Array:
+def pad_rows(p: jax.Array) -> jax.Array:
     """Pads p with one tile of rows, since the last tile's loads past row R have no bounds check."""
     return jnp.pad(p.astype(jnp.float32), (0, BLOCK_ROWS))
 
 
-def _make_staging(dtype, slots):
+def make_staging(dtype, slots):
     """Returns the type of a shared-memory buffer: `slots` chunks for each multiplying warpgroup."""
     return plgpu.SMEM((2, slots, WG_ROWS, CHUNK), dtype, transforms=RAGGED)
 
@@ -45,17 +45,25 @@ def _store_chunks(acc, tile: HalfTile, wg, target, staging, block: int) -> None:
         plgpu.commit_smem_to_gmem_group()
 
 
-def _load_of_row(ref, tile: HalfTile):
+def load_of_row(ref, tile: HalfTile):
     return plgpu.load(ref.at[pl.ds(tile.row, WG_ROWS)], layout=_OF_ROW, optimized=False)
 
 
 def _load_of_column(ref, tile: HalfTile, block: int, width: int):
     column = pl.ds(tile.block * block, width)
-    return plgpu.load(ref.at[tile.expert, column], layout=_OF_COLUMN, optimized=False)
+    return plgpu.load(ref.at[tile.expert, column], layout=OF_COLUMN, optimized=False)
 
 
-def fc1(x: jax.Array, w1: jax.Array, b1: jax.Array | None, tiling: RowTiling, config: Config) -> jax.Array:
-    """`a = relu(x W1 + b1)^2`, (R, I); rows past the last group are zero."""
+def fc1(
+    x: jax.Array,
+    w1: jax.Array,
+    b1: jax.Array | None,
+    tiling: RowTiling,
+    config: Config,
+    index: jax.Array | None = None,
+) -> jax.Array:
+    """`a = relu(x W1 + b1)^2`, (R, I), for rows x or x[index]; rows past the last group are zero."""
+    rows = x.shape[0] if index is None else index.shape[0]
     inputs = [] if b1 is None else [b1.astype(jnp.float32)]
 
     def epilogue(acc, early, tile, wg, *refs):
@@ -73,9 +81,10 @@ def fc1(x: jax.Array, w1: jax.Array, b1: jax.Array | None, tiling: RowTiling, co
         transpose_w=False,
         config=config,
         inputs=inputs,
-        out_types=[jax.ShapeDtypeStruct((x.shape[0], w1.shape[2]), x.dtype)],
-        scratch_types=[_make_staging(x.dtype, config.slots)],
+        out_types=[jax.ShapeDtypeStruct((rows, w1.shape[2]), x.dtype)],
+        scratch_types=[make_staging(x.dtype, config.slots)],
         epilogue=epilogue,
+        index=index,
         name="grouped_mlp_fc1",
     )
     return a
@@ -91,7 +100,7 @@ def fc2(
 ) -> jax.Array:
     """`y = p (a W2 + b2)`, (R, H); rows past the last group are zero."""
     inputs = [] if b2 is None else [b2.astype(jnp.float32)]
-    inputs += [] if probs is None else [_pad_rows(probs)]
+    inputs += [] if probs is None else [pad_rows(probs)]
 
     def epilogue(acc, early, tile, wg, *refs):
         *more, target, staging = refs
@@ -103,7 +112,7 @@ def fc2(
         _store_chunks(acc, tile, wg, target, staging, config.block_columns)
 
     def prefetch(width, tile, wg, *refs):
-        return _load_of_row(refs[len(inputs) - 1], tile)
+        return load_of_row(refs[len(inputs) - 1], tile)
 
     (y,) = rows_product(
         a,
@@ -113,7 +122,7 @@ def fc2(
         config=config,
         inputs=inputs,
         out_types=[jax.ShapeDtypeStruct((a.shape[0], w2.shape[2]), a.dtype)],
-        scratch_types=[_make_staging(a.dtype, config.slots)],
+        scratch_types=[make_staging(a.dtype, config.slots)],
         epilogue=epilogue,
         prefetch=None if probs is None else prefetch,
         name="grouped_mlp_fc2",
@@ -135,7 +144,7 @@ def grad_x(dz: jax.Array, w1: jax.Array, tiling: RowTiling, config: Config) -> j
         config=config,
         inputs=[],
         out_types=[jax.ShapeDtypeStruct((dz.shape[0], w1.shape[1]), dz.dtype)],
-        scratch_types=[_make_staging(dz.dtype, config.slots)],
+        scratch_types=[make_staging(dz.dtype, config.slots)],
         epilogue=epilogue,
         name="grouped_mlp_grad_x",
     )
@@ -149,10 +158,11 @@ def grad_act(
     probs: jax.Array | None,
     tiling: RowTiling,
     config: Config,
+    index: jax.Array | None = None,
     *,
     scale_a: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Computes `dA = dy W2^T ; dz = 2 p dA sqrt(a) ; p a ; dp = sum_I dA a`.
+    """Computes `dA = dy W2^T ; dz = 2 p dA sqrt(a) ; p a ; dp = sum_I dA a`, for rows dy or dy[index].
 
     Returns:
       dz (R, I), `p a` (R, I) and dp (R,) float32. Past the last group dz and dp are zero, and `p a` is
@@ -164,13 +174,13 @@ def grad_act(
     dtype = a.dtype
     row_type = jax.ShapeDtypeStruct((rows, width), dtype)
     inputs, out_types = {"a": a}, {"dz": row_type}
-    scratch: dict[str, Any] = {"chunks": _make_staging(dtype, chunks)}
+    scratch: dict[str, Any] = {"chunks": make_staging(dtype, chunks)}
     scratch["loaded"] = plgpu.Barrier(num_arrivals=1, num_barriers=2 * chunks)
     if scale_a:
         out_types["pa"] = row_type
-        scratch["pa_chunks"] = _make_staging(dtype, config.slots)
+        scratch["pa_chunks"] = make_staging(dtype, config.slots)
     if probs is not None:
-        inputs["p"] = _pad_rows(probs)
+        inputs["p"] = pad_rows(probs)
         out_types["dp"] = jax.ShapeDtypeStruct((tiling.max_tiles, blocks, BLOCK_ROWS), jnp.float32)
     names = (*inputs, *out_types, *scratch)
 
@@ -185,7 +195,7 @@ def grad_act(
                 ref["chunks"].at[wg, chunk],
                 ref["loaded"].at[wg * chunks + chunk],
             )
-        return None if probs is None else _load_of_row(ref["p"], tile)
+        return None if probs is None else load_of_row(ref["p"], tile)
 
     def epilogue(acc, early, tile, wg, *refs):
         ref = dict(zip(names, refs, strict=True))
@@ -227,14 +237,15 @@ def grad_act(
         scratch_types=list(scratch.values()),
         epilogue=epilogue,
         prefetch=prefetch,
+        index=index,
         name="grouped_mlp_grad_act",
     )
     out = dict(zip(out_types, outs, strict=True))
-    dp = None if probs is None else _sum_partials(out["dp"], tiling, rows)
+    dp = None if probs is None else sum_partials(out["dp"], tiling, rows)
     return out["dz"], out.get("pa", a), dp
 
 
-def _sum_partials(partial: jax.Array, tiling: RowTiling, rows: int) -> jax.Array:
+def sum_partials(partial: jax.Array, tiling: RowTiling, rows: int) -> jax.Array:
     """Sums the column blocks' partial sums of each row in a fixed order: (T, blocks, 128) to (R,)."""
     _, first, low, high = tiling.tiles.T[:, :, None]
     place = lax.broadcasted_iota(jnp.int32, (tiling.max_tiles, BLOCK_ROWS), 1)

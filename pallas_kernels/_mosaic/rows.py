@@ -6,6 +6,7 @@ other warpgroups multiplies 64 of the tile's 128 rows and runs the epilogue on i
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # (JAX declares the transforms abstract and does not list ACC.)
 from pallas_kernels._implementation import count_cores
 from pallas_kernels._mosaic.ring import Ring
+from pallas_kernels._mosaic.row_copies import RowCopies, fence_rows, pad_index
 from pallas_kernels._mosaic.row_tiling import BLOCK_ROWS, RowTiling
 from pallas_kernels._mosaic.tuning import Config
 
@@ -30,6 +32,10 @@ CHUNK = 64
 
 # Rows of a half tile, the M of a `wgmma` instruction.
 WG_ROWS = BLOCK_ROWS // 2
+
+# Registers of a thread of the copying and of the multiplying warpgroups, without and with gathered rows. The
+# three warpgroups together have the 3 * 168 that the kernel starts with.
+COPY_REGISTERS, PRODUCT_REGISTERS = (40, 56), (232, 224)
 
 # The widest swizzle in bytes, free of bank conflicts for `wgmma` operands.
 _SWIZZLE = plgpu.SwizzleTransform(128)
@@ -103,26 +109,34 @@ def rows_product(
     scratch_types: Sequence[Any],
     epilogue: Callable[..., None],
     prefetch: Callable[..., Any] | None = None,
+    index: jax.Array | None = None,
+    parts: int = 1,
+    zeroed: Sequence[int] = (1,),
     name: str,
 ) -> Any:
     """Runs an epilogue on every half tile of `x[r] @ w[expert(r)]`.
 
     Args:
-      x: (R, K) rows.
+      x: (R, K) rows, or (T, K) with `index`.
       w: (E, K, N), or (E, N, K) with `transpose_w`.
       tiling: the tiles of the rows.
       transpose_w: whether to multiply with each matrix's transpose, which is read in place.
       config: tile size and tile order.
       inputs: further arrays in global memory for the epilogue.
-      out_types: the outputs, all in global memory. `out_types[0]` is (R, N). The kernel zeroes its rows past
-        the last group, without the epilogue.
+      out_types: the outputs, all in global memory.
       scratch_types: the epilogue's shared memory and barriers. The first entry is a (2, slots, 64, 64) buffer
         of the two warpgroups. The epilogue may return while copies from this buffer to global memory are in
         flight.
       epilogue: takes the (64, width) float32 accumulator in the WGMMA layout, the result of `prefetch`, the
-        `HalfTile`, the warpgroup, and the refs of inputs, outputs and scratch.
+        `HalfTile`, the warpgroup, and the refs of inputs, outputs and scratch. With several parts it takes a
+        list of accumulators, one a part.
       prefetch: takes the width, the `HalfTile`, the warpgroup and the same refs. The kernel calls it halfway
         through the product, to start the loads of the epilogue.
+      index: (R,) int32: row r is `x[index[r]]`, read from x by the copying warpgroup.
+      parts: number of equal parts of w's columns. A tile multiplies with the same block of columns of each
+        part.
+      zeroed: a number of parts for each of the first outputs, (R, N) with as many times the columns of a
+        tile's part. The kernel zeroes the rows past the last group of these outputs, without the epilogue.
       name: the kernel's name in profiles.
 
     Returns:
@@ -130,14 +144,16 @@ def rows_product(
     """
     depth = x.shape[1]
     experts = w.shape[0]
-    columns = w.shape[1] if transpose_w else w.shape[2]
+    columns = w.shape[1] if transpose_w else w.shape[2] // parts
     block, stages = config.block_columns, config.stages
     blocks, steps_of_tile = pl.cdiv(columns, block), depth // BLOCK_K
     last_width = columns - (blocks - 1) * block
     programs = max(min(count_cores(), tiling.max_tiles * blocks), 1)
     n_in, n_out = len(inputs), len(out_types)
+    gathers = index is not None
 
     def body(x_gmem, w_gmem, tiles_gmem, num_tiles_gmem, *refs):
+        index_gmem, *refs = refs if gathers else (None, *refs)
         in_refs, out_refs, rest = refs[:n_in], refs[n_in : n_in + n_out], refs[n_in + n_out :]
         x_smem, w_smem, full, empty, *scratch = rest
         ring = Ring(full, empty, stages)
@@ -153,7 +169,8 @@ def rows_product(
 
         @pl.when((wg == 2) & (my_tiles > 0))
         def producer():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(COPY_REGISTERS[gathers], action="decrease")
+            copies = RowCopies(ring, OPERAND, bounded=False)
 
             def load_tile(i, carry):
                 step, (_, at, expert, row, _, _) = carry
@@ -162,47 +179,62 @@ def rows_product(
 
                 def load(k, step):
                     slot = ring.claim(step)
-                    ks, ns = pl.ds(k * BLOCK_K, BLOCK_K), pl.ds(at * block, block)
-                    plgpu.copy_gmem_to_smem(
-                        x_gmem.at[pl.ds(row, BLOCK_ROWS), ks], x_smem.at[slot], full.at[slot]
-                    )
-                    source = w_gmem.at[expert, ns, ks] if transpose_w else w_gmem.at[expert, ks, ns]
-                    plgpu.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
+                    ks = pl.ds(k * BLOCK_K, BLOCK_K)
+                    rows = pl.ds(row, BLOCK_ROWS)
+                    if not gathers:
+                        plgpu.copy_gmem_to_smem(x_gmem.at[rows, ks], x_smem.at[slot], full.at[slot])
+                    for part in range(parts):
+                        ns = pl.ds(part * columns + at * block, block)
+                        source = w_gmem.at[expert, ns, ks] if transpose_w else w_gmem.at[expert, ks, ns]
+                        target = w_smem.at[slot, part] if parts > 1 else w_smem.at[slot]
+                        plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+                    if index_gmem is not None:
+                        copies.start(step, x_gmem, ks, index_gmem.at[rows], x_smem.at[slot])
                     return step + 1
 
                 return lax.fori_loop(0, jnp.where(expert < experts, steps_of_tile, 0), load, step), ahead
 
             steps, _ = lax.fori_loop(0, my_tiles, load_tile, (jnp.int32(0), tile_at(0)))
+            if gathers:
+                copies.finish(steps)
             ring.drain(steps)
 
         @pl.when((wg < 2) & (my_tiles > 0))
         def consumer():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(PRODUCT_REGISTERS[gathers], action="increase")
             staging = scratch[0]
 
-            def multiply(width, tile, step, acc):
+            def multiply(width, tile, step, *accs):
                 def issue(slot):
-                    if transpose_w:
-                        w_step = w_smem.at[slot, pl.ds(0, width)].transpose((1, 0))
-                    else:
-                        w_step = w_smem.at[slot, :, pl.ds(0, width)]
-                    plgpu.wgmma(acc, x_smem.at[slot, pl.ds(wg * WG_ROWS, WG_ROWS)], w_step)
+                    if gathers:
+                        fence_rows()
+                    for part, acc in enumerate(accs):
+                        if transpose_w:
+                            w_step = w_smem.at[slot, pl.ds(0, width)].transpose((1, 0))
+                        elif parts > 1:
+                            w_step = w_smem.at[slot, part, :, pl.ds(0, width)]
+                        else:
+                            w_step = w_smem.at[slot, :, pl.ds(0, width)]
+                        plgpu.wgmma(acc, x_smem.at[slot, pl.ds(wg * WG_ROWS, WG_ROWS)], w_step)
 
                 # Halfway through the product, the previous tile's copies have left the epilogue's buffers.
                 middle, early = 0, None
                 if prefetch is not None:
                     middle = steps_of_tile // 2
-                    step = ring.multiply(0, middle, step, issue)
+                    step = ring.multiply(0, middle, step, issue, parts)
                     early = prefetch(width, tile, wg, *in_refs, *out_refs, *scratch)
-                ring.finish(ring.multiply(middle, steps_of_tile, step, issue))
-                return acc[...], early
+                ring.finish(ring.multiply(middle, steps_of_tile, step, issue, parts))
+                values = [acc[...] for acc in accs]
+                return values if parts > 1 else values[0], early
 
             def zero(width, tile):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 staging[wg, 0] = jnp.zeros(staging.shape[2:], staging.dtype)
                 plgpu.commit_smem()
-                for column in range(0, width, CHUNK):
-                    store_ragged(staging.at[wg, 0], out_refs[0], tile, tile.block * block + column)
+                for target, count in zip(out_refs, zeroed, strict=False):
+                    for part, column in itertools.product(range(count), range(0, width, CHUNK)):
+                        at = part * columns + tile.block * block + column
+                        store_ragged(staging.at[wg, 0], target, tile, at)
                 plgpu.commit_smem_to_gmem_group()
 
             def run_tile(i, carry):
@@ -218,7 +250,7 @@ def rows_product(
                     def _(width=width):
                         acc, early = pl.run_scoped(
                             functools.partial(multiply, width, tile, step),
-                            plgpu.ACC((WG_ROWS, width), jnp.float32),
+                            *[plgpu.ACC((WG_ROWS, width), jnp.float32)] * parts,
                         )
                         epilogue(acc, early, tile, wg, *in_refs, *out_refs, *scratch)
 
@@ -228,7 +260,7 @@ def rows_product(
             lax.fori_loop(0, my_tiles, run_tile, (jnp.int32(0), tile_at(0)))
             plgpu.wait_smem_to_gmem(0)
 
-    w_shape = (stages, block, BLOCK_K) if transpose_w else (stages, BLOCK_K, block)
+    w_shape = (stages, block, BLOCK_K) if transpose_w else (stages, *[parts] * (parts > 1), BLOCK_K, block)
     launch = jax.custom_jvp(
         plgpu.kernel(
             body,
@@ -241,7 +273,7 @@ def rows_product(
             scratch_types=[
                 plgpu.SMEM((stages, BLOCK_ROWS, BLOCK_K), x.dtype, transforms=OPERAND),
                 plgpu.SMEM(w_shape, w.dtype, transforms=OPERAND),
-                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+                plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
                 plgpu.Barrier(num_arrivals=2, num_barriers=stages),
                 *scratch_types,
             ],
@@ -249,7 +281,8 @@ def rows_product(
         )
     )
     launch.defjvp(_refuse_derivative)
-    return launch(x, w, tiling.tiles, tiling.num_tiles, *inputs)
+    indices = [pad_index(index, BLOCK_ROWS)] if index is not None else []
+    return launch(x, w, tiling.tiles, tiling.num_tiles, *indices, *inputs)
 
 
 def _refuse_derivative(primals, tangents):

@@ -38,6 +38,10 @@ _L2_NBYTES = 32 * 2**20
 # 4096 rows per expert: bench/LOG.md, 2026-11-21.
 _MANY_ROWS = 2048
 
+# Device -> rows per expert, where wide tiles pay earlier in all products but the activation's gradient.
+# Measured on an H100 at 1024 rows per expert: bench/LOG.md, 2026-11-26.
+_MANY_ROWS_OF_PRODUCTS = {"NVIDIA H100 80GB HBM3": 1024}
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -70,6 +74,11 @@ class Configs:
     grad_x: Config
     grad_w1: Config
     grad_w2: Config
+
+
+# Gated activations. Two accumulators of 128 columns fill the registers of a multiplying warpgroup.
+_GATED_FC1 = Config(128)
+_GATED_GRAD_ACT = Config(128, slots=1)
 
 
 def bucket_rows(rows: int, experts: int) -> int:
@@ -122,22 +131,29 @@ def load_table(device_kind: str) -> Mapping[tuple[int, int, int], Configs]:
     }
 
 
-def choose_configs(w1_shape: tuple[int, ...], rows: int) -> Configs:
+def choose_configs(w1_shape: tuple[int, ...], rows: int, parts: int = 1) -> Configs:
     """Chooses the tiles for a shape on the device in use: from the table, else by the rule.
 
     Args:
-      w1_shape: (E, H, I).
+      w1_shape: (E, H, F).
       rows: number of rows R.
+      parts: columns of FC1 a column of the activation: F / I, 2 for a gated activation.
 
     Returns:
       The choice.
     """
-    experts, width, inner = w1_shape
-    table = load_table(find_device_kind())
-    return table.get((width, inner, bucket_rows(rows, experts))) or apply_rule(w1_shape, rows)
+    experts, width, columns = w1_shape
+    shape = experts, width, columns // parts
+    kind = find_device_kind()
+    chosen = load_table(kind).get((width, shape[2], bucket_rows(rows, experts)))
+    chosen = chosen or apply_rule(shape, rows, kind)
+    if parts == 1:
+        return chosen
+    grad_w1 = apply_rule(w1_shape, rows, kind).grad_w1
+    return dataclasses.replace(chosen, fc1=_GATED_FC1, grad_act=_GATED_GRAD_ACT, grad_w1=grad_w1)
 
 
-def apply_rule(w1_shape: tuple[int, ...], rows: int) -> Configs:
+def apply_rule(w1_shape: tuple[int, ...], rows: int, device_kind: str = _FALLBACK_DEVICE) -> Configs:
     """Chooses the tiles for a shape without a measured entry.
 
     Tiles of 256 columns move the fewest bytes. Tiles of 192 columns hide their epilogues better. The rule
@@ -147,14 +163,16 @@ def apply_rule(w1_shape: tuple[int, ...], rows: int) -> Configs:
     Args:
       w1_shape: (E, H, I).
       rows: number of rows R.
+      device_kind: the device's name.
 
     Returns:
       The choice.
     """
     experts, width, inner = w1_shape
     many = rows >= _MANY_ROWS * experts
+    many_of_products = rows >= _MANY_ROWS_OF_PRODUCTS.get(device_kind, _MANY_ROWS) * experts
 
-    def product(columns, wide, narrow):
+    def product(columns, wide, narrow, many=many_of_products):
         exact = columns % 256 == 0
         config = wide if exact and (many or columns % 192 == 64) else narrow
         blocks = -(-columns // config.block_columns)
@@ -171,7 +189,7 @@ def apply_rule(w1_shape: tuple[int, ...], rows: int) -> Configs:
     return Configs(
         fc1=product(inner, *plain),
         fc2=product(width, *plain),
-        grad_act=Config(128, stages=5, slots=1) if small else product(inner, *activation),
+        grad_act=Config(128, stages=5, slots=1) if small else product(inner, *activation, many),
         grad_x=product(width, *plain),
         grad_w1=weights(inner),
         grad_w2=weights(width),

@@ -20,8 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._compat import varying_axes
 from pallas_kernels._implementation import count_cores
 from pallas_kernels._mosaic.ring import Ring
+from pallas_kernels._mosaic.row_copies import RowCopies, fence_rows, pad_index
 from pallas_kernels._mosaic.row_tiling import ROW_ALIGNMENT, RowTiling
-from pallas_kernels._mosaic.rows import OPERAND, list_widths, walk
+from pallas_kernels._mosaic.rows import COPY_REGISTERS, OPERAND, PRODUCT_REGISTERS, list_widths, walk
 from pallas_kernels._mosaic.tuning import Config
 
 # Rows of an output tile: M columns of the left operand. Two warpgroups multiply 64 each.
@@ -60,24 +61,32 @@ def grad_weight(
     dtype: Any,
     config: Config,
     accumulator: jax.Array | None = None,
+    *,
+    left_index: jax.Array | None = None,
+    right_index: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `out[e] = left[rows of e]^T right[rows of e]`, without transposing an operand in memory.
 
+    With an index, row r of that operand is `left[index[r]]`, read by the copying warpgroup.
+
     Args:
-      left: (R, M).
-      right: (R, N).
+      left: (R, M), or (T, M) with `left_index`.
+      right: (R, N), or (T, N) with `right_index`.
       tiling: the bounds of the groups.
       dtype: dtype of the output.
       config: tile size and tile order.
       accumulator: (E, M, N) float32 array to add to, in place where the caller donates its buffer. The output
         is then float32.
+      left_index: (R,) int32 or None.
+      right_index: (R,) int32 or None. One of the two at most.
 
     Returns:
       (E, M, N), zero for an expert without rows.
     """
     if accumulator is not None and varying_axes(accumulator):
         # Inside shard_map a kernel takes no reference to a device-varying value.
-        return accumulator + grad_weight(left, right, tiling, jnp.float32, config)
+        indices = dict(left_index=left_index, right_index=right_index)
+        return accumulator + grad_weight(left, right, tiling, jnp.float32, config, **indices)
     (_, m), (_, n) = left.shape, right.shape
     experts = tiling.group_first.shape[0]
     block, stages, slots = config.block_columns, config.stages, config.slots
@@ -87,9 +96,13 @@ def grad_weight(
     programs = min(count_cores(), experts * per_expert)
     chunk_width = 128 // jnp.dtype(dtype).itemsize  # columns of a swizzled row of 128 bytes
 
-    steps, left_ends, right_ends = _cut(tiling, left, right)
+    assert left_index is None or right_index is None
+    index = right_index if left_index is None else left_index
+    gathers = index is not None
+    steps, left_ends, right_ends = _cut(tiling, (left, left_index), (right, right_index))
 
     def body(left_gmem, right_gmem, left_ends, right_ends, *refs):
+        index_gmem, *refs = refs if gathers else (None, *refs)
         steps_gmem, out_gmem = _GroupSteps(*refs[:4]), refs[4]
         left_smem, right_smem, staging, full, empty, summand = refs[5:]
         ring = Ring(full, empty, stages)
@@ -105,45 +118,51 @@ def grad_weight(
 
         @pl.when(wg == 2)
         def producer():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(COPY_REGISTERS[gathers], action="decrease")
+            copies = RowCopies(ring, OPERAND, bounded=True)
 
             def load_tile(i, carry):
                 step, (m_at, n_at, steps) = carry
                 ahead = tile_at(i + 1)
                 operands = (
-                    (left_gmem, left_ends, left_smem, pl.ds(m_at * BLOCK_M, BLOCK_M)),
-                    (right_gmem, right_ends, right_smem, pl.ds(n_at * block, block)),
+                    (left_gmem, left_ends, left_smem, pl.ds(m_at * BLOCK_M, BLOCK_M), left_index),
+                    (right_gmem, right_ends, right_smem, pl.ds(n_at * block, block), right_index),
                 )
 
-                def copy_whole(k, slot):
-                    rows = pl.ds(pl.multiple_of(steps.start + k * STEP, ROW_ALIGNMENT), STEP)
-                    for source, _, target, columns in operands:
-                        plgpu.copy_gmem_to_smem(source.at[rows, columns], target.at[slot], full.at[slot])
-
-                def copy_ends(k, slot):
-                    rows = pl.ds(pl.multiple_of((k - steps.whole) * STEP, STEP), STEP)
-                    for _, ends, target, columns in operands:
-                        plgpu.copy_gmem_to_smem(
-                            ends.at[steps.expert, rows, columns], target.at[slot], full.at[slot]
-                        )
+                def copy(k, step, slot, whole):
+                    if whole:
+                        rows = pl.ds(pl.multiple_of(steps.start + k * STEP, ROW_ALIGNMENT), STEP)
+                    else:
+                        rows = pl.ds(pl.multiple_of((k - steps.whole) * STEP, STEP), STEP)
+                    for source, ends, target, columns, index in operands:
+                        if index is not None and index_gmem is not None:
+                            chosen = index_gmem.at[rows] if whole else ends.at[steps.expert, rows]
+                            copies.start(step, source, columns, chosen, target.at[slot])
+                        else:
+                            tile = source.at[rows, columns] if whole else ends.at[steps.expert, rows, columns]
+                            plgpu.copy_gmem_to_smem(tile, target.at[slot], full.at[slot])
 
                 def load(k, step):
                     slot = ring.claim(step)
-                    pl.when(k < steps.whole)(functools.partial(copy_whole, k, slot))
-                    pl.when(k >= steps.whole)(functools.partial(copy_ends, k, slot))
+                    pl.when(k < steps.whole)(lambda: copy(k, step, slot, whole=True))
+                    pl.when(k >= steps.whole)(lambda: copy(k, step, slot, whole=False))
                     return step + 1
 
                 return lax.fori_loop(0, steps.total, load, step), ahead
 
             done, _ = lax.fori_loop(0, my_tiles, load_tile, (jnp.int32(0), tile_at(0)))
+            if gathers:
+                copies.finish(done)
             ring.drain(done)
 
         @pl.when(wg < 2)
         def consumer():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(PRODUCT_REGISTERS[gathers], action="increase")
 
             def multiply(width, step, count, acc):
                 def issue(slot):
+                    if gathers:
+                        fence_rows()
                     plgpu.wgmma(
                         acc,
                         left_smem.at[slot, :, pl.ds(wg * WG_M, WG_M)].transpose((1, 0)),
@@ -226,7 +245,8 @@ def grad_weight(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
-    operands = left, right, left_ends, right_ends, *steps
+    indices = [pad_index(index, STEP)] if index is not None else []
+    operands = left, right, left_ends, right_ends, *indices, *steps
     if accumulator is None:
         return kernel(*operands)
     total = jax.new_ref(accumulator)
@@ -234,11 +254,20 @@ def grad_weight(
     return jax.freeze(total)
 
 
-def _cut(tiling: RowTiling, left: jax.Array, right: jax.Array) -> tuple[_GroupSteps, jax.Array, jax.Array]:
+type _Operand = tuple[jax.Array, jax.Array | None]
+
+
+def _cut(tiling: RowTiling, left: _Operand, right: _Operand) -> tuple[_GroupSteps, jax.Array, jax.Array]:
     """Cuts each group into steps, the largest group first, and gathers the rows outside of whole steps.
 
+    Args:
+      tiling: the bounds of the groups.
+      left: the operand and its index.
+      right: the operand and its index.
+
     Returns:
-      The steps, and for each operand (R, N) the groups' remaining rows (E, 80, N), filled up with zeros.
+      The steps, and for each operand the groups' remaining rows: (E, 80, N), filled up with zeros. For an
+      operand with an index: their indices (E, 128), filled up with -1.
     """
     first, stop = tiling.group_first, tiling.group_stop
     inside = (first + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
@@ -252,9 +281,14 @@ def _cut(tiling: RowTiling, left: jax.Array, right: jax.Array) -> tuple[_GroupSt
     row = first[:, None] + place + jnp.where(place < before, 0, (whole * STEP)[:, None])
     own = place < left_over[:, None]
 
-    def gather_ends(x):
-        rows = x.at[jnp.where(own, row, 0)].get(mode="promise_in_bounds")
-        return jnp.where(own[:, :, None], rows, jnp.zeros((), x.dtype))
+    def gather_ends(x, index):
+        at = jnp.where(own, row, 0)
+        if index is None:
+            rows = x.at[at].get(mode="promise_in_bounds")
+            return jnp.where(own[:, :, None], rows, jnp.zeros((), x.dtype))
+        chosen = jnp.where(own, index.at[at].get(mode="promise_in_bounds"), -1)
+        return jnp.pad(chosen, ((0, 0), (0, 2 * STEP - _LEFT_OVER)), constant_values=-1)
 
     order = tiling.largest_first
-    return _GroupSteps(start[order], whole[order], total[order], order), gather_ends(left), gather_ends(right)
+    sorted_ = _GroupSteps(start[order], whole[order], total[order], order)
+    return sorted_, gather_ends(*left), gather_ends(*right)

@@ -12,7 +12,7 @@ from tests.jaxoff.policy import placement
 SMALL = dict(d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, d_expert=24, d_shared=40, d_ff=48)
 POLICIES = {
     "all names": jaxoff.policy(offload=["*"]),
-    "experts": jaxoff.policy(offload=["moe.dispatched", "moe.act"], save=["attn.*"]),
+    "experts": jaxoff.policy(offload=["moe.in", "moe.act"], save=["attn.*"]),
     "te_v2": jaxoff.policy("te_v2", min_bytes=64),
     "megatron": jaxoff.policy("megatron", modules=["core_attn", "expert_fc1", "moe_act", "shared_experts"]),
     "saved": jaxoff.policy(save=["*"]),
@@ -55,4 +55,4 @@ def test_the_default_run_has_no_findings():
 
     report = jaxoff.explain(loss, params, jax.ShapeDtypeStruct((8, 257), jnp.int32), has_aux=True)
     assert report.findings == ()
-    assert {r.name for r in report.residuals if r.placement == "offload"} == {"moe.dispatched", "moe.act"}
+    assert {r.name for r in report.residuals if r.placement == "offload"} == {"moe.in", "moe.act"}

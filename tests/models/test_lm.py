@@ -17,7 +17,7 @@ SMALL = dict(d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, d_expert=24, 
 TWO_OF_EXPERTS = dict(num_layers=2, first_k_dense=0)
 ATTENTION = {"attn.norm_in", "attn.qkv_in", "attn.qkv", "attn.core", "attn.proj_in", "mlp.norm_in"}
 DENSE = {"mlp.fc1_in", "mlp.act"}
-EXPERTS = {"moe.router_logits", "moe.probs", "moe.dispatched", "moe.act", "moe.combined"}
+EXPERTS = {"moe.router_logits", "moe.probs", "moe.in", "moe.act", "moe.combined"}
 HEAD = {"head.norm_in", "head.logits"}
 SHARED = {"moe.shared_fc1_in", "moe.shared_act"}
 

@@ -24,7 +24,7 @@ GROUPS = {
 }
 # These do less than a kernel of the default run, which takes them as parts of the whole op: with probs in
 # test_grouped_mlp.py, without probs and biases in test_transforms.py.
-LONG = {"fc1", "fc2", "grad_act", "grad_act, probs", "grad_w2, float32"}
+LONG = {"fc1", "fc2", "grad_act", "grad_act, probs", "grad_w2, float32", "grad_w2, left index"}
 MARKED = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in KERNELS]
 
 
@@ -116,7 +116,7 @@ def test_rows_of_other_groups_may_hold_nan(program):
     wanted = program(sizes, clean)
     for parity in (0, 1):
         dirty_rows = (owner % 2 == parity) & (owner < EXPERTS)
-        dirty = clean | {n: clean[n].at[dirty_rows].set(jnp.nan) for n in ("x", "dy", "a", "dz", "p")}
+        dirty = clean | {n: clean[n].at[dirty_rows].set(jnp.nan) for n in ("x", "dy", "a", "dz", "z", "p")}
         for want, got in zip(wanted, program(sizes, dirty), strict=True):
             owners = owner if len(want) == ROWS else np.arange(EXPERTS)
             others = (owners % 2 != parity) | (owners == EXPERTS)

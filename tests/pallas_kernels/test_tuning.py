@@ -45,6 +45,28 @@ def test_a_device_without_a_table_takes_the_h200s(kind):
         assert tuning.choose_configs(MIXTRAL, 32768).fc1 == tuning.Config(192, slots=3, width=8)
 
 
+def test_an_h100_prefers_wide_tiles_earlier_but_for_the_activations_gradient():
+    shape, rows = (128, 2048, 768), 128 * 1024
+    with on("NVIDIA H100 80GB HBM3"):
+        wide = tuning.choose_configs(shape, rows)
+        assert wide != tuning.choose_configs(shape, rows // 2) == tuning.apply_rule(shape, rows // 2)
+    with on("NVIDIA H200"):
+        narrow = tuning.choose_configs(shape, rows)
+    assert wide.grad_act == narrow.grad_act
+    for name in ("fc1", "fc2", "grad_x", "grad_w1", "grad_w2"):
+        assert (getattr(wide, name).block_columns, getattr(narrow, name).block_columns) == (256, 192)
+
+
+def test_gated_products_take_their_own_tiles_and_the_others_those_of_their_width():
+    with on("NVIDIA H200"):
+        gated, plain = (
+            tuning.choose_configs((8, 512, 768), 4096, 2),
+            tuning.choose_configs((8, 512, 384), 4096),
+        )
+    assert (gated.fc1.block_columns, gated.grad_act.block_columns) == (128, 128)
+    assert (gated.fc2, gated.grad_x, gated.grad_w2) == (plain.fc2, plain.grad_x, plain.grad_w2)
+
+
 def test_a_device_with_a_table_takes_its_own(tmp_path, monkeypatch):
     entry = json.loads(next(file for file in TABLES if file.name == "nvidia_h200.json").read_text())
     entry["tiles"][0]["fc1"]["block_columns"] = 64
