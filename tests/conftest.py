@@ -19,7 +19,6 @@ XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     # Code that is slower and compiled faster: the tests compile much and run little.
     "--xla_backend_optimization_level": "0",
-    "--xla_cpu_opt_preset": "CPU_OPT_PRESET_FAST_COMPILE",
     "--xla_llvm_disable_expensive_passes": "true",
 }
 

@@ -1,0 +1,147 @@
+"""The longest sequence of a step with Llama-3.1-8B's shapes that one GPU holds, by compiled memory.
+
+    JAX_PLATFORMS=cpu python -m bench.long --target h100 --device-gb 78 --tokens 131072 262144 --out long.json
+
+Nothing runs: the steps are compiled ahead of time, and no GPU is needed. One sequence, AdamW with clipping,
+weights in bfloat16 with float32 masters. Variants:
+
+- "recompute": `jax.jit`, each layer recomputed, a plain head;
+- "offload": the same with the layers' inputs offloaded by JAX's own policy;
+- "jaxoff": `jaxoff.jit(device_bytes=)` of the step with its MLP under `jaxoff.tiled`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxoff
+from bench.client_steps.decoder import decoder_loss, initialize_decoder, normalize, stack
+from bench.client_steps.step import OPTIMIZER, Sizes, offload
+from bench.provenance import provenance
+
+VARIANTS = ("recompute", "offload", "jaxoff")
+# A tile's tokens: products of this many rows run at the full rate.
+TILE = 8192
+
+
+@contextlib.contextmanager
+def cudnn_attention() -> Iterator[None]:
+    """A context in which JAX traces cuDNN's attention without cuDNN, for a GPU that is not there."""
+    check = fused_attention_stablehlo.check_cudnn_version
+    fused_attention_stablehlo.check_cudnn_version = lambda: 91200
+    try:
+        yield
+    finally:
+        fused_attention_stablehlo.check_cudnn_version = check
+
+
+def make_layer(sizes: Sizes, tiles: int) -> Callable[..., Any]:
+    """A layer, its part behind the attention in tiles."""
+    s = sizes
+
+    def feed(rows, o, norm, gate, up, down):
+        x, a = rows
+        x = x + a @ o
+        h = normalize(x, norm)
+        return x + (jax.nn.silu(h @ gate) * (h @ up)) @ down
+
+    def layer(x, w):
+        x = checkpoint_name(x, "block_in")
+        h = normalize(x, w["norm1"])
+        q = (h @ w["q"]).reshape(*x.shape[:2], s.heads, s.head_size)
+        k, v = ((h @ w[n]).reshape(*x.shape[:2], s.kv_heads, s.head_size) for n in "kv")
+        a = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        tail = feed if tiles == 1 else jaxoff.tiled(feed, tiles=tiles, axis=1)
+        rows = x, a.reshape(*x.shape[:2], -1)
+        return tail(rows, w["o"], w["norm2"], w["gate"], w["up"], w["down"]), None
+
+    return layer
+
+
+def make_step(sizes: Sizes, variant: str) -> tuple[Callable[..., Any], Any]:
+    """The step of a variant, and structs of its arguments."""
+    layer = make_layer(sizes, max(1, sizes.length // TILE) if variant == "jaxoff" else 1)
+    policy = offload("block_in") if variant == "offload" else None
+    block = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    loss_of = functools.partial(decoder_loss, lambda x, layers: jax.lax.scan(block, x, layers)[0])
+
+    def step(state, tokens):
+        weights, masters, optimizer_state = state
+        loss, grads = jax.value_and_grad(loss_of)(weights, tokens)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, optimizer_state = OPTIMIZER.update(grads, optimizer_state, masters)
+        masters = optax.apply_updates(masters, updates)
+        weights = jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters)
+        return (weights, masters, optimizer_state), loss
+
+    def initialize(key):
+        masters = initialize_decoder(sizes, stack, key)
+        return jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters), masters, OPTIMIZER.init(masters)
+
+    return step, (jax.eval_shape(initialize, jax.random.key(0)), sizes.tokens)
+
+
+def compile_variant(variant: str, sizes: Sizes, target: jaxoff.Target, device: jaxoff.Device, nbytes: float):
+    """The row of a variant: its peaks, or the error."""
+    row: dict[str, Any] = {"variant": variant, "tokens": sizes.length}
+    started = time.perf_counter()
+    with cudnn_attention(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step, args = make_step(sizes, variant)
+        jitted: Any = jax.jit(step, donate_argnums=0)
+        if variant == "jaxoff":
+            jitted = jaxoff.jit(step, donate_argnums=0, device_bytes=nbytes, device=device)
+        try:
+            memory: Any = target.compile(jitted, *args).memory_analysis()
+        except (jaxoff.BudgetError, jax.errors.JaxRuntimeError) as error:
+            return row | {"error": str(error).splitlines()[0], "seconds": time.perf_counter() - started}
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    row |= {
+        "peak_bytes": held - memory.alias_size_in_bytes,
+        "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
+        "seconds": time.perf_counter() - started,
+    }
+    return row | ({"plan": str(jitted.plan)} if variant == "jaxoff" else {})
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Compiles each variant at each length and writes the rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="h100", help="the GPU, a name that jaxoff.target takes")
+    parser.add_argument("--device-gb", type=float, default=78.0)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    target, device = jaxoff.target(options.target), jaxoff.Device.of(options.target)
+    rows = []
+    for tokens in options.tokens:
+        sizes = Sizes(layers=options.layers, batch=1, length=tokens)
+        for variant in options.variants:
+            rows.append(compile_variant(variant, sizes, target, device, 1e9 * options.device_gb))
+            print({k: v for k, v in rows[-1].items() if k != "plan"}, flush=True)
+            if options.out:
+                result = {"provenance": provenance(vars(options)), "sizes": dataclasses.asdict(sizes)}
+                options.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
