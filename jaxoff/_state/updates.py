@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
@@ -29,6 +30,7 @@ class Update:
       shape: of all arrays.
       states: the arguments that may rest on the host, each with the result that takes its place.
       replaced: arguments on the device that the update alone replaces, each with its result: the parameters.
+        The update need not read them: parameters in bfloat16 are made of masters.
       read: other arrays of the shape that the update reads: gradients, and parameters that are kept.
       scalars: other operands.
       eqns: the equations, in order. Results of `eqns` may be results of the program, and nothing else reads
@@ -72,7 +74,8 @@ def find_updates(program: Jaxpr, donated: Sequence[bool]) -> list[Update]:
         for group in joined:
             chain = _Chain([*group.states, *chain.states], chain.eqns | group.eqns)
         groups.append(chain)
-    return [update for chain in groups if (update := level.describe(chain)) is not None]
+    found = [update for chain in groups if (update := level.describe(chain)) is not None]
+    return level.find_replaced(found)
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,7 +94,8 @@ class _Level:
         outs = [v for v in program.outvars if isinstance(v, Var)]
         self._outs = {v for v in outs if outs.count(v) == 1} if len(outs) < 4096 else set(outs)
         self._all_outs = set(outs)
-        self._donated = {v for v, may in zip(program.invars, donated, strict=True) if may}
+        self._donated_in_order = [v for v, may in zip(program.invars, donated, strict=True) if may]
+        self._donated, self._outs_in_order = set(self._donated_in_order), outs
         self.arguments = [
             v
             for v in program.invars
@@ -142,6 +146,30 @@ class _Level:
             tuple(sorted(outs, key=lambda v: order[v])),
         )
 
+    def find_replaced(self, updates: Sequence[Update]) -> list[Update]:
+        """The updates, each other result of theirs in the place of the argument to which `jax.jit` gives it.
+
+        `jax.jit` pairs the donated arguments and the results of a type in order. Without such an argument the
+        loop of an update makes an array for the result.
+        """
+        states = {v for update in updates for pair in update.states for v in pair}
+        taken = {v for update in updates for v, _ in update.replaced} | self._all_outs
+        pairs: dict[Var, Var] = {}
+        arguments: dict[Any, list[Var]] = {}
+        for v in self._donated_in_order:
+            if v not in states:
+                arguments.setdefault(_type_of(v), []).append(v)
+        for out in self._outs_in_order:
+            left = arguments.get(_type_of(out), [])
+            if out not in states and left and (argument := left.pop(0)) not in taken:
+                pairs[out] = argument
+        found = []
+        for update in updates:
+            own = {out for _, out in (*update.states, *update.replaced)}
+            more = [(pairs[out], out) for out in update.outs if out not in own and out in pairs]
+            found.append(dataclasses.replace(update, replaced=(*update.replaced, *more)))
+        return found
+
     def _add_makers(self, chain: set[int], shape: tuple[int, ...]) -> tuple[set[int], list[Var]]:
         """Adds the elementwise equations before a chain that need no more arrays than their result is one.
 
@@ -186,7 +214,8 @@ def _match(
     An augmenting path at a time, states first. Arguments with fewer results to choose from go first.
     """
     choices = {
-        v: [out for out in outs if out in reached[v] and _have_one_type(v, out)] for v in (*states, *free)
+        v: [out for out in outs if out in reached[v] and _type_of(v) == _type_of(out)]
+        for v in (*states, *free)
     }
     taken: dict[Var, Var] = {}  # result -> argument
 
@@ -206,9 +235,11 @@ def _match(
     return found if all(v in found for v in states) else None
 
 
-def _have_one_type(a: Var, b: Var) -> bool:
-    shapes_match = compat.shape_of(a.aval) == compat.shape_of(b.aval)
-    return shapes_match and compat.struct_of(a.aval).dtype == compat.struct_of(b.aval).dtype
+def _type_of(v: Var) -> tuple[tuple[int, ...], Any]:
+    """The shape and dtype of a variable; None for what is no array."""
+    return (
+        (compat.shape_of(v.aval), compat.struct_of(v.aval).dtype) if hasattr(v.aval, "shape") else ((), None)
+    )
 
 
 def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:

@@ -125,9 +125,23 @@ def test_masters_of_weights_in_bfloat16_are_state():
     masters = initialize()
     weights = jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters)
     args = weights, masters, optimizer.init(masters), jnp.arange(8)
-    _, found, paths = find(step, args, donated=(0, 1, 2))
+    closed, found, paths = find(step, args, donated=(0, 1, 2))
     assert paths == ["1/e", "1/w", *(f"2{path[1:]}" for path in MOMENTS)]
     assert all(len(update.outs) == 4 for update in found)  # the weights, too
+    assert all(len(update.replaced) == 1 for update in found)  # in the place of the old ones
+    kept = [v for update in found for v, _ in update.replaced]
+    assert kept == [closed.jaxpr.invars[i] for i in (1, 2)]
+    streamed, leaves = stream_updates(closed, found), jax.tree.leaves(args)
+    on_host = [compat.is_host(v.aval) for v in streamed.jaxpr.invars]
+    sharding = leaves[0].sharding.with_memory_kind("pinned_host")
+    given = [jax.device_put(x, sharding) if host else x for x, host in zip(leaves, on_host, strict=True)]
+    results, others = (
+        jax.jit(compat.jaxpr_as_fun(program))(*values)
+        for program, values in ((streamed, given), (closed, leaves))
+    )
+    for ours, theirs in zip(results, others, strict=True):
+        a, b = (np.asarray(x, "float32") for x in (ours, theirs))
+        np.testing.assert_allclose(a, b, rtol=1e-2 if ours.dtype == jnp.bfloat16 else 1e-5, atol=1e-7)
 
 
 def test_what_is_not_donated_or_read_elsewhere_stays():
