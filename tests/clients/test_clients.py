@@ -15,10 +15,11 @@ from bench.client_steps import PROGRAMS
 # With these options each program rounds every value, so that results are equal to the bit.
 ROUNDED = {"xla_allow_excess_precision": False, "xla_disable_hlo_passes": "algsimp"}
 
-SLOW = {"equinox", "groups"}
+SLOW = {"groups"}
 # Styles close to another's: bits of whole steps on demand.
 LONG = {
     "accumulation",
+    "equinox",
     "inner-jit",
     "layer-axis",
     "linen-scan",

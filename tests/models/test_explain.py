@@ -21,7 +21,7 @@ POLICIES = {
 
 KINDS = {"tiny": {}, "mtp": {"mtp_layers": 1, "router": "softmax"}}
 # The default policy is like "experts", and test_lm.py has all names saved.
-QUICK = {("all names", "mtp"), ("megatron", "tiny"), ("te_v2", "tiny")}
+QUICK = {("megatron", "tiny")}
 PAIRS = [
     pytest.param(policy, kind, marks=() if (policy, kind) in QUICK else pytest.mark.long)
     for policy in POLICIES

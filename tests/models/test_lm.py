@@ -164,6 +164,7 @@ def test_presets_change_no_bit_either():
         assert bits(loss_and_gradients(config, jaxoff.policy(preset))) == bits(saved), preset
 
 
+@pytest.mark.long
 def test_policies_place_differently_what_computes_the_same():
     config = Config.preset("tiny", **SMALL)
     kept = {
@@ -191,7 +192,7 @@ def test_policies_place_differently_what_computes_the_same():
 @pytest.mark.parametrize(
     ("policy", "mtp_layers"),
     [
-        (jaxoff.policy(offload=["*.norm_in"]), 0),
+        pytest.param(jaxoff.policy(offload=["*.norm_in"]), 0, marks=pytest.mark.long),
         pytest.param(jaxoff.policy(offload=["*.norm_in"]), 1, marks=pytest.mark.long),
         pytest.param(None, 1, marks=pytest.mark.long),
     ],

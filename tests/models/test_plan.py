@@ -68,6 +68,7 @@ def test_training_prints_the_plan_and_what_came_of_it(capsys, tmp_path, budget, 
     assert np.isfinite(result["summary"]["held_out"][-1][1])
 
 
+@pytest.mark.long
 def test_a_budget_that_is_too_small_is_one_line(capsys, tmp_path):
     status, said = run(capsys, tmp_path, "--device-gb", "0.000001", "--out", str(tmp_path / "none"))
     assert status == 2

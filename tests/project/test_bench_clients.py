@@ -21,6 +21,7 @@ def test_each_variant_goes_on_from_the_state_of_the_previous():
     assert max(row["loss"] for row in rows.values()) == 2 * 3 * (4 + clients.WARMUPS)
 
 
+@pytest.mark.long
 def test_a_whole_run(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXOFF_CACHE_DIR", str(tmp_path))
     out = tmp_path / "decoder.json"

@@ -239,6 +239,7 @@ def test_median_and_quartiles():
     assert set(grouped_mlp.summary([7.0]).values()) == {7.0}
 
 
+@pytest.mark.long
 def test_a_shape_runs_and_what_fails_is_recorded(tmp_path):
     def unavailable(data):
         raise ImportError("No module named 'peer'")

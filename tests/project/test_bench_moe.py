@@ -14,6 +14,7 @@ from bench.moe_shapes import MEASURED, SHAPES, draw_routing
 OPTIONS = ["--shapes", "tiny", "--routings", "balanced", "--repeats", "1"]
 
 
+@pytest.mark.long
 def test_a_run_checks_times_and_counts_and_tells_of_what_is_not_there(tmp_path, monkeypatch):
     def wrong(data):
         parts = peers._jax_parts(lambda x, p, e, w1, w2: 2 * x * p.sum(), data)

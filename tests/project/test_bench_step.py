@@ -99,7 +99,13 @@ def moved_bytes(workload, variant):
     return step_limits.planned_host_bytes(workload, VARIANTS[variant])
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"mixtral"}))  # tiny, that is nano
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.long] * (kind == "nano"))
+        for kind in sorted(KINDS.keys() - {"mixtral"})  # tiny, that is nano
+    ],
+)
 def test_every_way_to_offload_moves_as_much(kind):
     workload = Workload(kind, batch=2, layers=2, tiny=True)
     want = moved_bytes(workload, "stock_offload")

@@ -148,6 +148,7 @@ def test_a_search_goes_on_past_what_fails_and_refuses_other_results(monkeypatch)
     assert search.results[broken]["error"] == "NotImplementedError: no such tile"
 
 
+@pytest.mark.long
 def test_a_run_writes_each_product_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     seen = []
 

@@ -213,7 +213,7 @@ def bind(eqn, operands):
     return results if eqn.primitive.multiple_results else [results]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(st.sampled_from(range(len(UNARY))), min_size=1, max_size=4), st.integers(0, 1))
 def test_row_wise_equations_on_a_part_give_the_part_of_the_whole(functions, axis):
     """Each equation alone: with the rows of `find_operand_axes` it makes the rows of the whole result."""

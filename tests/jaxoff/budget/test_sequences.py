@@ -122,7 +122,10 @@ def test_the_layers_are_found_whatever_was_kept(checkpoint):
     assert sum(eqn.primitive.name == "dot_general" for eqn in sequence.rest) == 14
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "checkpoint",
+    [pytest.param(name, marks=[pytest.mark.long] * (name != "recompute")) for name in CHECKPOINTS],
+)
 def test_products_are_recomputed_or_kept_and_copied_as_asked(checkpoint):
     step, args = make_step(block, checkpoint)
     everything = assert_placed_alike(step, args, keep_all)
@@ -184,6 +187,7 @@ def test_layers_of_two_kinds_in_turn_are_one_layer_of_both():
     assert_placed_alike(step, args, keep_inputs)
 
 
+@pytest.mark.long
 def test_two_stacks_of_layers_and_two_microbatches_are_sequences_of_their_own():
     def loss(params, x):
         for w in params["first"]:
@@ -275,7 +279,7 @@ def attend_in_blocks(x, w):
     return feed(x + (weighted / total[:, None]) @ w["v"], w)
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "recompute"])
+@pytest.mark.parametrize("checkpoint", [pytest.param("none", marks=pytest.mark.long), "recompute"])
 def test_a_loop_within_a_layer_is_an_equation_of_the_layer(checkpoint):
     step, args = make_step(attend_in_blocks, checkpoint)
     (sequence,) = sequences_of(step, *args)

@@ -67,7 +67,15 @@ def numbers_in(state):
     return [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
 
 
-@pytest.mark.parametrize("options", [{}, dict(donate_argnums=(0, 1)), dict(donate_argnames="model")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param(dict(donate_argnums=(0, 1)), marks=pytest.mark.long),
+        pytest.param(dict(donate_argnames="model"), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_losses_and_updates_of_several_steps_are_those_of_nnx_jit(options):
     losses, state, step, traces = train(jaxoff.nnx_jit, **options)
     want, want_state, _, _ = train(nnx.jit, **options)

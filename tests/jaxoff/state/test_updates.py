@@ -14,7 +14,6 @@ from jaxoff._state import updates
 from jaxoff._state.stream import Blocks, inline, list_streamable, plan_loops, stream_updates
 from jaxoff._state.updates import find_updates
 
-
 # XLA may leave out the rounding of a gradient to bfloat16 that it fuses with its reader.
 ROUNDED = {"xla_allow_excess_precision": False}
 
