@@ -17,7 +17,8 @@ from models.mesh import BATCH, MeshShape
 from models.sharding import shardings_of
 from tests.recipes import jit_in_order
 
-pytestmark = pytest.mark.aot
+# A minute on two cores; the suite on several GPUs runs such steps.
+pytestmark = [pytest.mark.aot, pytest.mark.long]
 
 SHAPE, VIRTUAL, MICROBATCHES = MeshShape(expert=4, pipe=2), 2, 16
 BATCH_SIZE, LENGTH, WIDTH = 4, 512, 1024
