@@ -17,17 +17,17 @@ from jaxoff._jaxpr.dataflow import map_makers, variables
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JointGraph:
-    """A layer that a program repeats, and its backward pass, over common variables.
+    """A repeated layer and its backward pass, over common variables.
 
     Attributes:
       count: the number of layers.
       eqns: the equations of the forward pass.
       results: the results of the forward pass.
-      carried: the arguments that come from the layer before.
-      free: arguments that the backward pass can read, too: argument -> the operand outside of the layers.
+      carried: the arguments from the layer before.
+      free: arguments within reach of the backward pass: argument -> the operand outside of the layers.
       only_backward: equations of the backward pass without cotangents among their ancestors, none of which
         repeats an equation of the forward pass.
-      rest: the equations of the backward pass that depend on cotangents.
+      rest: the equations of the backward pass with cotangents among their ancestors.
       outs: the results of the backward pass.
       needed: the values of the layer, and carried arguments, that the backward pass reads in `rest` or has as
         results.
@@ -62,12 +62,12 @@ class JointGraph:
 class Placements:
     """The kept values of a layer, by their positions in `JointGraph.values`.
 
-    The backward pass recomputes all other values that it reads.
+    The backward pass recomputes all other values.
 
     Attributes:
       saved: on the device.
       offloaded: in pinned host memory.
-      compressed: those of both that are kept in float8.
+      compressed: the positions of values in float8, among both.
     """
 
     saved: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class Placements:
 
 
 def list_recomputed(graph: JointGraph, placements: Placements) -> list[JaxprEqn]:
-    """The equations that the backward pass repeats, in program order.
+    """The equations repeated in the backward pass, in program order.
 
     Raises:
       ValueError: if a carried value of the layer is needed and not kept.

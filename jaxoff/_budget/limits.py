@@ -13,9 +13,9 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The most memory of a step, on each device and for it on the host; None on the host for any.
+    """The most memory of a step, on each device and for each device on the host; None on the host for any.
 
-    `compress` has patterns of values that may be kept in float8, as the plan's table names them.
+    `compress` has patterns of the values to keep in float8, by their names in the plan's table.
 
     An infinite `device_nbytes` stands for the limit of the device's allocator; see `resolve`.
     """
@@ -28,10 +28,10 @@ class Budget:
         """The budget of a call, in numbers.
 
         Args:
-          arguments: of the call, a pytree; their bytes count as the step's, those of other arrays do not.
+          arguments: of the call, a pytree; their bytes count as the step's, bytes of other arrays do not.
 
         Raises:
-          ValueError: for the limit of an allocator that has none, and in one of several processes.
+          ValueError: for an allocator without a limit, and in several processes.
         """
         if math.isfinite(self.device_nbytes):
             return self
@@ -90,7 +90,7 @@ def parse_nbytes(value: float | str, name: str) -> float:
       name: of the argument, for the error.
 
     Raises:
-      ValueError: for text of another form, and for numbers that are not above 0.
+      ValueError: for text of another form, and for numbers of 0 and below.
     """
     if isinstance(value, str):
         found = re.fullmatch(r"([0-9.]+)\s*([kMGT]i?)?B", value.strip())

@@ -1,4 +1,4 @@
-"""Runs of equations that a program repeats: the layers of a model, one after the other."""
+"""Repeated runs of equations: the layers of a model in a row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxoff._jaxpr.scopes import is_transposed
 
 # Part of the forward pass's compute from which on a run is worth a choice of its own.
 _LEAST_SHARE = 0.05
-# Part of the bytes of a layer's values that a layer passes on: parts of a batch pass on a sum at most.
+# Least part of the bytes of a layer's values to be passed on: parts of a batch pass on a sum at most.
 _LEAST_PASSED = 1e-3
 
 
@@ -48,10 +48,10 @@ class Run:
 
 
 def find_runs(eqns: Sequence[JaxprEqn]) -> list[Run]:
-    """The runs of alike layers in a forward pass, those with most compute first; none overlap.
+    """The runs of alike layers in a forward pass, the runs with most compute first; none overlap.
 
     Two equations are alike if primitive and shapes are. A run repeats the shortest series of equations. Of
-    the ways to divide a run into layers, the one with the fewest bytes from a layer to the next is taken.
+    the ways to divide a run into layers, the way with the fewest bytes from a layer to the next is taken.
 
     Args:
       eqns: of a differentiated program, calls inlined.
@@ -97,7 +97,7 @@ def _key(eqn: JaxprEqn) -> Any:
 
 
 def _weigh(eqn: JaxprEqn) -> float:
-    """The operations of an equation of compute and the bytes that it writes, as its weight among others."""
+    """The operations of an equation of compute and its written bytes, as the equation's weight."""
     return product_flops(eqn) + compat.nbytes_of(eqn.outvars) if is_compute(eqn) else 0.0
 
 
@@ -130,7 +130,7 @@ def _list_periods(eqns: Sequence[JaxprEqn], offset: int) -> Iterator[tuple[Run, 
 
 
 def _passed_nbytes(eqns: Sequence[JaxprEqn], makers: dict[Any, int], run: Run) -> int:
-    """Bytes of the values of a run's first layer that its second layer reads."""
+    """Bytes of the values passed from a run's first layer to its second layer."""
     first = run.layer(0)
     read = {v for i in run.layer(1) for v in variables(eqns[i])}
     return compat.nbytes_of(v for v in read if makers.get(v, -1) in first)

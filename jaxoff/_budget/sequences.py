@@ -1,4 +1,4 @@
-"""Layers one after the other, as a Python loop over layers leaves them in a differentiated program.
+"""Layers in a row, left by a Python loop over layers in a differentiated program.
 
 The forward pass repeats the equations of a layer, and the backward pass reads the values of the layers in
 reverse order. As for loops, an equation of the backward pass that repeats a forward equation on the same
@@ -32,7 +32,7 @@ class Layer:
 
     Attributes:
       eqns: the equations of the forward pass.
-      arguments: the operands that other layers, or the equations ahead of the first layer, make.
+      arguments: the operands made by other layers, or by the equations ahead of the first layer.
       only_backward: as in `JointGraph`.
     """
 
@@ -48,10 +48,10 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSequence(JointGraph):
-    """Layers one after the other; the layer in the middle stands for all in `eqns` and the like.
+    """Layers in a row; the layer in the middle stands for all in `eqns` and the like.
 
     Attributes:
-      layers: the layers, or a group of them, in the order of the forward pass.
+      layers: the layers, or a group of the layers, in the order of the forward pass.
       first_reads: index of the first equation of the backward pass, for each layer of the whole sequence;
         descending.
     """
@@ -69,14 +69,14 @@ class LayerSequence(JointGraph):
         return [dataclasses.replace(self, count=len(group), layers=group) for group in groups if group]
 
     def find_layer(self, i: int) -> int | None:
-        """The number of the layer to whose backward pass equation `i` belongs; None ahead of all of them."""
+        """The number of the layer to whose backward pass equation `i` belongs; None ahead of all layers."""
         behind = bisect.bisect_right(self.first_reads[::-1], i)
         return None if behind == 0 else len(self.first_reads) - behind
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequenced:
-    """A program and its layers one after the other.
+    """A program and its layers in a row.
 
     Attributes:
       eqns: the equations. Those of the backward pass have values of the forward pass as operands where they
@@ -105,7 +105,7 @@ class Sequenced:
         indices = set(self.repeated)
         for sequence in self.sequences:
             first, second, *_ = sequence.first_reads
-            # The backward pass of the first layer takes as many equations as that of the second.
+            # The backward pass of the first layer takes as many equations as the second layer's.
             end = min(2 * first - second, len(self.eqns))
             indices.update(range(sequence.first_reads[-1], end))
         return self.values.union(v for i in indices for v in self.eqns[i].outvars)
@@ -175,7 +175,7 @@ class _Joint:
                 self._follow(i, here, read)
 
     def _find_arguments(self, run: Run) -> None:
-        """Finds what the layers of a run pass on, by what the layer in the middle reads of the others."""
+        """Finds the values passed on by the layers of a run, by the reads of the layer in the middle."""
         makers = {v: (i, k) for i in range(run.start, run.end) for k, v in enumerate(self.eqns[i].outvars)}
         middle = run.layer(run.count // 2)
         # Argument -> its reader: equation in the layer, operand.
@@ -193,7 +193,7 @@ class _Joint:
             self._dependent.update(
                 v for e, does in zip(eqns, depends, strict=True) if does for v in e.outvars
             )
-        # The last layer makes values that no layer reads, in the place of those passed on.
+        # The last layer makes values without readers among the layers, in the place of values passed on.
         for v in self._arguments[run, run.count - 1]:
             if isinstance(v, Var) and v in makers and makers[v][0] + run.length < run.end:
                 i, k = makers[v]
@@ -290,5 +290,5 @@ class _Joint:
 
 
 def is_pure_backward(eqn: JaxprEqn) -> bool:
-    """Whether an equation is of the backward pass and without effects: it may read values made again."""
+    """Whether an equation of the backward pass, without effects, may read values made again."""
     return is_transposed(eqn) and not eqn.effects

@@ -1,4 +1,4 @@
-"""A program with other placements of the values of its layers one after the other."""
+"""A program with other placements of the values of its layers in a row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_sequences(jaxpr: Jaxpr, found: Sequenced, decided: _Decided) -> Jaxpr:
 
     Args:
       jaxpr: the program of `found`.
-      found: its layers one after the other.
+      found: its layers in a row.
       decided: the placements of each group of layers, from `LayerSequence.split`.
     """
     writer = _Writer(found, decided)
@@ -63,7 +63,7 @@ class _Writer:
                     self._layer_eqns.append(eqn)
                 self._late.update(v for eqn in layer.only_backward for v in eqn.outvars)
         for sequence in found.sequences:
-            # What the last layer passes on has readers right behind it, and is a single layer's.
+            # Values passed on by the last layer have readers right behind, and are a single layer's.
             before, last = sequence.layers[-2:]
             passed = [before.values.index(v) for v in last.arguments if v in before.values]
             self._saved.update(last.values[k] for k in passed)
@@ -104,7 +104,7 @@ class _Writer:
         Args:
           v: the value.
           i: the number of the equation.
-          cotangent: for which values made again wait, so that XLA neither makes them early nor finds them
+          cotangent: for which values made again wait, and XLA neither makes the values early nor finds them
             equal to the values of the forward pass.
         """
         if isinstance(v, Literal) or v in self._saved:

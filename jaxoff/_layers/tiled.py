@@ -21,27 +21,27 @@ type _Fun = Callable[..., Any]
 
 
 def tiled(fun: Callable[..., Any], /, *, tiles: int, axis: int = 0, check: bool = True) -> Callable[..., Any]:
-    """Applies a function that treats each token alone to `tiles` parts of the tokens, one after the other.
+    """Applies a token-wise function to `tiles` parts of the tokens in turn.
 
     No intermediate value of the function exists for all tokens at once, neither in the forward pass nor in
     the backward pass, which computes each part again. So an MLP over a long sequence takes the memory of its
-    input, its output and one part. Outputs are those of the function on all tokens; gradients of what all
-    tokens share, the weights, are added up over the parts in float32.
+    input, its output and a part. Outputs equal the function's on all tokens; gradients of the weights, which
+    all tokens share, are added up over the parts in float32.
 
     Args:
       fun: (x, *args) -> outputs: pytrees of arrays. Each row of the outputs along `axis` depends on the same
-        row of `x` and on all of `args`. It may close over arrays.
-      tiles: the number of parts; it divides the size of the axis.
+        row of `x` and on all of `args`. `fun` may close over arrays.
+      tiles: the number of parts, a divisor of the axis' size.
       axis: the axis of the tokens in all arrays of `x` and of the outputs; counted from the front.
       check: whether the rule for rows is checked by the function's equations. False for functions with
         kernels of their own (Pallas, FFI) or loops, whose rows cannot be told.
 
     Returns:
-      A function like `fun`. It has a gradient in reverse mode (`jax.grad`, `jax.vjp`) only.
+      A function like `fun`, with a gradient in reverse mode (`jax.grad`, `jax.vjp`) only.
 
     Raises:
-      TypeError, ValueError: for tiles or an axis that are no whole numbers; at a call, where the sizes along
-        the axis differ or `tiles` does not divide them, or an equation mixes rows.
+      TypeError, ValueError: for tiles or an axis other than whole numbers; at a call, for unequal sizes along
+        the axis, sizes not divided by `tiles`, and equations mixing rows.
 
     References:
       Bekman et al., Arctic Long Sequence Training, 2025 (tiled MLP).
@@ -91,7 +91,7 @@ def _find_tile(x: Any, tiles: int, axis: int) -> int:
 
 
 def _run(fun: _Fun, tiles: int, axis: int) -> _Fun:
-    """The function of (x, args) that runs in parts, with its gradient."""
+    """The function of (x, args) in parts, with its gradient."""
 
     @jax.custom_vjp
     def run(x: Any, args: Any) -> Any:
@@ -160,12 +160,12 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _floats(tree: Any) -> list[Any]:
-    """The arrays of a pytree that have a gradient."""
+    """The arrays of a pytree with a gradient."""
     return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
 
 
 def _fill(leaves: Sequence[Any], floats: Sequence[Any], like: Sequence[Any] | None = None) -> list[Any]:
-    """The leaves with others in the places of those that have a gradient."""
+    """The leaves, the ones with a gradient replaced by others."""
     left, given = iter(floats), leaves if like is None else like
     return [next(left) if _is_float(kind) else leaf for leaf, kind in zip(leaves, given, strict=True)]
 

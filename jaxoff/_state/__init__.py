@@ -1,4 +1,4 @@
-"""State that rests on the host between steps: found in the program, updated in blocks.
+"""State at rest on the host between steps: found in the program, updated in blocks.
 
 An optimizer's moments, and everything else that only the update of a training step reads and writes, sleep
 through the forward and the backward pass. `find_updates` finds such arguments in a differentiated program;

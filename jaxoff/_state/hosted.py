@@ -14,7 +14,7 @@ from jaxoff._jaxpr.lowered import HOST, mark_host_memory
 
 
 def move_to(aval: Any, x: Any) -> Any:
-    """An argument in the memory of a program's variable: that of a described device is not told."""
+    """An argument in the memory of a program's variable; a described device has no memories to tell."""
     moves = compat.is_host(aval) and not compat.is_host(jax.typeof(x))
     return jax.device_put(x, jax.memory.Space.Host) if moves else x
 
@@ -37,14 +37,14 @@ def describe_on_device(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Hosted:
-    """A `jax.jit` function of a program that takes and returns some arrays in pinned host memory.
+    """A `jax.jit` function of a program with arguments and results in pinned host memory.
 
     A call moves its arguments to where the program takes them: the first call's state comes from the device.
 
     Attributes:
-      jitted: the function; it keeps unused arguments.
+      jitted: the function, which keeps unused arguments.
       arguments: positions of the program's arguments among the leaves of `(args, kwargs)`.
-      on_host: those of arguments in host memory.
+      on_host: the arguments in host memory, of the same positions.
       results: positions of results in host memory.
     """
 
@@ -95,8 +95,8 @@ def list_shardings(args: tuple[Any, ...], on_host: Collection[int]) -> tuple[Any
     """The shardings of arguments, with their memories: a pytree like the arguments.
 
     Args:
-      args: the arguments; those without a sharding get that of one device.
-      on_host: positions of those in host memory, among their leaves.
+      args: the arguments; without a sharding, an argument gets the first device's.
+      on_host: positions of the arguments in host memory, among the leaves.
     """
     single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 

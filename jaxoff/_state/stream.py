@@ -69,7 +69,7 @@ def list_streamable(updates: Iterable[Update]) -> list[Update]:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateLoop:
-    """Updates that one loop computes, a block of each in an iteration.
+    """Updates of a loop, a block of each in an iteration.
 
     Attributes:
       count: the number of blocks.
@@ -101,7 +101,7 @@ def plan_loops(updates: Iterable[Update]) -> list[UpdateLoop]:
 
 
 def _rank(updates: Sequence[Update], wanted: int, count: int) -> tuple[int, float]:
-    """The bytes that can be divided into a number of blocks, and how near the number is to the wanted one."""
+    """The bytes divisible into a number of blocks, and how near the number is to the wanted number."""
     fitting = sum(update.nbytes for update in updates if Blocks.of(update.shape, count))
     return fitting, -abs(math.log(count / wanted))
 
@@ -135,7 +135,7 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _write_loop(loop: UpdateLoop, host: dict[Var, Any]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
-    """The equations of a loop, and the results of the program that they make."""
+    """The equations of a loop, and the program's results among theirs."""
     like = loop.updates[0][0].eqns[0]
     operands = [_Operands.of(update, host) for update, _ in loop.updates]
     made, results = trace_call(lambda *given: _run(loop, given), operands, like)
@@ -170,7 +170,7 @@ class _Operands(NamedTuple):
 def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
     """Runs the updates of a loop: their states on the host, two blocks of each on the device.
 
-    An iteration reads the next block of a state before it writes this one: XLA then keeps the state in place.
+    An iteration reads the next block of a state before it writes this block: XLA keeps the state in place.
     A state's write runs beside the reads of the states after it.
     """
     updates = [update for update, _ in loop.updates]
@@ -213,8 +213,8 @@ def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
     empty = [
         [jnp.zeros(b.shape, x.dtype) for x in arrays.states] for b, arrays in zip(blocks, given, strict=True)
     ]
-    # Loops of one iteration: to the scheduler, copies outside of loops would be those of residuals. XLA
-    # dissolves the first, and reads the first block by a kernel, beside the forward pass.
+    # Loops of a single iteration: the scheduler takes copies outside of loops for copies of residuals. XLA
+    # dissolves the first loop, and reads the first block by a kernel, beside the forward pass.
     _, first = lax.while_loop(
         lambda state: state[0] < 1,
         lambda state: (state[0] + 1, fetch(stacks, state[0])),
@@ -231,7 +231,7 @@ def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
 
 
 def _make_stacks(update: Update, given: _Operands) -> list[Any]:
-    """The arrays that hold the results of an update, in the order of `_list_outs`."""
+    """The arrays for the results of an update, in the order of `_list_outs`."""
     own = [*given.states, *given.replaced]
     others = _list_outs(update)[len(own) :]
     return own + [jnp.zeros(update.shape, compat.struct_of(v.aval).dtype) for v in others]

@@ -1,4 +1,4 @@
-"""Finds the arguments of a training step that only its update reads and writes."""
+"""Finds the arguments of a training step with no reader but its update."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """The update of arrays of one shape, an elementwise computation.
+    """The update of arrays of a shape, an elementwise computation.
 
     Attributes:
       shape: of all arrays.
-      states: the arguments that may rest on the host, each with the result that takes its place.
-      replaced: arguments on the device that the update alone replaces, each with its result: the parameters.
-        The update need not read them: parameters in bfloat16 are made of masters.
-      read: other arrays of the shape that the update reads: gradients, and parameters that are kept.
+      states: the arguments to rest on the host, each with the result in its place.
+      replaced: arguments on the device, each with the result in its place: the parameters.
+        The update need not read such an argument: parameters in bfloat16 are made of masters.
+      read: other operands of the shape: gradients, and parameters without a result.
       scalars: other operands.
       eqns: the equations, in order. Results of `eqns` may be results of the program, and nothing else reads
         them.
@@ -48,7 +48,7 @@ class Update:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arguments that may rest on the host."""
+        """Bytes of the arguments to rest on the host."""
         return compat.nbytes_of(state for state, _ in self.states)
 
 
@@ -57,7 +57,7 @@ def find_updates(program: Jaxpr, donated: Sequence[bool]) -> list[Update]:
 
     An argument may rest if it is donated, if a chain of elementwise equations alone reads it, up to results
     of the program, and if one of these results can take its place. A chain with a reduction or a product (a
-    norm of the update, factored moments) keeps its arguments on the device, as does one through a loop.
+    norm of the update, factored moments) keeps its arguments on the device, as does a loop.
 
     Args:
       program: a program with its calls inlined.
@@ -80,7 +80,7 @@ def find_updates(program: Jaxpr, donated: Sequence[bool]) -> list[Update]:
 
 @dataclasses.dataclass(eq=False)
 class _Chain:
-    """Arguments with the indices of the equations that depend on them."""
+    """Arguments with the indices of all dependent equations."""
 
     states: list[Var]
     eqns: set[int]
@@ -107,7 +107,7 @@ class _Level:
         ]
 
     def follow(self, state: Var) -> _Chain | None:
-        """The equations that depend on an argument; None unless all are elementwise over its shape."""
+        """The dependent equations of an argument; None unless all are elementwise over its shape."""
         shape, found, todo = compat.shape_of(state.aval), set(), [state]
         while todo:
             for i in self._readers.get(todo.pop(), ()):
@@ -120,7 +120,7 @@ class _Level:
         return _Chain([state], found) if found else None
 
     def describe(self, chain: _Chain) -> Update | None:
-        """The update of a chain; None without results that can take its arguments' places."""
+        """The update of a chain; None without results for its arguments' places."""
         shape = compat.shape_of(chain.states[0].aval)
         eqns, operands = self._add_makers(chain.eqns, shape)
         body = [self._eqns[i] for i in sorted(eqns)]
@@ -147,7 +147,7 @@ class _Level:
         )
 
     def find_replaced(self, updates: Sequence[Update]) -> list[Update]:
-        """The updates, each other result of theirs in the place of the argument to which `jax.jit` gives it.
+        """The updates, with the arguments whose memory `jax.jit` gives to their other results.
 
         `jax.jit` pairs the donated arguments and the results of a type in order. Without such an argument the
         loop of an update makes an array for the result.
@@ -171,7 +171,7 @@ class _Level:
         return found
 
     def _add_makers(self, chain: set[int], shape: tuple[int, ...]) -> tuple[set[int], list[Var]]:
-        """Adds the elementwise equations before a chain that need no more arrays than their result is one.
+        """Adds the elementwise equations before a chain with a single array among their operands.
 
         Returns:
           Indices of the equations, and the operands of all.
@@ -195,7 +195,7 @@ class _Level:
         return eqns, operands
 
     def _find_reached(self, v: Var, chain: set[int], eqns: set[int]) -> set[Var]:
-        """The results of a chain that depend on an operand."""
+        """The results of a chain with an operand among their ancestors."""
         found, todo = set(), [v]
         while todo:
             for i in self._readers.get(todo.pop(), ()):
@@ -209,7 +209,7 @@ class _Level:
 def _match(
     states: Sequence[Var], free: Sequence[Var], reached: Mapping[Var, set[Var]], outs: Sequence[Var]
 ) -> dict[Var, Var] | None:
-    """Gives each argument a result of its type in its place; None unless each state gets one.
+    """Gives each argument a result of its type in its place; None for a state without a result.
 
     An augmenting path at a time, states first. Arguments with fewer results to choose from go first.
     """
@@ -228,7 +228,7 @@ def _match(
                     return True
         return False
 
-    # Parameters first: where they have one result only, the moments take the others.
+    # Parameters first: with a single result to choose from, they leave the others to the moments.
     for v in sorted((*free, *states), key=lambda v: len(choices[v])):
         place(v, set())
     found = {v: out for out, v in taken.items()}
@@ -236,7 +236,7 @@ def _match(
 
 
 def _type_of(v: Var) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of a variable; None for what is no array."""
+    """The shape and dtype of a variable; None for a variable other than an array."""
     return (
         (compat.shape_of(v.aval), compat.struct_of(v.aval).dtype) if hasattr(v.aval, "shape") else ((), None)
     )
