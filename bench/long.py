@@ -7,7 +7,7 @@ weights in bfloat16 with float32 masters. Variants:
 
 - "recompute": `jax.jit`, each layer recomputed, a plain head;
 - "offload": the same with the layers' inputs offloaded by JAX's own policy;
-- "jaxoff": `jaxoff.jit(device_bytes=)` of the step with its MLP under `jaxoff.tiled`.
+- "jaxoff": `jaxoff.jit(device_bytes=)` of the step with its MLP and its head under `jaxoff.tiled`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import time
 import warnings
@@ -30,7 +29,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxoff
-from bench.client_steps.decoder import decoder_loss, initialize_decoder, normalize, stack
+from bench.client_steps.decoder import initialize_decoder, normalize, stack
 from bench.client_steps.step import OPTIMIZER, Sizes, offload
 from bench.provenance import provenance
 
@@ -73,12 +72,24 @@ def make_layer(sizes: Sizes, tiles: int) -> Callable[..., Any]:
     return layer
 
 
+def cross_entropy(rows, norm, head):
+    """The cross entropy of each token."""
+    x, labels = rows
+    logits = (normalize(x, norm) @ head).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
 def make_step(sizes: Sizes, variant: str) -> tuple[Callable[..., Any], Any]:
     """The step of a variant, and structs of its arguments."""
-    layer = make_layer(sizes, max(1, sizes.length // TILE) if variant == "jaxoff" else 1)
+    tiles = max(1, sizes.length // TILE)
+    layer = make_layer(sizes, tiles if variant == "jaxoff" else 1)
     policy = offload("block_in") if variant == "offload" else None
     block = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    loss_of = functools.partial(decoder_loss, lambda x, layers: jax.lax.scan(block, x, layers)[0])
+    head = cross_entropy if variant != "jaxoff" else jaxoff.tiled(cross_entropy, tiles=tiles * 4, axis=1)
+
+    def loss_of(params, tokens):
+        x, _ = jax.lax.scan(block, params["embed"][tokens[:, :-1]], params["layers"])
+        return head((x, tokens[:, 1:]), params["norm"], params["head"]).mean()
 
     def step(state, tokens):
         weights, masters, optimizer_state = state
@@ -96,7 +107,9 @@ def make_step(sizes: Sizes, variant: str) -> tuple[Callable[..., Any], Any]:
     return step, (jax.eval_shape(initialize, jax.random.key(0)), sizes.tokens)
 
 
-def compile_variant(variant: str, sizes: Sizes, target: jaxoff.Target, device: jaxoff.Device, nbytes: float):
+def compile_variant(
+    variant: str, sizes: Sizes, target: jaxoff.Target, device: jaxoff.Device, budget: dict[str, float]
+) -> dict[str, Any]:
     """The row of a variant: its peaks, or the error."""
     row: dict[str, Any] = {"variant": variant, "tokens": sizes.length}
     started = time.perf_counter()
@@ -105,7 +118,7 @@ def compile_variant(variant: str, sizes: Sizes, target: jaxoff.Target, device: j
         step, args = make_step(sizes, variant)
         jitted: Any = jax.jit(step, donate_argnums=0)
         if variant == "jaxoff":
-            jitted = jaxoff.jit(step, donate_argnums=0, device_bytes=nbytes, device=device)
+            jitted = jaxoff.jit(step, donate_argnums=0, device=device, **budget)
         try:
             memory: Any = target.compile(jitted, *args).memory_analysis()
         except (jaxoff.BudgetError, jax.errors.JaxRuntimeError) as error:
@@ -126,17 +139,19 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--target", default="h100", help="the GPU, a name that jaxoff.target takes")
     parser.add_argument("--device-gb", type=float, default=78.0)
+    parser.add_argument("--host-gb", type=float, default=300.0)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     target, device = jaxoff.target(options.target), jaxoff.Device.of(options.target)
+    budget = {"device_bytes": 1e9 * options.device_gb, "host_bytes": 1e9 * options.host_gb}
     rows = []
     for tokens in options.tokens:
         sizes = Sizes(layers=options.layers, batch=1, length=tokens)
         for variant in options.variants:
-            rows.append(compile_variant(variant, sizes, target, device, 1e9 * options.device_gb))
+            rows.append(compile_variant(variant, sizes, target, device, budget))
             print({k: v for k, v in rows[-1].items() if k != "plan"}, flush=True)
             if options.out:
                 result = {"provenance": provenance(vars(options)), "sizes": dataclasses.asdict(sizes)}
