@@ -108,7 +108,7 @@ def make_step(sizes: Sizes, variant: str) -> tuple[Callable[..., Any], Any]:
 
 
 def compile_variant(
-    variant: str, sizes: Sizes, target: jaxoff.Target, device: jaxoff.Device, budget: dict[str, float]
+    variant: str, sizes: Sizes, target: jaxoff.Target, device: jaxoff.Device, budget: dict[str, Any]
 ) -> dict[str, Any]:
     """The row of a variant: its peaks, or the error."""
     row: dict[str, Any] = {"variant": variant, "tokens": sizes.length}
