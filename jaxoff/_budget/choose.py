@@ -270,7 +270,7 @@ def _add_pair(
             move = program.add_variable(integer=True)
             ways_of.append(_Way(move, True, compresses))
             memory.append((move, _BUFFERS * nbytes / _MB))
-            host.append((move, length * nbytes / _MB))
+            host.append((move, (length + 1) * nbytes / _MB))  # a stack has a spare row
             copies_out.append((move, device.d2h_ms(nbytes), costs.ready_ms[v]))
             copies_back.append((move, device.h2d_ms(nbytes)))
             program.cost[move] += length * (pass_ms + added)
