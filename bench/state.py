@@ -26,6 +26,7 @@ import jaxoff
 from bench.client_steps import PROGRAMS
 from bench.client_steps.step import ClientStep
 from bench.provenance import provenance
+from jaxoff._runtime.program_memory import program_nbytes
 
 WARMUPS = 2
 
@@ -77,11 +78,13 @@ def describe(function: Any, state: Any, batch: Any) -> dict[str, Any]:
     """The memory of a function's program, and its plan."""
     started = time.perf_counter()
     compiled = function.lower(state, batch).compile()
-    row: dict[str, Any] = {"plan_s": time.perf_counter() - started}
+    planned_s = time.perf_counter() - started
     memory: Any = compiled.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    row["peak_bytes"] = held - memory.alias_size_in_bytes
-    row["host_bytes"] = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+    row: dict[str, Any] = {
+        "plan_s": planned_s,
+        "peak_bytes": program_nbytes(compiled),
+        "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
+    }
     plan = getattr(function, "plan", None)
     if plan is not None:
         row |= {"predicted_ms": plan.step_ms, "plan": str(plan), "recipe": function.recipe}

@@ -9,7 +9,7 @@ import dataclasses
 import fnmatch
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxoff._budget.compression import BLOCK, can_compress, compressed_nbytes
@@ -104,17 +104,22 @@ class Costs:
             sum(forward),
             sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
             len(graph.kernels) + len(rest.kernels),
-            _find_compressible(pair, nbytes, compress) if pair.has_stacks else {},
+            _find_compressible(pair, nbytes, compress),
         )
 
 
-def _find_compressible(pair: JointGraph, values: Iterable[Var], patterns: Sequence[str]) -> dict[Var, int]:
+def _label_compressible(pair: JointGraph, values: Iterable[Var]) -> Iterator[tuple[Var, str]]:
+    """The values of a loop fit for float8, with their words in the plan's table; none outside of loops."""
     makers = map_makers(pair.eqns)
+    return ((v, label(pair, v, makers.get(v))) for v in values if pair.has_stacks and can_compress(v.aval))
+
+
+def _find_compressible(pair: JointGraph, values: Iterable[Var], patterns: Sequence[str]) -> dict[Var, int]:
+    found = _label_compressible(pair, values) if patterns else ()
     return {
         v: compressed_nbytes(v.aval)
-        for v in values
-        if can_compress(v.aval)
-        and any(fnmatch.fnmatchcase(label(pair, v, makers.get(v)), pattern) for pattern in patterns)
+        for v, text in found
+        if any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns)
     }
 
 
@@ -124,13 +129,9 @@ def refuse_unmatched(costs: Sequence[Costs], patterns: Sequence[str]) -> None:
     Raises:
       ValueError: for a pattern without a value of a loop that can be compressed.
     """
-    found = {
-        label(cost.pair, v, map_makers(cost.pair.eqns).get(v))
-        for cost in costs
-        if cost.pair.has_stacks
-        for v in cost.nbytes
-        if can_compress(v.aval)
-    }
+    if not patterns:
+        return
+    found = {text for cost in costs for _, text in _label_compressible(cost.pair, cost.nbytes)}
     for pattern in patterns:
         if not fnmatch.filter(found, pattern):
             names = ", ".join(sorted(found)) or "none"

@@ -12,8 +12,9 @@ from jaxoff._budget.report import PlacedValue, Plan
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Var
+from jaxoff._jaxpr.inline import inline_program
 from jaxoff._report.tables import format_nbytes
-from jaxoff._state.stream import inline, list_streamable, plan_loops, stream_updates
+from jaxoff._state.stream import list_streamable, plan_loops, stream_updates
 from jaxoff._state.updates import Update, find_updates
 
 # Part of the link's rate, both directions at a time, that a loop over blocks reaches (bench/LOG.md,
@@ -60,7 +61,7 @@ class State:
     @staticmethod
     def find(closed: ClosedJaxpr, donated: Sequence[bool]) -> State:
         """Finds the state of a step; `donated`: for each argument, whether its memory may be reused."""
-        closed = inline(closed)
+        closed = compat.map_open(closed, inline_program)
         return State(closed, tuple(list_streamable(find_updates(closed.jaxpr, donated))))
 
     def search[P](

@@ -23,17 +23,22 @@ all_to_all pmax pmin ppermute psum psum_invariant ragged_all_to_all reduce_scatt
 unreduced_reduce_scatter
 """
 _COLLECTIVES = GATHERS | frozenset(_COLLECTIVE_NAMES.split())
-_FUSED_NAMES = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
-broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy cos cosh digamma div eq erf
-erf_inv erfc exp exp2 expand_dims expm1 floor ge gt igamma igammac imag integer_pow iota is_finite le lgamma
-log log1p log2 logistic lt max min mul mulhi name ne neg nextafter not one_minus_square optimization_barrier
-or pad polygamma population_count pow pvary real reduce_precision regularized_incomplete_beta rem reshape
-round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor zeta
+_ELEMENTWISE_NAMES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh
+div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul
+ne neg nextafter not or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+"""
+# Primitives whose result has, at each index, a value of the operands at this index.
+ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+_OTHER_FUSED_NAMES = """
+bessel_i0e bessel_i1e bitcast_convert_type broadcast_in_dim clz complex conj digamma expand_dims igamma
+igammac imag iota lgamma log2 mulhi name one_minus_square optimization_barrier pad polygamma
+population_count pvary real regularized_incomplete_beta reshape sharding_constraint slice split squeeze
+transpose zeta
 """
 # XLA computes these equations inside the kernels that read their result.
-_FUSED = frozenset(_FUSED_NAMES.split())
+_FUSED = ELEMENTWISE.union(_OTHER_FUSED_NAMES.split())
 _ARGUMENT_VIEW_NAMES = """
 convert_element_type dynamic_slice expand_dims name optimization_barrier pvary reduce_precision reshape
 sharding_constraint slice split squeeze transpose

@@ -63,19 +63,19 @@ def tiled(fun: Callable[..., Any], /, *, tiles: int, axis: int = 0, check: bool 
 
     @functools.wraps(fun)
     def apply(x: Any, *args: Any) -> Any:
-        size = _find_tile(x, tiles, axis)
-        part = jax.tree.map(lambda leaf: lax.slice_in_dim(jnp.asarray(leaf), 0, size, axis=axis), x)
-        part = jax.eval_shape(lambda: part)
+        x = jax.tree.map(jnp.asarray, x)
+        _refuse_uneven(x, tiles, axis)
+        part = jax.eval_shape(lambda x: _take(x, 0, tiles, axis), x)
+        pure, consts = jax.closure_convert(fun, part, *args)  # the only call of the user's function
         if check:
-            _refuse_mixed_rows(fun, part, args, axis)
-        pure, consts = jax.closure_convert(fun, part, *args)
-        return _run(lambda x, *rest: pure(x, *rest), tiles, axis)(x, (*args, *consts))
+            _refuse_mixed_rows(pure, part, (*args, *consts), axis)
+        return _run(pure, tiles, axis)(x, (*args, *consts))
 
     return apply
 
 
-def _find_tile(x: Any, tiles: int, axis: int) -> int:
-    """The size of a part."""
+def _refuse_uneven(x: Any, tiles: int, axis: int) -> None:
+    """Raises for arrays without a common size along the axis, and for a size not divided by `tiles`."""
     shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(x)}
     if not shapes or any(len(shape) <= axis for shape in shapes):
         raise ValueError(
@@ -87,7 +87,6 @@ def _find_tile(x: Any, tiles: int, axis: int) -> int:
             f"The arrays of jaxoff.tiled have one size along axis {axis}, which tiles={tiles} divides; got "
             f"{sorted(shapes)}."
         )
-    return size // tiles
 
 
 def _run(fun: _Fun, tiles: int, axis: int) -> _Fun:

@@ -38,4 +38,4 @@ def refuse_what_fails(given: ClosedJaxpr, program: Rewritten, options: Mapping[s
     refuse_wrong_jaxlib(JAXLIB, platform)
     level = jax.config.jax_optimization_level
     for text in flags.find_harmful_options(options, scanned=bool(program.scanned), level=level):
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=2)

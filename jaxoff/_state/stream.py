@@ -15,7 +15,7 @@ from jax import lax
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead
-from jaxoff._jaxpr.inline import inline_program, resolve, trace_call
+from jaxoff._jaxpr.inline import resolve, trace_call
 from jaxoff._state.updates import Update
 
 # Bytes of all states of a loop in a block. Several blocks are on the device at a time; smaller ones make
@@ -110,8 +110,8 @@ def stream_updates(closed: ClosedJaxpr, updates: Sequence[Update]) -> ClosedJaxp
     """The program with the states of updates among its arguments and results in host memory.
 
     Args:
-      closed: a program for one device; its calls are inlined here.
-      updates: from `find_updates` of the program with its calls inlined.
+      closed: a program for one device, with its calls inlined.
+      updates: from `find_updates` of this program.
     """
     program = closed.jaxpr
     host: dict[Var, Any] = {
@@ -127,11 +127,6 @@ def stream_updates(closed: ClosedJaxpr, updates: Sequence[Update]) -> ClosedJaxp
     outs = [resolve(renamed, v) for v in program.outvars]
     invars = [host.get(v, v) for v in program.invars]
     return closed.replace(jaxpr=drop_dead(program.replace(eqns=eqns, outvars=outs, invars=invars)))
-
-
-def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program with its calls inlined, as `find_updates` and `stream_updates` read it."""
-    return closed.replace(jaxpr=inline_program(closed.jaxpr))
 
 
 def _write_loop(loop: UpdateLoop, host: dict[Var, Any]) -> tuple[list[JaxprEqn], dict[Var, Any]]:

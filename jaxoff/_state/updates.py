@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,17 +10,10 @@ from typing import Any
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_readers, map_makers, variables
+from jaxoff._jaxpr.primitives import ELEMENTWISE
 
 # Smaller arguments stay on the device: a copy has a latency of some 10 us.
 LEAST_NBYTES = 1 << 20
-# Primitives whose result has, at each index, a value of the operands at this index.
-_ELEMENTWISE_NAMES = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh
-div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul
-ne neg nextafter not or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
-shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-"""
-_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +86,8 @@ class _Level:
         self._readers, self._makers = index_readers(program.eqns), map_makers(program.eqns)
         self._index = {id(eqn): i for i, eqn in enumerate(program.eqns)}
         outs = [v for v in program.outvars if isinstance(v, Var)]
-        self._outs = {v for v in outs if outs.count(v) == 1} if len(outs) < 4096 else set(outs)
-        self._all_outs = set(outs)
+        counts = collections.Counter(outs)
+        self._all_outs, self._outs = set(counts), {v for v, count in counts.items() if count == 1}
         self._donated_in_order = [v for v, may in zip(program.invars, donated, strict=True) if may]
         self._donated, self._outs_in_order = set(self._donated_in_order), outs
         self.arguments = [
@@ -130,7 +124,7 @@ class _Level:
             return None
         arrays = [v for v in operands if compat.shape_of(v.aval) == shape]
         free = [v for v in arrays if v in self._donated and v not in chain.states and v not in self._all_outs]
-        reached = {v: self._find_reached(v, chain.eqns, eqns) for v in (*chain.states, *free)}
+        reached = {v: self._find_reached(v, eqns) for v in (*chain.states, *free)}
         place = _match(chain.states, free, reached, outs)
         if place is None:
             return None
@@ -194,8 +188,8 @@ class _Level:
                 operands.append(v)
         return eqns, operands
 
-    def _find_reached(self, v: Var, chain: set[int], eqns: set[int]) -> set[Var]:
-        """The results of a chain with an operand among their ancestors."""
+    def _find_reached(self, v: Var, eqns: set[int]) -> set[Var]:
+        """The results of equations with a variable among their ancestors."""
         found, todo = set(), [v]
         while todo:
             for i in self._readers.get(todo.pop(), ()):
@@ -235,16 +229,15 @@ def _match(
     return found if all(v in found for v in states) else None
 
 
-def _type_of(v: Var) -> tuple[tuple[int, ...], Any]:
+def _type_of(v: Var) -> Any:
     """The shape and dtype of a variable; None for a variable other than an array."""
-    return (
-        (compat.shape_of(v.aval), compat.struct_of(v.aval).dtype) if hasattr(v.aval, "shape") else ((), None)
-    )
+    is_array = hasattr(v.aval, "shape")
+    return (compat.shape_of(v.aval), compat.struct_of(v.aval).dtype) if is_array else None
 
 
 def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
     """Whether an equation computes arrays of a shape elementwise, of such arrays and of scalars."""
-    if eqn.primitive.name not in _ELEMENTWISE or eqn.effects:
+    if eqn.primitive.name not in ELEMENTWISE or eqn.effects:
         return False
     operands = (compat.shape_of(v.aval) for v in eqn.invars)
     return all(s in (shape, ()) for s in operands) and all(

@@ -8,7 +8,8 @@ import pytest
 
 import jaxoff
 from jaxoff._jaxpr import compat
-from jaxoff._state.stream import inline, list_streamable, stream_updates
+from jaxoff._jaxpr.inline import inline_program
+from jaxoff._state.stream import list_streamable, stream_updates
 from jaxoff._state.updates import find_updates
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +45,7 @@ def step(state, tokens):
 def test_fifty_steps_have_the_bits_of_state_on_the_device():
     state, tokens = jax.jit(initialize)(jax.random.key(0)), jnp.arange(ROWS) % 97
     leaves = jax.tree.leaves((state, tokens))
-    closed = inline(jax.make_jaxpr(step)(state, tokens))
+    closed = compat.map_open(jax.make_jaxpr(step)(state, tokens), inline_program)
     updates = list_streamable(find_updates(closed.jaxpr, [*[True] * (len(leaves) - 1), False]))
     assert sum(len(update.states) for update in updates) == 4
     streamed = stream_updates(closed, updates)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.inline import inline_program
 from jaxoff._state import updates
-from jaxoff._state.stream import Blocks, inline, list_streamable, plan_loops, stream_updates
+from jaxoff._state.stream import Blocks, list_streamable, plan_loops, stream_updates
 from jaxoff._state.updates import find_updates
 
 # XLA may leave out the rounding of a gradient to bfloat16 that it fuses with its reader.
@@ -49,7 +50,7 @@ def make_step(optimizer, cast=lambda params: params):
 
 def find(step, args, donated=(0, 1)):
     """The inlined program, its updates, and the paths of the arguments that may rest."""
-    closed = inline(jax.make_jaxpr(step)(*args))
+    closed = compat.map_open(jax.make_jaxpr(step)(*args), inline_program)
     may = [i in donated for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
     found = list_streamable(find_updates(closed.jaxpr, may))
     paths = [
