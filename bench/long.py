@@ -2,8 +2,11 @@
 
     JAX_PLATFORMS=cpu python -m bench.long --target h100 --device-gb 78 --tokens 131072 262144 --out long.json
 
-Nothing runs: the steps are compiled ahead of time, and no GPU is needed. One sequence, AdamW with clipping,
-weights in bfloat16 with float32 masters. Variants:
+Nothing runs: the steps are compiled ahead of time, and no GPU is needed. On a GPU, `--steps` times them:
+
+    python -m bench.long --steps 2 --device-gb 76 --host-gb 110 --layers 16 --tokens 131072 --variants jaxoff
+
+One sequence, AdamW with clipping, weights in bfloat16 with float32 masters. Variants:
 
 - "recompute": `jax.jit`, each layer recomputed, a plain head;
 - "offload": the same with the layers' inputs offloaded by JAX's own policy;
@@ -37,6 +40,8 @@ from jaxoff._runtime.program_memory import program_nbytes
 VARIANTS = ("recompute", "offload", "jaxoff")
 # A tile's tokens: products of this many rows run at the full rate.
 TILE = 8192
+# An H100 SXM's and an H200's 16-bit products a second, by the data sheet.
+PEAK_FLOPS = 989e12
 
 
 @contextlib.contextmanager
@@ -108,33 +113,86 @@ def make_step(sizes: Sizes, variant: str) -> tuple[Callable[..., Any], Any]:
     return step, (jax.eval_shape(initialize, jax.random.key(0)), sizes.tokens)
 
 
-def compile_variant(
-    variant: str, sizes: Sizes, target: jaxoff.Target, device: jaxoff.Device, budget: dict[str, Any]
+def model_flops(sizes: Sizes) -> float:
+    """Operations of a step without recomputation: three times the forward pass, attention as causal."""
+    s = sizes
+    heads = (2 * s.heads + 2 * s.kv_heads) * s.head_size
+    weights = s.layers * s.width * (heads + 3 * s.hidden) + s.width * s.vocabulary
+    attention = s.layers * s.length * s.heads * s.head_size
+    return 3 * s.batch * s.length * 2.0 * (weights + attention)
+
+
+def draw_arguments(args: Any, shardings: Any) -> Any:
+    """Random weights and tokens and a fresh optimizer's state, one array after the other, in its place."""
+
+    def draw(path, struct, place):
+        if jnp.issubdtype(struct.dtype, jnp.integer) and struct.ndim:
+            value = jax.random.randint(jax.random.key(0), struct.shape, 0, 1000)
+        elif path[1:2] == (jax.tree_util.SequenceKey(2),):
+            value = jnp.zeros(struct.shape, struct.dtype)
+        else:
+            value = jax.random.normal(jax.random.key(0), struct.shape, struct.dtype) * 0.02
+        return jax.block_until_ready(jax.device_put(value, place))
+
+    if shardings is None:
+        shardings = jax.tree.map(lambda _: jax.devices()[0], args)
+    return jax.tree_util.tree_map_with_path(draw, args, shardings)
+
+
+def time_steps(jitted: Any, args: Any, sizes: Sizes, steps: int) -> dict[str, Any]:
+    """Times steps after a first one: the shortest, its share of the card's 16-bit peak, and the losses."""
+    plan = getattr(jitted, "plan", None)
+    state, batch = draw_arguments(args, None if plan is None else plan.in_shardings)
+    samples, losses = [], []
+    for _ in range(steps + 1):
+        started = time.perf_counter()
+        state, loss = jax.block_until_ready(jitted(state, batch))
+        samples.append(time.perf_counter() - started)
+        losses.append(float(loss))
+    best = min(samples[1:])
+    return {
+        "seconds_a_step": best,
+        "samples_s": samples,
+        "losses": losses,
+        "tokens_per_s": sizes.batch * sizes.length / best,
+        "model_flops_share": model_flops(sizes) / best / PEAK_FLOPS,
+    }
+
+
+def measure_variant(
+    variant: str, sizes: Sizes, target: jaxoff.Target, device: jaxoff.Device, o: argparse.Namespace
 ) -> dict[str, Any]:
-    """The row of a variant: its peaks, or the error."""
+    """The row of a variant: its peaks, and with `--steps` its times, or the error."""
     row: dict[str, Any] = {"variant": variant, "tokens": sizes.length}
     started = time.perf_counter()
-    with cudnn_attention(), warnings.catch_warnings():
+    attention = contextlib.nullcontext() if o.steps else cudnn_attention()
+    with attention, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step, args = make_step(sizes, variant)
         jitted: Any = jax.jit(step, donate_argnums=0)
         if variant == "jaxoff":
+            budget = {"device_bytes": 1e9 * o.device_gb, "host_bytes": 1e9 * o.host_gb}
             jitted = jaxoff.jit(step, donate_argnums=0, device=device, **budget)
         try:
-            compiled = target.compile(jitted, *args)
+            compiled = jitted.lower(*args).compile() if o.steps else target.compile(jitted, *args)
+            memory: Any = compiled.memory_analysis()
+            row |= {
+                "peak_bytes": program_nbytes(compiled),
+                "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
+                "seconds": time.perf_counter() - started,
+            }
+            if variant == "jaxoff":
+                row |= {"plan": str(jitted.plan), "predicted_s": 1e-3 * jitted.plan.step_ms}
+            print({k: v for k, v in row.items() if k != "plan"}, flush=True)
+            if o.steps:
+                row |= time_steps(jitted, args, sizes, o.steps)
         except (jaxoff.BudgetError, jax.errors.JaxRuntimeError) as error:
             return row | {"error": str(error).splitlines()[0], "seconds": time.perf_counter() - started}
-    memory: Any = compiled.memory_analysis()
-    row |= {
-        "peak_bytes": program_nbytes(compiled),
-        "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
-        "seconds": time.perf_counter() - started,
-    }
-    return row | ({"plan": str(jitted.plan)} if variant == "jaxoff" else {})
+    return row
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Compiles each variant at each length and writes the rows."""
+    """Compiles each variant at each length, times it with `--steps`, and writes the rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -144,15 +202,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument(
+        "--steps", type=int, default=0, help="times this many steps on the GPU of this machine"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     target, device = jaxoff.target(options.target), jaxoff.Device.of(options.target)
-    budget = {"device_bytes": 1e9 * options.device_gb, "host_bytes": 1e9 * options.host_gb}
     rows = []
     for tokens in options.tokens:
         sizes = Sizes(layers=options.layers, batch=1, length=tokens)
         for variant in options.variants:
-            rows.append(compile_variant(variant, sizes, target, device, budget))
+            rows.append(measure_variant(variant, sizes, target, device, options))
             print({k: v for k, v in rows[-1].items() if k != "plan"}, flush=True)
             if options.out:
                 result = {"provenance": provenance(vars(options)), "sizes": dataclasses.asdict(sizes)}

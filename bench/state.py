@@ -105,6 +105,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    if options.microbatches and options.program != "accumulation":
+        parser.error("--microbatches is for --program accumulation: no other program divides its batch")
     program = dataclasses.replace(PROGRAMS[options.program], offloads=None)
     program = program.shrink() if options.sizes == "tiny" else program
     changes: dict[str, int] = {"layers": options.layers} if options.layers else {}

@@ -98,10 +98,9 @@ def list_shardings(args: tuple[Any, ...], on_host: Collection[int]) -> tuple[Any
       args: the arguments; without a sharding, an argument gets the first device's.
       on_host: positions of the arguments in host memory, among the leaves.
     """
-    single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def describe(i: int, leaf: Any) -> Any:
-        sharding = getattr(leaf, "sharding", None) or single
+        sharding = getattr(leaf, "sharding", None) or _first_device()
         return sharding.with_memory_kind(HOST) if i in on_host else sharding
 
     leaves, tree = jax.tree.flatten(args)
@@ -113,13 +112,16 @@ def _put(leaf: Any, *, to_host: bool) -> Any:
         return leaf
     sharding = leaf.sharding
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        if sharding is None:
-            return leaf
+        sharding = sharding or _first_device()
         sharding = sharding.with_memory_kind(HOST) if to_host else _on_device(sharding)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     moved = jax.device_put(leaf, sharding.with_memory_kind(HOST) if to_host else _on_device(sharding))
     leaf.delete()  # a step's state is donated: the caller's array ends with the call
     return moved
+
+
+def _first_device() -> jax.sharding.SingleDeviceSharding:
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
 def _is_on_host(leaf: Any) -> bool:

@@ -1,6 +1,7 @@
 """The MoE layer's benchmark runs on a small layer, and finds a wrong variant."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 from bench import moe as bench
 from bench import moe_peers as peers
+from bench import moe_table
 from bench.moe_shapes import MEASURED, SHAPES, draw_routing
 
 OPTIONS = ["--shapes", "tiny", "--routings", "balanced", "--repeats", "1"]
@@ -55,3 +57,19 @@ def test_operations_are_those_of_the_products():
     assert shape.flops("squared_relu", "forward") == 2 * 2 * shape.rows * shape.width * shape.hidden
     assert shape.flops("swiglu", "forward+backward") == 9 * 2 * shape.rows * shape.width * shape.hidden
     assert "tiny" not in MEASURED
+
+
+def test_the_page_is_that_of_the_results():
+    root = Path(__file__).parents[2]
+    found = sorted((root / "bench" / "results" / "moe").glob("layer_*.json"))
+    page = moe_table.markdown(json.loads(path.read_text()) for path in found)
+    assert (root / "docs" / "moe-layer.md").read_text() == page
+
+
+def test_a_slower_case_is_bold_and_a_missing_peer_is_left_out():
+    case = {"shape": "olmoe", "activation": "swiglu", "routing": "zipf", "part": "forward"}
+    rows = [case | {"variant": "ours", "ms": 2.0}, case | {"variant": "separate", "ms": 1.0}]
+    rows.append(case | {"variant": "sonicmoe", "error": "not installed"})
+    page = moe_table.markdown([{"rows": rows, "provenance": {"device": "1 x card"}}])
+    row = "| 16k, 64, 8, 2048 x 1024 | SwiGLU, zipf, forward | 2 | **1 (2.00)** | - |"
+    assert page.rstrip().splitlines()[-1] == row

@@ -112,12 +112,16 @@ def test_a_step_takes_its_state_from_either_memory(budget):
 
 
 def test_a_state_is_made_where_the_plan_wants_it(budget):
-    structs = jax.eval_shape(initialize, jax.random.key(0)), make_arguments()[1]
+    state, x = make_arguments()
     within = jit_within(budget)
-    within.lower(*structs)
-    state = jax.jit(initialize, out_shardings=within.plan.in_shardings[0])(jax.random.key(0))
-    assert set(list_kinds(state)) == {(True, "pinned_host"), (False, "device")}
-    within(state, structs[1])
+    compiled = within.lower(jax.eval_shape(lambda: state), x).compile()
+    made = jax.jit(initialize, out_shardings=within.plan.in_shardings[0])(jax.random.key(0))
+    assert set(list_kinds(made)) == {(True, "pinned_host"), (False, "device")}
+    made, value = within(made, x)
+    assert set(list_kinds(made)) == {(True, "pinned_host"), (False, "device")}
+    made, ahead = compiled(state, x)  # of structs without shardings; from the device
+    assert ahead == value
+    compiled(made, x)
 
 
 def test_a_budget_of_host_memory_bounds_the_state(budget):
