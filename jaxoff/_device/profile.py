@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import json
 import numbers
 import os
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jaxoff._device.calibration import H200_CALIBRATION, Calibration
 from jaxoff._report.near_miss import near_miss
 
 # Of a profile's file in `data/`.
 _SUFFIX = ".json"
+
+
+def _list_profiles() -> list[Traversable]:
+    """The files of the profiles that ship with jaxoff."""
+    folder = importlib.resources.files("jaxoff._device") / "data"
+    return sorted((f for f in folder.iterdir() if f.name.endswith(_SUFFIX)), key=lambda f: f.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +94,9 @@ class Device:
           ValueError: for an unknown name, and for a file without a profile.
           FileNotFoundError: for a path without a file.
         """
-        folder = importlib.resources.files("jaxoff._device") / "data"
-        known = sorted(f.name.removesuffix(_SUFFIX) for f in folder.iterdir() if f.name.endswith(_SUFFIX))
+        known = {f.name.removesuffix(_SUFFIX): f for f in _list_profiles()}
         if name in known:
-            return cls.from_dict(json.loads((folder / f"{name}{_SUFFIX}").read_text()))
+            return cls.from_dict(json.loads(known[str(name)].read_text()))
         path = Path(name)
         if isinstance(name, str) and not path.is_file() and path.name == name:
             raise ValueError(
@@ -186,8 +195,31 @@ class Device:
         return nbytes / self.d2h_gbps / 1e6
 
 
-# The default device of `explain`, `jit`, `scan` and `plan`.
+# The device of programs for a GPU without a profile.
 H200 = Device.of("h200")
+
+
+def find_device(device: Device | None = None) -> Device:
+    """A caller's device, or without one the profile of the GPU that programs are traced for.
+
+    That GPU is the one of `Target.tracing`, else the first of this process. A GPU without a profile, and a
+    process without a GPU, have the H200's.
+
+    Raises:
+      TypeError: for other types than `Device`.
+    """
+    if device is not None:
+        return checked_device(device)
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if described is None else described.device_kind
+    return _read_profiles().get(kind, H200)
+
+
+@functools.cache
+def _read_profiles() -> dict[str, Device]:
+    """The profiles that ship with jaxoff, by kind of device."""
+    found = (Device.from_dict(json.loads(f.read_text())) for f in _list_profiles())
+    return {profile.name: profile for profile in found}
 
 
 def checked_device(device: object) -> Device:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._device.profile import H200, Device, checked_device
+from jaxoff._device.profile import Device, find_device
 from jaxoff._jaxpr import compat
 from jaxoff._policy.decision import Placement
 from jaxoff._report.finding import Finding
@@ -88,7 +88,7 @@ def explain(
     *args,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
-    device: Device = H200,
+    device: Device | None = None,
     **kwargs,
 ) -> Report:
     """Reports the residuals of a function, their placements and rules, and problems, before anything runs.
@@ -102,7 +102,8 @@ def explain(
       argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
         argument.
       has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
-      device: speeds of the accelerator and its link, for estimates of times.
+      device: speeds of the accelerator and its link, for estimates of times; None for the GPU at hand, as for
+        `jaxoff.jit`.
 
     Returns:
       A `Report`.
@@ -124,7 +125,7 @@ def explain(
       rule-matched-nothing: offload='x_inn' matches no name inside its jax.checkpoint. Did you mean 'x_in'?
       The names there are x_in.
     """
-    checked_device(device)
+    device = find_device(device)
     function = TracedFunction.trace(fun, args, kwargs, argnums, has_aux)
     analysis = analyse(function)
     report = Report(tuple(row.residual for row in analysis.rows), collect_findings(analysis, Runtime.read()))

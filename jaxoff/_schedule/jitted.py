@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan
-from jaxoff._device.profile import Device
+from jaxoff._device.profile import Device, find_device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._policy.marks import is_recording
@@ -70,7 +70,6 @@ class Jitted:
     tried, and the setting that is chosen, take over the traced program. The user's function runs once.
 
     Attributes:
-      device: the rates by which copies and budgets are planned.
       findings: the findings of the calls so far, each once.
       tuned: milliseconds of a step by each program that `tune` compared, for the latest types of arguments.
       plan: the `jaxoff.Plan` within `device_bytes`, for the latest types of arguments; None before.
@@ -80,13 +79,13 @@ class Jitted:
         self,
         fun,
         compiler_options: dict[str, Any],
-        device: Device,
+        device: Device | None,
         recipe: Recipe | None,
         tune: bool,
         budget: Budget | None,
         kwargs: dict[str, Any],
     ):
-        self._fun, self._given, self.device, self._kwargs = fun, compiler_options, device, kwargs
+        self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
         self._recipe, self._tunes, self._budget = recipe, tune, budget
         self._inner: Any = _jax_jit(fun, **kwargs)
         self._statics = find_statics(fun, kwargs)
@@ -100,6 +99,11 @@ class Jitted:
         self.tuned: dict[str, float] = {}
         self.plan: Plan | None = None
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
+
+    @property
+    def device(self) -> Device:
+        """The rates by which copies and budgets are planned."""
+        return find_device(self._device)
 
     def __call__(self, *args, **kwargs):
         call = self._call(args, kwargs)
@@ -321,7 +325,7 @@ class Jitted:
 
     def within(self, budget: Budget | None, device: Device | None = None) -> Jitted:
         """The same function, with the same keywords of `jax.jit`, within a budget."""
-        return Jitted(self._fun, self._given, device or self.device, None, False, budget, self._kwargs)
+        return Jitted(self._fun, self._given, device or self._device, None, False, budget, self._kwargs)
 
     def _find_tuning(self, call: Call) -> Tuning | None:
         """The comparison of programs that a call belongs to; None once the setting is chosen."""

@@ -5,11 +5,13 @@ import json
 
 import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxoff
 from jaxoff import Device, SharedLink
 from jaxoff._device.calibration import Constant
 from jaxoff._device.measure import matrix_flops, memory_gbps
+from jaxoff._device.profile import find_device
 from jaxoff._runtime.link import measure_links
 
 PROFILE = Device(
@@ -29,6 +31,24 @@ def test_the_shipped_profile_is_what_everything_is_planned_with_by_default():
     assert Device.of("h200") == H200
     assert (H200.flops, H200.memory_gbps, H200.d2h_gbps, H200.h2d_gbps) == (650e12, 4000, 50, 50)
     assert H200.source
+
+
+def test_a_program_is_planned_for_the_gpu_that_it_is_for():
+    jitted = jaxoff.jit(jax.numpy.sin)
+    mesh = AbstractMesh(
+        (),
+        (),
+        abstract_device=AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="cuda"),
+    )
+    assert jitted.device == find_device() == Device.of("h200")  # a CPU has no profile
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert jitted.device == find_device() == Device.of("h100")
+        assert jaxoff.jit(jax.numpy.sin, device=PROFILE).device == find_device(PROFILE) == PROFILE
+
+
+@pytest.mark.gpu
+def test_the_gpu_at_hand_is_the_default():
+    assert find_device().name == jax.devices()[0].device_kind
 
 
 def test_the_h100s_profile_is_what_one_measured():
