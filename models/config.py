@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 _ROUTERS = ("sigmoid", "softmax")
 _ATTENTION = ("auto", "cudnn", "xla")
+_MLP_ACTIVATIONS = ("squared_relu", "swiglu")
 _DTYPES = ("bfloat16", "float32")
 _POSITIVE = (
     "vocab_size",
@@ -21,7 +22,16 @@ _POSITIVE = (
     "rope_theta",
     "rms_eps",
 )
-_NOT_NEGATIVE = ("d_shared", "first_k_dense", "aux_loss_coef", "z_loss_coef", "mtp_weight", "logits_chunk")
+_NOT_NEGATIVE = (
+    "num_experts",
+    "d_shared",
+    "first_k_dense",
+    "aux_loss_coef",
+    "z_loss_coef",
+    "mtp_weight",
+    "logits_chunk",
+    "mlp_chunk",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +66,7 @@ class ParamCounts:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The numbers of a decoder-only language model with mixture-of-experts layers.
+    """The numbers of a decoder-only language model, with mixture-of-experts layers or dense.
 
     The constructor checks all fields. `Config.preset` makes known models; `dataclasses.replace` changes
     fields.
@@ -68,10 +78,11 @@ class Config:
       num_heads, num_kv_heads, head_dim: query heads N, key-value heads K, each shared by N / K query heads,
         and the width H of a head.
       num_experts, top_k, d_expert: experts E of a layer, experts k chosen for a token, hidden width I of an
-        expert.
+        expert. Without experts, `num_experts=0`, all layers are dense.
       d_shared: hidden width of the shared expert, which sees every token; 0 leaves the shared expert out.
       d_ff: hidden width of a dense layer's MLP; only read where there are dense layers.
       first_k_dense: number of layers, from the first on, with a dense MLP instead of experts.
+      mlp_activation: activation of the dense MLPs, "squared_relu" or "swiglu". Experts have a squared ReLU.
       router: function from logits to scores, "sigmoid" or "softmax".
       norm_topk_probs: whether the chosen experts' scores are divided by their sum.
       routed_scaling: factor on the routed experts' output.
@@ -84,8 +95,11 @@ class Config:
       logits_chunk: tokens of each sequence with logits in memory at a time, 0 for all tokens. Chunks run in
         sequence and are recomputed for the gradient. Smaller chunks take less memory and add to the gradient
         of the head's weights more often.
+      mlp_chunk: tokens of each sequence in a dense MLP at a time (`jaxoff.tiled`), 0 for all tokens. Longer
+        sequences are cut into the least number of equal chunks. The backward pass computes a chunk again.
       dtype: dtype of activations and products, "bfloat16" or "float32".
-      param_dtype: dtype of parameters, which are cast where used.
+      param_dtype: dtype of parameters, which are cast where used. `models.train` keeps float32 masters beside
+        parameters of "bfloat16".
       attention: "cudnn", "xla", or "auto" for cuDNN on a GPU where it supports the shapes, XLA elsewhere.
 
     Raises:
@@ -103,12 +117,13 @@ class Config:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    num_experts: int
-    top_k: int
-    d_expert: int
+    num_experts: int = 0
+    top_k: int = 0
+    d_expert: int = 0
     d_shared: int = 0
     d_ff: int = 0
     first_k_dense: int = 0
+    mlp_activation: str = "squared_relu"
     router: str = "sigmoid"
     norm_topk_probs: bool = True
     routed_scaling: float = 1.0
@@ -120,6 +135,7 @@ class Config:
     rms_eps: float = 1e-5
     max_seq_len: int = 8192
     logits_chunk: int = 0
+    mlp_chunk: int = 0
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
     attention: str = "auto"
@@ -131,6 +147,7 @@ class Config:
         _check_numbers(self)
         _check_choice("router", self.router, _ROUTERS)
         _check_choice("attention", self.attention, _ATTENTION)
+        _check_choice("mlp_activation", self.mlp_activation, _MLP_ACTIVATIONS)
         _check_fit(self)
 
     @classmethod
@@ -138,7 +155,7 @@ class Config:
         """Makes a known configuration.
 
         Args:
-          name: "tiny", "nano", "mixtral" or "dsv3".
+          name: "tiny", "nano", "mixtral", "dsv3", "llama3_8b" or "llama3_1b".
           **overrides: fields to set otherwise.
 
         Returns:
@@ -158,12 +175,17 @@ class Config:
         return cls(**(_PRESETS[name] | overrides))
 
     @property
+    def num_dense_layers(self) -> int:
+        return self.first_k_dense if self.num_experts else self.num_layers
+
+    @property
     def num_moe_layers(self) -> int:
-        return self.num_layers - self.first_k_dense
+        return self.num_layers - self.num_dense_layers
 
     def param_counts(self) -> ParamCounts:
         """Counts the parameters without making any."""
-        d, dense, moe, mtp = self.d_model, self.first_k_dense, self.num_moe_layers, self.mtp_layers
+        d, dense, moe, mtp = self.d_model, self.num_dense_layers, self.num_moe_layers, self.mtp_layers
+        matrices = 3 if self.mlp_activation == "swiglu" else 2
         attention = (
             d * self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + self.num_heads * self.head_dim * d
         )
@@ -174,7 +196,7 @@ class Config:
         parts = {
             "embedding": self.vocab_size * d,
             "attention": self.num_layers * attention,
-            "dense_mlp": dense * 2 * d * self.d_ff,
+            "dense_mlp": dense * matrices * d * self.d_ff,
             "router": moe * router,
             "experts": moe * self.num_experts * expert,
             "shared_experts": moe * shared,
@@ -187,6 +209,17 @@ class Config:
         return ParamCounts(**parts, total=total, active=total - idle)
 
 
+_LLAMA3: dict[str, Any] = dict(
+    vocab_size=128_256,
+    mlp_activation="swiglu",
+    aux_loss_coef=0.0,
+    z_loss_coef=0.0,
+    rope_theta=5e5,
+    max_seq_len=1 << 21,
+    logits_chunk=2048,
+    mlp_chunk=8192,
+    param_dtype="bfloat16",
+)
 _PRESETS: dict[str, dict[str, Any]] = {
     # Bytes as tokens, small enough to train on a processor: three hundred steps in about a minute.
     "tiny": dict(
@@ -263,6 +296,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
         mtp_layers=1,
         rms_eps=1e-6,
     ),
+    # Llama 3.1 8B (arXiv:2407.21783), dense: everything but the scaling of RoPE for long contexts. Chunks and
+    # parameters in 16 bits are for long sequences.
+    "llama3_8b": _LLAMA3
+    | dict(d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14_336),
+    # Llama 3.2 1B: as above, and its head has weights of its own here.
+    "llama3_1b": _LLAMA3
+    | dict(d_model=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, d_ff=8192),
 }
 
 
@@ -313,9 +353,10 @@ def _check_fit(config: Config) -> None:
         raise ValueError(
             f"first_k_dense must be at most num_layers, got {c.first_k_dense=} and {c.num_layers=}."
         )
-    if c.first_k_dense and c.d_ff <= 0:
+    if c.num_dense_layers and c.d_ff <= 0:
         raise ValueError(
-            f"d_ff, the width of the dense layers' MLP, must be set for {c.first_k_dense=}, got {c.d_ff=}."
+            f"d_ff, the width of the dense layers' MLP, must be set for {c.num_dense_layers} of them, got "
+            f"{c.d_ff=}."
         )
     if c.mtp_layers not in (0, 1):
         raise ValueError(f"mtp_layers must be 0 or 1, got {c.mtp_layers=}.")

@@ -87,7 +87,7 @@ class Layout:
                 "stage with fewer would wait for the others. Take "
                 f"--set num_layers={-(-config.num_layers // stages) * stages}."
             )
-        if self.is_pipelined and 0 < config.first_k_dense < config.num_layers:
+        if self.is_pipelined and 0 < config.num_dense_layers < config.num_layers:
             raise InputError(
                 "a pipeline takes layers of one kind, since all ranks run one program; got "
                 f"first_k_dense={config.first_k_dense} of {config.num_layers} layers. Take "

@@ -1,4 +1,4 @@
-"""Layers without experts: norm, rotary embedding, attention, squared-ReLU MLP.
+"""Layers without experts: norm, rotary embedding, attention, MLP.
 
 Shapes: B batch, S sequence, D model width, N query heads, K key-value heads, H head width, F hidden width of
 an MLP.
@@ -126,6 +126,34 @@ def _squared_relu_backward(name, a, da):
 
 
 squared_relu.defvjp(_squared_relu_forward, _squared_relu_backward)
+
+
+def _swiglu(z, name):
+    gate, up = jnp.split(z.astype(jnp.float32), 2, axis=-1)
+    return jaxoff.name((gate * jax.nn.sigmoid(gate) * up).astype(z.dtype), name)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def swiglu(z: jax.Array, name: str) -> jax.Array:
+    """Applies `silu(g) * u` to z = (g, u), (..., 2 F) to (..., F), and names the result.
+
+    The gradient starts from z alone, as that of `rms_norm` from x.
+
+    References:
+      Shazeer, GLU Variants Improve Transformer, 2020.
+    """
+    return _swiglu(z, name)
+
+
+def _swiglu_backward(name, z, da):
+    del name
+    gate, up = jnp.split(z.astype(jnp.float32), 2, axis=-1)
+    da, share = da.astype(jnp.float32), jax.nn.sigmoid(gate)
+    dgate = da * up * share * (1.0 + gate * (1.0 - share))
+    return (pin(jnp.concatenate([dgate, da * gate * share], axis=-1).astype(z.dtype)),)
+
+
+swiglu.defvjp(lambda z, name: (_swiglu(z, name), z), _swiglu_backward)
 
 
 def _normalize(x, eps):
@@ -299,15 +327,45 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two matrices with a squared ReLU between, whose output bears `act_name`; the caller names the input."""
+    """Two matrices with an activation between, whose output bears `act_name`; the caller names the input.
 
-    def __init__(self, config: Config, d_hidden: int, act_name: str, *, rngs: nnx.Rngs):
-        self.act_name = act_name
-        self.w1 = normal(rngs, (config.d_model, d_hidden), config.d_model**-0.5, config)
+    Args:
+      config: numbers of the model.
+      d_hidden: hidden width F.
+      act_name: name of the activation's output.
+      activation: "squared_relu" or "swiglu", whose first matrix has 2 F columns, gate and up.
+      chunk: tokens of a sequence at a time, 0 for all.
+      rngs: source of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        d_hidden: int,
+        act_name: str,
+        *,
+        activation: str = "squared_relu",
+        chunk: int = 0,
+        rngs: nnx.Rngs,
+    ):
+        self.act_name, self.activation, self.chunk = act_name, activation, chunk
+        columns = 2 * d_hidden if activation == "swiglu" else d_hidden
+        self.w1 = normal(rngs, (config.d_model, columns), config.d_model**-0.5, config)
         self.w2 = normal(
             rngs, (d_hidden, config.d_model), d_hidden**-0.5 / (2 * config.num_layers) ** 0.5, config
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (..., D) to (..., D)."""
-        return matmul(squared_relu(matmul(x, self.w1[...]), self.act_name), self.w2[...])
+        """Maps (..., S, D) to (..., S, D)."""
+        act = swiglu if self.activation == "swiglu" else squared_relu
+
+        def apply(x, w1, w2):
+            return matmul(act(matmul(x, w1), self.act_name), w2)
+
+        axis = x.ndim - 2
+        length = x.shape[axis]
+        if 0 < self.chunk < length:
+            least = -(-length // self.chunk)
+            tiles = next(n for n in range(least, length + 1) if length % n == 0)
+            apply = jaxoff.tiled(apply, tiles=tiles, axis=axis)
+        return apply(x, self.w1[...], self.w2[...])

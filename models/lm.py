@@ -46,7 +46,8 @@ class Block(nnx.Module):
         if moe:
             self.mlp = MoE(config, rngs=rngs, division=division)
         else:
-            self.mlp = MLP(config, config.d_ff, "mlp.act", rngs=rngs)
+            options: dict[str, Any] = {"activation": config.mlp_activation, "chunk": config.mlp_chunk}
+            self.mlp = MLP(config, config.d_ff, "mlp.act", **options, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, RouterStats | None]:
         """Maps (B, S, D) in the compute dtype to (B, S, D) and the router's stats, None without experts."""
@@ -117,7 +118,7 @@ class LM(nnx.Module):
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config, self.policy, self.division = config, policy, division
         self.embedding = normal(rngs, (config.vocab_size, config.d_model), 1.0, config)
-        self.dense = _stack(config, config.first_k_dense, moe=False, rngs=rngs)
+        self.dense = _stack(config, config.num_dense_layers, moe=False, rngs=rngs)
         self.experts = _stack(config, config.num_moe_layers, moe=True, rngs=rngs, division=division)
         self.norm = RMSNorm(config)
         # Logits start small: the first loss is close to log V, the loss of a uniform guess.

@@ -16,6 +16,7 @@ from models.mesh import MeshShape
 DEFAULTS: dict[str, dict[str, Any]] = {
     "tiny": dict(steps=500, batch=16, seq=128, lr=3e-3, warmup=20, eval_every=100, eval_batches=16),
 }
+DEFAULTS |= {name: dict(batch=1, seq=8192) for name in ("llama3_8b", "llama3_1b")}
 OTHERWISE: dict[str, Any] = dict(steps=100, batch=8, seq=4096, lr=3e-4, warmup=10)
 # `moe.[di]*` is the experts' input: `moe.in`, or `moe.dispatched` where devices divide the experts.
 POLICY = "offload=moe.[di]*,moe.act;save=*.norm_in,attn.qkv,attn.core"

@@ -31,8 +31,8 @@ State = dict[str, Any]
 class Program:
     """The computations of a run under a checkpoint policy, or without checkpoints.
 
-    A state is {"step": int32 steps done, "params": float32 master weights, "optimizer": AdamW's}, plain
-    pytrees of arrays.
+    A state is {"step": int32 steps done, "params": weights, "optimizer": AdamW's}, plain pytrees of arrays.
+    For weights in 16 bits it also has "masters", the same in float32, which the optimizer updates.
 
     Attributes:
       options: checked options.
@@ -121,8 +121,16 @@ class Program:
         return {"donate_argnums": 0, "device_bytes": self.device_bytes, "device": self.device}
 
     def init(self) -> State:
-        """Computes the state before the first step."""
-        return jax.jit(self._init)()
+        """Computes the state before the first step: within a budget array by array, each where it rests."""
+        if self.plan is None:
+            return jax.jit(self._init)()
+        places, tree = jax.tree.flatten(self.plan.in_shardings[0])
+        return tree.unflatten(
+            jax.block_until_ready(
+                jax.jit(lambda i=i: jax.tree.leaves(self._init())[i], out_shardings=place)()
+            )
+            for i, place in enumerate(places)
+        )
 
     @functools.cached_property
     def step(self) -> Any:
@@ -154,8 +162,14 @@ class Program:
 
     @property
     def saved_shapes(self) -> State:
-        """Shapes of a checkpoint's arrays."""
-        return self.state_shapes
+        """Shapes of a checkpoint's arrays; within a budget with the memory that each is restored to."""
+        if self.plan is None:
+            return self.state_shapes
+
+        def place(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+        return jax.tree.map(place, self.state_shapes, self.plan.in_shardings[0])
 
     def saved_form(self, state: State) -> State:
         """Converts a state to the form of a checkpoint."""
@@ -178,13 +192,20 @@ class Program:
 
     def _init(self) -> State:
         params = self.new_params()
-        return {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": self.optimizer.init(params)}
+        masters = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        state = {
+            "step": jnp.zeros((), jnp.int32),
+            "params": params,
+            "optimizer": self.optimizer.init(masters),
+        }
+        return state if self.config.param_dtype == "float32" else state | {"masters": masters}
 
     def _step(self, state: State, tokens_ABL: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        params = state["params"]
-        grads, metrics = self.gradients(params, tokens_ABL)
-        updates, optimizer = self.optimizer.update(grads, state["optimizer"], params)
-        params = optax.apply_updates(params, updates)
+        masters = state.get("masters", state["params"])
+        grads, metrics = self.gradients(state["params"], tokens_ABL)
+        updates, optimizer = self.optimizer.update(grads, state["optimizer"], masters)
+        masters = optax.apply_updates(masters, updates)
+        params = jax.tree.map(lambda p, master: master.astype(p.dtype), state["params"], masters)
         # The norm of the new weights is finite only if all weights are: a state saved after this step is
         # known to be good.
         metrics |= {
@@ -192,7 +213,8 @@ class Program:
             "param_norm": optax.tree.norm(params),
             "lr": jnp.asarray(self.rate(state["step"]), jnp.float32),
         }
-        return {"step": state["step"] + 1, "params": params, "optimizer": optimizer}, metrics
+        new = {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
+        return new | ({"masters": masters} if "masters" in state else {}), metrics
 
 
 def _nbytes(tree: Any) -> int:

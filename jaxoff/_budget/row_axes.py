@@ -150,6 +150,7 @@ _RULES: dict[str, Callable[[JaxprEqn, int], Axes | None]] = {
     "scatter-add": _scatter,
     "scatter": _scatter,
     "iota": lambda eqn, axis: None if axis == eqn.params["dimension"] else [],
-    "concatenate": _along("dimension"),
+    **dict.fromkeys(("concatenate", "sort"), _along("dimension")),
+    "split": _along("axis"),
     **dict.fromkeys(("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"), _along("axis")),
 }

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Literal, Var
-from jaxoff._jaxpr.dataflow import drop_dead
+from jaxoff._jaxpr.dataflow import drop_dead, mark_dependents
 from jaxoff._jaxpr.inline import resolve, trace_call
 from jaxoff._state.updates import Update
 
@@ -119,11 +119,18 @@ def stream_updates(closed: ClosedJaxpr, updates: Sequence[Update]) -> ClosedJaxp
         for update in updates
         for state, _ in update.states
     }
-    eqns, renamed = list(program.eqns), {}
+    late = mark_dependents(program.eqns, {v for update in updates for v in update.late})
+    eqns = [eqn for eqn, is_late in zip(program.eqns, late, strict=True) if not is_late]
+    renamed: dict[Var, Any] = {}
     for loop in plan_loops(updates):
         made, results = _write_loop(loop, host)
         eqns += made
         renamed |= results
+    eqns += [
+        eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars])
+        for eqn, is_late in zip(program.eqns, late, strict=True)
+        if is_late and not set(eqn.outvars) & renamed.keys()
+    ]
     outs = [resolve(renamed, v) for v in program.outvars]
     invars = [host.get(v, v) for v in program.invars]
     return closed.replace(jaxpr=drop_dead(program.replace(eqns=eqns, outvars=outs, invars=invars)))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import index_readers, map_makers, variables
+from jaxoff._jaxpr.dataflow import index_readers, map_makers, mark_dependents, variables
 from jaxoff._jaxpr.primitives import ELEMENTWISE
 
 # Smaller arguments stay on the device: a copy has a latency of some 10 us.
@@ -27,9 +27,10 @@ class Update:
         The update need not read such an argument: parameters in bfloat16 are made of masters.
       read: other operands of the shape: gradients, and parameters without a result.
       scalars: other operands.
-      eqns: the equations, in order. Results of `eqns` may be results of the program, and nothing else reads
-        them.
+      eqns: the equations, in order. Other equations may read their results `late`, and no others.
       outs: the results of the program among the results of `eqns`.
+      late: those of `outs` that other equations read, such as a norm of the new parameters. They are on the
+        device, and their readers run after the update.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +40,7 @@ class Update:
     scalars: tuple[Var, ...]
     eqns: tuple[JaxprEqn, ...]
     outs: tuple[Var, ...]
+    late: frozenset[Var] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +53,8 @@ def find_updates(program: Jaxpr, donated: Sequence[bool]) -> list[Update]:
 
     An argument may rest if it is donated, if a chain of elementwise equations alone reads it, up to results
     of the program, and if one of these results can take its place. A chain with a reduction or a product (a
-    norm of the update, factored moments) keeps its arguments on the device, as does a loop.
+    norm of the update, factored moments) keeps its arguments on the device, as does a loop. Other equations
+    may read results of the program that stay on the device, if no update needs what they compute.
 
     Args:
       program: a program with its calls inlined.
@@ -66,18 +69,19 @@ def find_updates(program: Jaxpr, donated: Sequence[bool]) -> list[Update]:
         joined = [group for group in groups if not group.eqns.isdisjoint(chain.eqns)]
         groups = [group for group in groups if group not in joined]
         for group in joined:
-            chain = _Chain([*group.states, *chain.states], chain.eqns | group.eqns)
+            chain = _Chain([*group.states, *chain.states], chain.eqns | group.eqns, chain.late | group.late)
         groups.append(chain)
     found = [update for chain in groups if (update := level.describe(chain)) is not None]
-    return level.find_replaced(found)
+    return level.find_replaced(level.drop_needed(found))
 
 
 @dataclasses.dataclass(eq=False)
 class _Chain:
-    """Arguments with the indices of all dependent equations."""
+    """Arguments with the indices of their dependent equations, up to results that others read."""
 
     states: list[Var]
     eqns: set[int]
+    late: set[Var]
 
 
 class _Level:
@@ -102,16 +106,25 @@ class _Level:
 
     def follow(self, state: Var) -> _Chain | None:
         """The dependent equations of an argument; None unless all are elementwise over its shape."""
-        shape, found, todo = compat.shape_of(state.aval), set(), [state]
-        while todo:
-            for i in self._readers.get(todo.pop(), ()):
-                if i in found:
-                    continue
-                if not _is_elementwise(self._eqns[i], shape):
-                    return None
-                found.add(i)
-                todo += self._eqns[i].outvars
-        return _Chain([state], found) if found else None
+        chain = _Chain([state], set(), set())
+        return chain if self._follow(state, compat.shape_of(state.aval), chain) and chain.eqns else None
+
+    def _follow(self, v: Var, shape: tuple[int, ...], chain: _Chain) -> bool:
+        """Adds the dependent equations of a variable; False if there are others, unless it is a result."""
+        for i in self._readers.get(v, ()):
+            if i in chain.eqns:
+                continue
+            trial = _Chain([], {*chain.eqns, i}, {*chain.late})
+            if _is_elementwise(self._eqns[i], shape) and all(
+                self._follow(out, shape, trial) for out in self._eqns[i].outvars
+            ):
+                chain.eqns |= trial.eqns
+                chain.late |= trial.late
+            elif v in self._outs:
+                chain.late.add(v)
+            else:
+                return False
+        return True
 
     def describe(self, chain: _Chain) -> Update | None:
         """The update of a chain; None without results for its arguments' places."""
@@ -123,22 +136,39 @@ class _Level:
         if not outs or not self._outs.issuperset(outs):
             return None
         arrays = [v for v in operands if compat.shape_of(v.aval) == shape]
+        reached = {v: self._find_reached(v, eqns) for v in arrays}
         free = [v for v in arrays if v in self._donated and v not in chain.states and v not in self._all_outs]
-        reached = {v: self._find_reached(v, eqns) for v in (*chain.states, *free)}
-        place = _match(chain.states, free, reached, outs)
-        if place is None:
+        place = _match(chain.states, free, reached, outs, chain.late)
+        # Without a result of its own, as moments whose norm is taken, a state stays on the device.
+        states = [v for v in chain.states if v in place]
+        if not states:
             return None
         order = {v: i for i, eqn in enumerate(body) for v in eqn.outvars}
-        own = {*chain.states, *(v for v in free if v in place)}
+        own = {*states, *(v for v in free if v in place)}
         return Update(
             shape,
-            tuple((v, place[v]) for v in chain.states),
+            tuple((v, place[v]) for v in states),
             tuple((v, place[v]) for v in free if v in place),
             tuple(v for v in arrays if v not in own),
             tuple(v for v in operands if compat.shape_of(v.aval) != shape),
             tuple(body),
             tuple(sorted(outs, key=lambda v: order[v])),
+            frozenset(chain.late),
         )
+
+    def drop_needed(self, updates: Sequence[Update]) -> list[Update]:
+        """The updates without those whose late readers another update waits for."""
+        late = {v for update in updates for v in update.late}
+        inside = {id(eqn) for update in updates for eqn in update.eqns}
+        others = [eqn for eqn in self._eqns if id(eqn) not in inside]
+        needed = {v for update in updates for v in (*update.read, *update.scalars)}
+        made = {
+            v
+            for eqn, does in zip(others, mark_dependents(others, late), strict=True)
+            if does
+            for v in eqn.outvars
+        }
+        return [update for update in updates if not update.late] if made & needed else list(updates)
 
     def find_replaced(self, updates: Sequence[Update]) -> list[Update]:
         """The updates, with the arguments whose memory `jax.jit` gives to their other results.
@@ -201,14 +231,22 @@ class _Level:
 
 
 def _match(
-    states: Sequence[Var], free: Sequence[Var], reached: Mapping[Var, set[Var]], outs: Sequence[Var]
-) -> dict[Var, Var] | None:
-    """Gives each argument a result of its type in its place; None for a state without a result.
+    states: Sequence[Var],
+    free: Sequence[Var],
+    reached: Mapping[Var, set[Var]],
+    outs: Sequence[Var],
+    late: Collection[Var],
+) -> dict[Var, Var]:
+    """Gives each argument a result of its type in its place, a state none of `late`, as far as there are.
 
     An augmenting path at a time, states first. Arguments with fewer results to choose from go first.
     """
     choices = {
-        v: [out for out in outs if out in reached[v] and _type_of(v) == _type_of(out)]
+        v: [
+            out
+            for out in outs
+            if out in reached[v] and _type_of(v) == _type_of(out) and not (v in states and out in late)
+        ]
         for v in (*states, *free)
     }
     taken: dict[Var, Var] = {}  # result -> argument
@@ -225,8 +263,7 @@ def _match(
     # Parameters first: with a single result to choose from, they leave the others to the moments.
     for v in sorted((*free, *states), key=lambda v: len(choices[v])):
         place(v, set())
-    found = {v: out for out, v in taken.items()}
-    return found if all(v in found for v in states) else None
+    return {v: out for out, v in taken.items()}
 
 
 def _type_of(v: Var) -> Any:

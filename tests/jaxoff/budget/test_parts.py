@@ -203,7 +203,8 @@ def test_a_stack_that_the_program_returns_stays_wide():
 UNARY = [jnp.exp, jnp.tanh, jax.nn.softmax, lambda x: x.T.T, lambda x: x.sum(-1, keepdims=True) + x,
          lambda x: x.reshape(*x.shape, 1)[..., 0], lambda x: jnp.cumsum(x, axis=-1), lambda x: x[..., ::1],
          lambda x: jnp.where(x > 0, x, 0.0), lambda x: jnp.argmax(x, -1)[..., None] + x,
-         lambda x: jnp.concatenate([x, x], -1),
+         lambda x: jnp.concatenate([x, x], -1), lambda x: jnp.sort(x, -1),
+         lambda x: jnp.split(x, [1], -1)[1] + jnp.split(x, [1], -1)[0],
          lambda x: x @ jnp.ones((x.shape[-1], 3), x.dtype)]  # fmt: skip
 
 

@@ -148,6 +148,41 @@ def test_masters_of_weights_in_bfloat16_are_state():
         np.testing.assert_allclose(a, b, rtol=1e-2 if ours.dtype == jnp.bfloat16 else 1e-5, atol=1e-7)
 
 
+def test_results_that_stay_on_the_device_may_be_read():
+    """Norms of the new parameters, and what is made of them, run after the loops over blocks."""
+    step, args = make_step(optax.adamw(1e-3))
+
+    def observed(params, state, x):
+        params, state, value = step(params, state, x)
+        norm = optax.tree.norm(params)
+        return params, state, value, norm, jnp.isfinite(norm)
+
+    closed, found, paths = find(observed, args)
+    assert paths == MOMENTS
+    assert all(update.late for update in found)
+    streamed, leaves = stream_updates(closed, found), jax.tree.leaves(args)
+    sharding = leaves[0].sharding.with_memory_kind("pinned_host")
+    given = [
+        jax.device_put(x, sharding) if compat.is_host(v.aval) else x
+        for x, v in zip(leaves, streamed.jaxpr.invars, strict=True)
+    ]
+    results, others = (
+        jax.jit(compat.jaxpr_as_fun(program))(*values)
+        for program, values in ((streamed, given), (closed, leaves))
+    )
+    for ours, theirs in zip(results, others, strict=True):
+        np.testing.assert_allclose(*(np.asarray(x, "float32") for x in (ours, theirs)), rtol=1e-5, atol=1e-7)
+
+    def fed_back(params, state, x):
+        """A second parameter moves by the norm of the first: its update needs what a late reader computes."""
+        params, state, value = step(params, state, x)
+        norm = jnp.linalg.norm(params["w"])
+        state = (state[0]._replace(nu=state[0].nu | {"e": state[0].nu["e"] * norm}), *state[1:])
+        return params, state, value
+
+    assert find(fed_back, args)[2] == ["1/0/mu/e", "1/0/nu/e"]
+
+
 def test_what_is_not_donated_or_read_elsewhere_stays():
     step, args = make_step(optax.adamw(1e-3))
     assert find(step, args, donated=(0,))[2] == []
