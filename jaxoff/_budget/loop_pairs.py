@@ -53,12 +53,21 @@ class LoopPair(JointGraph):
 
 
 def find_loop_pairs(jaxpr: Jaxpr) -> list[LoopPair]:
-    """The pairs of loops among the equations of a program, in program order. Calls have to be inlined."""
+    """The pairs of loops among the equations of a program, in program order. Calls have to be inlined.
+
+    A loop is in one pair at most: in a gradient of a gradient, a backward loop has a backward loop itself.
+    """
     found, scans = [], [eqn for eqn in jaxpr.eqns if compat.scan_in(eqn) is not None]
     reads, makers = count_reads(jaxpr.eqns, jaxpr.outvars), map_makers(jaxpr.eqns)
+    taken: set[int] = set()
     for forward in scans:
+        if id(forward) in taken:
+            continue
         readers = [eqn for eqn in scans if eqn is not forward and _reads_stacks(eqn, forward)]
-        if len(readers) == 1 and (pair := _pair(forward, readers[0], reads, makers)) is not None:
+        if len(readers) != 1 or id(readers[0]) in taken:
+            continue
+        if (pair := _pair(forward, readers[0], reads, makers)) is not None:
+            taken |= {id(forward), id(readers[0])}
             found.append(pair)
     return found
 

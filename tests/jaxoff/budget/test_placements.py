@@ -201,3 +201,23 @@ def test_a_program_without_loops_over_layers_stays():
     closed = jax.make_jaxpr(jax.grad(lambda x: jnp.sin(x).sum()))(jnp.ones(3))
     assert str(write_placed(closed, keep_all)) == str(closed)
     assert jaxoff.jit(jax.grad(lambda x: jnp.sin(x).sum()), device_bytes="1GB")(jnp.ones(3)).shape == (3,)
+
+
+def test_a_loop_is_in_one_pair_of_a_second_derivative():
+    """The backward loop of the inner gradient has a backward loop itself."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["a"]) @ w["b"], None
+
+    def loss(w, x):
+        return (lax.scan(layer, x, w)[0] ** 2).mean()
+
+    def adapted(w, x):
+        return loss(jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w, x)), x + 1)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {"a": jax.random.normal(keys[0], (3, 4, 8)), "b": jax.random.normal(keys[1], (3, 8, 4)) / 3}
+    x = jax.random.normal(keys[2], (5, 4))
+    given = jax.value_and_grad(adapted)(w, x)
+    step = jaxoff.jit(jax.value_and_grad(adapted), device_bytes="1GB")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), step(w, x), given)
