@@ -264,7 +264,7 @@ def _add_pair(
             save = program.add_variable(integer=True)
             ways_of.append(_Way(save, False, compresses))
             memory.append((save, length * nbytes / _MB))
-            saving = costs.saving_ms[v] * nbytes / whole + _SAVING_SHARE * pass_ms
+            saving = costs.saving_ms[v] * nbytes / max(whole, 1) + _SAVING_SHARE * pass_ms
             program.cost[save] += length * (saving + added)
             if nbytes < _LEAST_OFFLOADED_NBYTES or _is_marked(pair, v):
                 continue

@@ -221,3 +221,17 @@ def test_a_loop_is_in_one_pair_of_a_second_derivative():
     given = jax.value_and_grad(adapted)(w, x)
     step = jaxoff.jit(jax.value_and_grad(adapted), device_bytes="1GB")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), step(w, x), given)
+
+
+def test_a_layer_with_a_value_without_elements():
+    def layer(x, w):
+        head, tail = jnp.split(jnp.tanh(x @ w), [4], axis=-1)
+        return x + jnp.concatenate([jnp.sin(head), jnp.sin(tail)], -1), None
+
+    def loss(w, x):
+        return (lax.scan(layer, x, w)[0] ** 2).mean()
+
+    w, x = jnp.ones((3, 4, 4)) / 4, jnp.ones((5, 4))
+    given = jax.value_and_grad(loss)(w, x)
+    step = jaxoff.jit(jax.value_and_grad(loss), device_bytes="1GB")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), step(w, x), given)
