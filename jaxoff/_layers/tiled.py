@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +67,7 @@ def tiled(fun: Callable[..., Any], /, *, tiles: int, axis: int = 0, check: bool 
         _refuse_uneven(x, tiles, axis)
         part = jax.eval_shape(lambda x: _take(x, 0, tiles, axis), x)
         pure, consts = jax.closure_convert(fun, part, *args)  # the only call of the user's function
-        if check:
+        if check and tiles > 1:
             _refuse_mixed_rows(pure, part, (*args, *consts), axis)
         return _run(pure, tiles, axis)(x, (*args, *consts))
 
@@ -188,7 +188,11 @@ def _refuse_mixed_rows(fun: _Fun, part: Any, args: Sequence[Any], axis: int) -> 
     todo: list[tuple[Any, int | None, JaxprEqn | None]] = [(v, axis, None) for v in program.outvars]
     while todo:
         v, place, reader = todo.pop()
-        if v not in depends or places.get(v, -1) == place:
+        if v not in depends:
+            if place is not None and not _is_uniform(v, place, makers):
+                raise ValueError(_describe_own(reader, axis))
+            continue
+        if places.get(v, -1) == place:
             continue
         if place is None or v in places or (v in inputs and place != axis):
             raise ValueError(_describe(reader, axis))
@@ -199,6 +203,32 @@ def _refuse_mixed_rows(fun: _Fun, part: Any, args: Sequence[Any], axis: int) -> 
             todo += [
                 (w, a, makers[v]) for w, a in zip(makers[v].invars, axes, strict=True) if isinstance(w, Var)
             ]
+
+
+def _is_uniform(v: Any, place: int, makers: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether a value that does not depend on the rows of `x` is the same in each row along an axis."""
+    todo, seen = [(v, place)], set()
+    while todo:
+        v, place = todo.pop()
+        if (v, place) in seen:
+            continue
+        seen.add((v, place))
+        axes = find_operand_axes(makers[v], place) if v in makers else None
+        if axes is None:
+            return False
+        operands = zip(makers[v].invars, axes, strict=True)
+        todo += [(w, a) for w, a in operands if isinstance(w, Var) and a is not None]
+    return True
+
+
+def _describe_own(eqn: JaxprEqn | None, axis: int) -> str:
+    line = "" if eqn is None else compat.source_line(eqn)
+    return (
+        f"jaxoff.tiled takes functions that compute each row along axis {axis} from the same row of x; "
+        f"{'an output' if eqn is None else eqn.primitive.name}{f' at {line}' if line else ''} reads rows that "
+        "the function makes itself for a part, such as positions (jnp.arange) or random numbers, which would "
+        "be the same in each part: make them outside, and pass them as a part of x."
+    )
 
 
 def _describe(eqn: JaxprEqn | None, axis: int) -> str:

@@ -132,3 +132,26 @@ def test_unchecked_functions_run():
         jaxoff.tiled(loop, tiles=4, axis=1)(x)
     got = jaxoff.tiled(loop, tiles=4, axis=1, check=False)(x)
     np.testing.assert_allclose(got, jnp.sin(jnp.sin(x)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: x + jnp.arange(x.shape[0])[:, None],
+        lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape),
+        lambda x: jnp.where(jnp.tri(*x.shape) > 0, x, 0),
+        lambda x: (x, jnp.arange(x.shape[0])),
+    ],
+)
+def test_rows_that_a_part_makes_itself_are_refused(fun):
+    with pytest.raises(ValueError, match="reads rows that the function makes itself for a part"):
+        jaxoff.tiled(fun, tiles=4)(jnp.ones((8, 4)))
+    jaxoff.tiled(fun, tiles=1)(jnp.ones((8, 4)))
+
+
+def test_rows_that_are_all_the_same_may_be_made_by_a_part():
+    def fun(x):
+        return x + jnp.ones(x.shape) * jnp.arange(x.shape[1]), jnp.zeros(x.shape[0])
+
+    x = jnp.ones((8, 4))
+    jax.tree.map(np.testing.assert_array_equal, jaxoff.tiled(fun, tiles=4)(x), fun(x))
