@@ -258,5 +258,5 @@ def _trace_scan(
         return state[1], tuple(state[2])
 
     avals = [v.aval for v in (*consts, *initial, *rows)]
-    fills = fills or any(map(compat.varying_axes, avals))
+    fills = fills or not length or any(map(compat.varying_axes, avals))
     return trace_call(scan if fills else run, [list(consts), list(initial), list(rows)], like=loop)

@@ -235,3 +235,12 @@ def test_a_layer_with_a_value_without_elements():
     given = jax.value_and_grad(loss)(w, x)
     step = jaxoff.jit(jax.value_and_grad(loss), device_bytes="1GB")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), step(w, x), given)
+
+
+def test_a_loop_without_iterations():
+    def loss(w, x):
+        return (lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0] ** 2).mean()
+
+    w, x = jnp.ones((0, 4, 4)), jnp.ones((5, 4))
+    value, grads = jaxoff.jit(jax.value_and_grad(loss), device_bytes="1GB")(w, x)
+    assert value == 1 and grads.shape == w.shape
