@@ -110,7 +110,8 @@ class Jitted:
         if call.is_traced:
             if not is_recording():
                 traced = self._inner.trace(*args, **kwargs)  # of JAX's cache, which the call reads, too
-                self._report(find_lost_order(traced.jaxpr.jaxpr, getattr(self, "__name__", "the function")))
+                name, has_budget = getattr(self, "__name__", "the function"), self._budget is not None
+                self._report(find_lost_order(traced.jaxpr.jaxpr, name, has_budget=has_budget))
             return self._inner(*args, **kwargs)
         tuning = self._find_tuning(call) if self._tunes else None
         if tuning is not None:

@@ -272,15 +272,23 @@ def _describe_policy(policy: Any) -> str:
     return getattr(policy, "__name__", None) or repr(policy)
 
 
-def find_lost_order(jaxpr: Jaxpr, name: str) -> Iterator[Finding]:
-    """Finds a program of copies called inside another transformation: the copies get no order.
+def find_lost_order(jaxpr: Jaxpr, name: str, *, has_budget: bool) -> Iterator[Finding]:
+    """Finds a program of copies, or with a budget, called inside another transformation: both are lost.
 
     Args:
       jaxpr: the program of the inner call.
       name: the name of the function.
+      has_budget: whether the function has a budget of memory.
     """
     requests = _Requests.read(jaxpr)
-    if requests.has_copies or requests.offloading:
+    if has_budget:
+        yield Finding(
+            FindingCode.CALLED_INSIDE_TRANSFORM,
+            f"jaxoff.jit(device_bytes=...) has to be the outermost transformation, and {name} was called inside "
+            "another, such as jax.jit, jax.grad or jax.vmap: there it is a plain jax.jit, and its budget is "
+            "not kept. Put the budget on the outer function: jaxoff.jit(step, device_bytes=...).",
+        )
+    elif requests.has_copies or requests.offloading:
         yield Finding(
             FindingCode.CALLED_INSIDE_TRANSFORM,
             f"jaxoff.jit has to be the outermost transformation, and {name} was called inside another, such "

@@ -240,6 +240,17 @@ def test_a_call_inside_another_transformation_is_said_once(around):
     assert_close(got, INSIDE[around](step))
 
 
+def test_a_budget_inside_another_transformation_is_said_to_be_lost():
+    def loss(w, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum()
+
+    w, x = jnp.ones((2, 4, 4)), jnp.ones((3, 4))
+    inner = jaxoff.jit(loss, device_bytes="1GB")
+    with pytest.warns(UserWarning, match="called-inside-transform: .*its budget is not kept"):
+        jax.grad(inner)(w, x)
+    assert inner.plan is None
+
+
 def test_calls_inside_traces_of_jaxoff_and_calls_without_copies_are_silent():
     loss = in_a_scan(layer, OFFLOAD_A)
     inner = jaxoff.jit(loss)
