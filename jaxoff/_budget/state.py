@@ -106,7 +106,10 @@ class State:
                 found = find(program, dataclasses.replace(budget, host_nbytes=left))
             except BudgetError as latest:
                 rest = f"{format_nbytes(nbytes)} of state rest on the host."
-                error = BudgetError(f"{latest} {rest}", latest.smallest_bytes)
+                if _least(latest) <= _least(error):
+                    error = BudgetError(f"{latest} {rest}", latest.smallest_bytes)
+                else:
+                    error = BudgetError(f"{error} It takes more where {rest}", error.smallest_bytes)
             else:
                 names = dict(zip(self.closed.jaxpr.invars, paths, strict=True))
                 states = [state for update in chosen for state, _ in update.states]
@@ -124,6 +127,10 @@ def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:
         if sum(u.nbytes for u in chosen) - buffers >= nbytes:
             break
     return chosen
+
+
+def _least(error: BudgetError) -> float:
+    return math.inf if error.smallest_bytes is None else error.smallest_bytes
 
 
 def _estimate_ms(nbytes: int, device: Device) -> float:

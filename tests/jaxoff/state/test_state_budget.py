@@ -8,6 +8,9 @@ import pytest
 from jax import lax
 
 import jaxoff
+from jaxoff._budget.limits import Budget
+from jaxoff._budget.state import State
+from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
 from jaxoff._state import stream
 
@@ -141,3 +144,18 @@ def test_the_program_takes_and_returns_host_memory(budget):
     traced = within.trace(*make_arguments())
     assert sum(compat.is_host(v.aval) for v in traced.jaxpr.jaxpr.outvars) == 2
     assert within.lower(*make_arguments()).as_text().count('mhlo.memory_kind = "pinned_host"') >= 4
+
+
+@pytest.mark.parametrize("taken", [4e6, 12e6])
+def test_the_least_is_that_of_all_searches(taken):
+    """A program with its state on the host may take more than one without."""
+    closed = jax.make_jaxpr(step)(*make_arguments())
+    state = State.find(closed, [True] * len(closed.jaxpr.invars))
+
+    def find(program, budget):
+        raise jaxoff.BudgetError("nothing", taken)
+
+    names = [str(v) for v in closed.jaxpr.invars]
+    with pytest.raises(jaxoff.BudgetError, match="of state rest on the host") as caught:
+        state.search(names, H200, Budget.of(1e6, None, None), jaxoff.BudgetError("at first", 8e6), find)
+    assert caught.value.smallest_bytes == min(taken, 8e6)
