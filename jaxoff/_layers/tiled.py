@@ -225,9 +225,9 @@ def _describe_own(eqn: JaxprEqn | None, axis: int) -> str:
     line = "" if eqn is None else compat.source_line(eqn)
     return (
         f"jaxoff.tiled takes functions that compute each row along axis {axis} from the same row of x; "
-        f"{'an output' if eqn is None else eqn.primitive.name}{f' at {line}' if line else ''} reads rows that "
-        "the function makes itself for a part, such as positions (jnp.arange) or random numbers, which would "
-        "be the same in each part: make them outside, and pass them as a part of x."
+        f"{'an output' if eqn is None else eqn.primitive.name}{f' at {line}' if line else ''} reads rows "
+        "that the function makes itself for a part, such as positions (jnp.arange) or random numbers, "
+        "which would be the same in each part: make them outside, and pass them as a part of x."
     )
 
 

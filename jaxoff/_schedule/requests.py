@@ -284,9 +284,9 @@ def find_lost_order(jaxpr: Jaxpr, name: str, *, has_budget: bool) -> Iterator[Fi
     if has_budget:
         yield Finding(
             FindingCode.CALLED_INSIDE_TRANSFORM,
-            f"jaxoff.jit(device_bytes=...) has to be the outermost transformation, and {name} was called inside "
-            "another, such as jax.jit, jax.grad or jax.vmap: there it is a plain jax.jit, and its budget is "
-            "not kept. Put the budget on the outer function: jaxoff.jit(step, device_bytes=...).",
+            f"jaxoff.jit(device_bytes=...) has to be the outermost transformation, and {name} was called "
+            "inside another, such as jax.jit, jax.grad or jax.vmap: there it is a plain jax.jit, and its "
+            "budget is not kept. Put the budget on the outer function: jaxoff.jit(step, device_bytes=...).",
         )
     elif requests.has_copies or requests.offloading:
         yield Finding(
