@@ -253,6 +253,11 @@ class _Search[P]:
                 self._runs_in_parts = True
                 continue
             self._room = _correct(costs, [t for t in mine if bool(t.regions) is self._runs_in_parts], limit)
+        if all(t.nbytes > limit for t in mine):
+            # Less kept may take more memory: the least of an error is the least of all budgets.
+            least = _choose_least(costs, self._device, host_nbytes)
+            if least is not None and all(t.placements != tuple(least[0]) for t in mine):
+                mine.append(self._try(*least))
         return min((t for t in mine if t.nbytes <= limit), key=lambda t: t.added_ms, default=None)
 
     def _try(self, placements: Sequence[Placements], added_ms: float) -> Tried[P]:

@@ -435,3 +435,10 @@ def transfer_in(eqn: JaxprEqn) -> str | None:
 def is_shard_map(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `jax.shard_map`."""
     return eqn.primitive.name == "shard_map"
+
+
+def jit_keywords(fun: Any) -> dict[str, Any] | None:
+    """The static and donated arguments of a function of `jax.jit`, as keywords; None for other functions."""
+    info = getattr(fun, "_jit_info", None)
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+    return None if info is None else {name: getattr(info, name) for name in names}

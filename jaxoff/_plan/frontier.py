@@ -110,8 +110,8 @@ def frontier(
       >>> plans[0].peak_bytes < plans[-1].peak_bytes, plans[0].step_ms > plans[-1].step_ms
       (True, True)
     """
-    if points < 2:
-        raise ValueError(f"points is how many budgets to plan for, at least 2; got {points}.")
+    if not isinstance(points, int) or points < 2:
+        raise ValueError(f"points is how many budgets to plan for, at least 2; got {points!r}.")
 
     planner = make_planner(fun, args, kwargs, device, compiled)
 

@@ -12,7 +12,7 @@ from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan
 from jaxoff._device.profile import Device, checked_device
 from jaxoff._device.target import PLUGINS, list_targets, target
-from jaxoff._schedule.call import list_donated
+from jaxoff._jaxpr import compat
 from jaxoff._schedule.jit import jit
 from jaxoff._schedule.jitted import Jitted
 
@@ -36,8 +36,8 @@ def plan(
 
     Args:
       fun: a train step, which differentiates inside: a function, or the function of a `jaxoff.jit` or
-        `jax.jit`, whose donated arguments are honoured. Without donation, new weights need memory beside the
-        old weights.
+        `jax.jit`, whose donated and static arguments are honoured. Without donation, new weights need memory
+        beside the old weights.
       *args, **kwargs: arguments of `fun`: pytrees of arrays or `jax.ShapeDtypeStruct`s.
       device_bytes, host_bytes, compress: as for `jaxoff.jit`.
       device: a profile, or the name of one that ships with jaxoff, such as "h100"; None is the `jaxoff.jit`
@@ -84,7 +84,7 @@ def make_planner(
 ) -> Callable[[Budget], Plan]:
     """A function budget -> plan of a step; arguments as for `plan`. Estimates trace the step once for all."""
     name = device if isinstance(device, str) else None
-    jitted = _jit(fun, None if device is None else _find_device(device), args, kwargs)
+    jitted = _jit(fun, None if device is None else _find_device(device))
     on_gpu = jax.default_backend() == "gpu"
     ahead = name or _find_target(jitted.device)
     can_compile = on_gpu or (ahead in list_targets() and any(map(importlib.util.find_spec, PLUGINS)))
@@ -118,14 +118,8 @@ def _find_target(device: Device) -> str | None:
     return next((name for name in list_targets() if Device.of(name) == device), None)
 
 
-def _jit(fun: Callable[..., Any], device: Device | None, args: Any, kwargs: Any) -> Jitted:
-    """A `jaxoff.jit` function with the donations of a function, for a device."""
+def _jit(fun: Callable[..., Any], device: Device | None) -> Jitted:
+    """A `jaxoff.jit` function with the donations and static arguments of a function, for a device."""
     if isinstance(fun, Jitted):
         return fun.within(None, device)
-    options: dict[str, Any] = {}
-    if hasattr(fun, "trace") and hasattr(fun, "lower"):  # of jax.jit: the calls of `fun` cannot donate
-        inner: Any = fun
-        info, named = inner.trace(*args, **kwargs).args_info
-        options["donate_argnums"] = tuple(i for i, tree in enumerate(info) if all(list_donated(tree)))
-        options["donate_argnames"] = tuple(k for k, tree in named.items() if all(list_donated(tree)))
-    return jit(fun, device=device, **options)
+    return jit(fun, device=device, **(compat.jit_keywords(fun) or {}))  # calls of `fun` cannot donate

@@ -38,6 +38,7 @@ class FindingCode(enum.StrEnum):
     CALLED_INSIDE_TRANSFORM = "called-inside-transform"
     UPDATES_LOST = "updates-lost"
     RECIPE_REPLACED = "recipe-replaced"
+    RUNS_AS_WRITTEN = "runs-as-written"
     # `verify`: the compiled program
     OFFLOAD_VANISHED = "offload-vanished"
     DEVICE_MEMORY_NOT_LOWER = "device-memory-not-lower"

@@ -16,11 +16,20 @@ def program_nbytes(compiled: jax.stages.Compiled) -> int:
     return held - memory.alias_size_in_bytes
 
 
-def program_nbytes_if_compiled(compile_program: Callable[[], jax.stages.Compiled]) -> float:
-    """Device memory of a program; infinite for one that XLA refuses, or that runs out of memory before."""
+def program_nbytes_if_compiled(
+    compile_program: Callable[[], jax.stages.Compiled], refusals: list[str] | None = None
+) -> float:
+    """Device memory of a program; infinite for one that XLA refuses, or that runs out of memory before.
+
+    Args:
+      compile_program: compiles the program.
+      refusals: takes XLA's reasons.
+    """
     try:
         return program_nbytes(compile_program())
-    except jax.errors.JaxRuntimeError:
+    except jax.errors.JaxRuntimeError as error:
+        if refusals is not None:
+            refusals.append(str(error).splitlines()[0])
         return math.inf
 
 

@@ -24,6 +24,7 @@ from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._runtime.program_memory import program_nbytes_if_compiled
 from jaxoff._schedule.call import Call, find_statics, list_donated
+from jaxoff._schedule.faults import FAULTS, describe_fault
 from jaxoff._schedule.guards import refuse_what_fails
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
@@ -220,16 +221,19 @@ class Jitted:
         """Rewrites a call's program; asks the compiler how it divides the loops, where it may."""
         device, one_device = self._share_link(call.devices), call.devices == 1
         rewrite_for = functools.partial(rewrite, given, device, one_device=one_device)
-        if one_device or compat.holds_tracers(given):
-            return rewrite_for()
 
         def compile_marked(marked: compat.ClosedJaxpr) -> None:
-            program = Rewritten(marked, loops=0, scanned=0, flat=False, spare_nbytes=0)
-            self._probed.traced = Traced(signature, marked, shapes, program)
+            self._probed.traced = Traced(signature, marked, shapes, Rewritten.as_given(marked))
             stock = self._overlapped(call.devices, Setting(Recipe.STOCK, ()))
             _jax_jit(stock, **self._kwargs).lower(*call.args, **call.kwargs).compile()
 
-        return rewrite_for(shardings=find_loop_shardings(given, compile_marked))
+        try:
+            if one_device or compat.holds_tracers(given):
+                return rewrite_for()
+            return rewrite_for(shardings=find_loop_shardings(given, compile_marked))
+        except FAULTS as fault:
+            self._report([describe_fault(fault, "the order of its copies")])
+            return Rewritten.as_given(given)
 
     def _share_link(self, devices: int) -> Device:
         """The rates of one of several devices."""
@@ -263,6 +267,7 @@ class Jitted:
         self.plan = None
         assert self._budget is not None
         twin, budget = traced.take_twin(), self._budget.resolve((call.args, call.kwargs))
+        refusals: list[str] = []
 
         def compile_program(closed: compat.ClosedJaxpr, *, smallest: bool) -> tuple[float, Any]:
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
@@ -272,7 +277,7 @@ class Jitted:
             for setting in settings if smallest else settings[:1]:
                 self._instances[call.key, setting] = self._make_instance(call, setting, made)
                 lowered = self._lower(call, setting)
-                sizes[setting] = program_nbytes_if_compiled(lowered.compile)
+                sizes[setting] = program_nbytes_if_compiled(lowered.compile, refusals)
                 if not call.is_on_gpu:  # where the two memories are one
                     sizes[setting] -= made.host_argument_nbytes
             least = min(sizes, key=lambda setting: sizes[setting])
@@ -290,8 +295,18 @@ class Jitted:
             functools.partial(self._find_donated, call, traced),
         )
         within = find_within(
-            twin, call, traced, device, budget, compile_program, compile_written, paths, find_donated
+            twin,
+            call,
+            traced,
+            device,
+            budget,
+            compile_program,
+            compile_written,
+            paths,
+            find_donated,
+            refusals,
         )
+        self._report(within.findings)
         on_host = within.instance.on_host if isinstance(within.instance, Hosted) else ()
         shardings = list_shardings(call.args, on_host)
         self.plan = dataclasses.replace(within.plan, step=self, in_shardings=shardings)

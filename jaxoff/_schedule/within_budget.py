@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,10 @@ from jaxoff._budget.state import State
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._report.finding import Finding
 from jaxoff._report.tables import format_nbytes
 from jaxoff._schedule.call import Call
+from jaxoff._schedule.faults import FAULTS, describe_fault
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.settings import Setting
 from jaxoff._schedule.traced import Traced
@@ -40,9 +43,46 @@ class Within:
     setting: Setting
     plan: Plan
     instance: Any = None
+    findings: tuple[Finding, ...] = ()
 
 
 def find_within(
+    twin: ClosedJaxpr,
+    call: Call,
+    traced: Traced,
+    device: Device,
+    budget: Budget,
+    compile_program: Callable[..., tuple[float, _Made]],
+    compile_written: Callable[[], Written],
+    paths: Sequence[str],
+    find_donated: Callable[[], list[bool]],
+    refusals: Sequence[str],
+) -> Within:
+    """Finds the step within a budget; after a fault of jaxoff the step as the user wrote it, if it fits.
+
+    Arguments as for `_search`, and `refusals`, XLA's reasons for the programs that it did not compile.
+
+    Raises:
+      BudgetError: if no program fits.
+    """
+    try:
+        return _search(
+            twin, call, traced, device, budget, compile_program, compile_written, paths, find_donated
+        )
+    except BudgetError as error:
+        if error.smallest_bytes is None and refusals:
+            raise BudgetError(f"{error} XLA says: {refusals[0]}", None) from None
+        raise
+    except FAULTS as fault:
+        written, finding = compile_written(), describe_fault(fault, "the search for a program in its budget")
+        if written.nbytes > budget.device_nbytes:
+            nbytes = format_nbytes(int(written.nbytes)) if math.isfinite(written.nbytes) else "too much"
+            text = f"no program fits: the step as it is written takes {nbytes}. {finding.message}"
+            raise BudgetError(text, None) from fault
+        return dataclasses.replace(_as_written(written, traced, budget, device), findings=(finding,))
+
+
+def _search(
     twin: ClosedJaxpr,
     call: Call,
     traced: Traced,
@@ -92,10 +132,7 @@ def find_within(
         if arguments <= call.devices * budget.device_nbytes:
             written = compile_written()
             if written.nbytes <= budget.device_nbytes:
-                sizes = written.nbytes, peak_host_nbytes(written.program)
-                return Within(
-                    written.setting, make_plan_as_written(traced.given, sizes, budget, device, None)
-                )
+                return _as_written(written, traced, budget, device)
         if not _may_host_state(call):
             raise
         found, hosted = find_state().search(paths, device, budget, error, find)
@@ -127,6 +164,11 @@ def estimate_within(
             raise
         found, hosted = State.find(twin, donated).search(paths, device, budget, error, find)
         return hosted.add_to(found.make_plan(budget, device, None, is_compiled=False))
+
+
+def _as_written(written: Written, traced: Traced, budget: Budget, device: Device) -> Within:
+    sizes = written.nbytes, peak_host_nbytes(written.program)
+    return Within(written.setting, make_plan_as_written(traced.given, sizes, budget, device, None))
 
 
 def _may_host_state(call: Call) -> bool:

@@ -92,6 +92,20 @@ def test_a_plan_runs_within_its_budget():
     assert plan.step.plan.peak_bytes <= 1e9
 
 
+@pytest.mark.parametrize("statics", [{"static_argnames": "name"}, {"static_argnums": 2}])
+def test_static_arguments_of_a_jitted_step_stay_static(statics):
+    def step(w, x, name):
+        assert name == "rows"
+        return jax.tree.map(lambda v, g: v - 0.1 * g, w, jax.grad(loss)(w, x))
+
+    w, x = structs()
+    named = "static_argnames" in statics
+    args, kwargs = (w, x) if named else (w, x, "rows"), {"name": "rows"} if named else {}
+    for jit in (jax.jit, jaxoff.jit):
+        fun = jit(step, donate_argnums=0, **statics)
+        assert jaxoff.plan(fun, *args, **kwargs, device_bytes=1e9, compiled=False).values
+
+
 def test_what_a_jitted_step_donates_is_not_held_twice():
     def with_momentum(state, x):
         w, m = state
@@ -147,6 +161,8 @@ def test_the_compiler_is_asked_only_where_there_is_one(monkeypatch):
     ("options", "message"),
     [
         ({"device_bytes": -1}, "device_bytes is a number of bytes above 0"),
+        ({"device_bytes": True}, "device_bytes is a number of bytes above 0"),
+        ({"device_bytes": [1]}, "device_bytes is a number of bytes above 0"),
         ({"device_bytes": "fit"}, "takes the limit of a GPU's allocator"),
         ({"device_bytes": 1e9, "device": "h20"}, "Did you mean 'h200'?"),
     ],

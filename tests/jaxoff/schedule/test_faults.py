@@ -1,0 +1,49 @@
+"""A fault of jaxoff's own costs copies and memory, and never the step."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxoff
+from jaxoff._schedule import jitted, within_budget
+
+
+def step(w, x):
+    def loss(w):
+        layer = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None))
+        return jax.lax.scan(layer, x, w)[0].var()
+
+    return w - jax.grad(loss)(w)
+
+
+ARGS = jnp.full((3, 32, 32), 0.01), jnp.linspace(-1, 1, 16 * 32).reshape(16, 32)
+
+
+def fail(*args, **kwargs):
+    raise KeyError("a variable")
+
+
+def test_a_step_that_cannot_be_rewritten_runs_as_written(monkeypatch):
+    monkeypatch.setattr(jitted, "rewrite", fail)
+    ours = jaxoff.jit(step)
+    with pytest.warns(UserWarning, match="runs-as-written: .*KeyError: 'a variable' at .*test_faults.py"):
+        result = ours(*ARGS)
+    assert (result == jax.jit(step)(*ARGS)).all()
+    assert [finding.code for finding in ours.findings] == [jaxoff.FindingCode.RUNS_AS_WRITTEN]
+
+
+def test_a_search_that_fails_takes_the_step_as_written_if_it_fits(monkeypatch):
+    monkeypatch.setattr(within_budget, "find_fitting", fail)
+    ours = jaxoff.jit(step, device_bytes=1e8)
+    with pytest.warns(UserWarning, match="runs-as-written: the search"):
+        result = ours(*ARGS)
+    assert (result == jax.jit(step)(*ARGS)).all()
+    assert ours.plan.peak_bytes < 1e8
+    with pytest.raises(jaxoff.BudgetError, match=r"as it is written takes .*KeyError"):
+        jaxoff.jit(step, device_bytes=1e3)(*ARGS)
+
+
+def test_a_budget_error_says_why_xla_compiles_nothing():
+    within = jaxoff.jit(step, device_bytes=1e8, compiler_options={"xla_nonsense": True})
+    with pytest.raises(jaxoff.BudgetError, match=r"XLA says: .*xla_nonsense"):
+        within.lower(*ARGS)
