@@ -105,7 +105,7 @@ def test_dtypes_are_kept_as_text():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (dict(top_k=9), "top_k must be from 1 to num_experts, got c.top_k=9 and c.num_experts=8"),
+        (dict(top_k=9), "top_k must be from 1 to num_experts, got top_k=9 and num_experts=8"),
         (dict(top_k=0), "top_k must be from 1"),
         (dict(num_kv_heads=3), "num_heads must be a multiple of num_kv_heads"),
         (dict(head_dim=7), "head_dim must be even"),

@@ -82,6 +82,30 @@ def test_what_decides_the_weights_decides_the_identity(changes, line):
         check_same_run("checkpoint 3", saved, now)
 
 
+def test_a_finished_run_may_take_more_steps():
+    saved, more = (Options.of("tiny", steps=steps).identity(CORPUS) for steps in (60, 80))
+    assert differences(saved, more) == ["steps was 60, is 80", "warmup was 6, is 8"]
+    check_same_run("checkpoint 60", saved, more, done=60)
+    for done, now in ((40, more), (None, more), (60, more | {"seed": 1}), (80, more | {"steps": 50})):
+        with pytest.raises(InputError, match="steps was 60, is"):
+            check_same_run("checkpoint", saved, now, done)
+    with pytest.raises(InputError, match="has finished its --steps 60 can be trained further"):
+        check_same_run("checkpoint 40", saved, more, done=40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(lr=float("inf")), "--lr is a finite number, got inf"),
+        (dict(capacity=0.0), "--capacity is greater than 0, got 0.0"),
+        (dict(policy="first=4 | te_v2 | save=moe.*"), "first=4 is more than the model's 3 layers"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        Options.of("tiny", **changes)
+
+
 def test_other_data_is_another_run():
     options = Options.of("tiny")
     other = dataclasses.replace(CORPUS, sha256="b" * 64)
