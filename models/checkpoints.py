@@ -77,7 +77,10 @@ class Checkpoints:
             max_to_keep=keep,
             cleanup_tmp_directories=True,
             step_prefix=None,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._add_checksums),
+            # Where a folder made by its thread cannot be made, orbax waits for a signal that never comes.
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._add_checksums, create_directories_asynchronously=False
+            ),
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "run"))
         self._newest = self._manager.latest_step()

@@ -62,10 +62,12 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"--out takes a folder, got {str(self.path)!r}, which is a file.")
         parent = next(p for p in (self.path, *self.path.resolve().parents) if p.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise InputError(
-                f"--out takes a folder that can be written, got {str(self.path)!r}: {parent} cannot."
-            )
+        written = [parent, self.checkpoints] if self.checkpoints.exists() else [parent]
+        for folder in written:
+            if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+                raise InputError(
+                    f"--out takes a folder that can be written, got {str(self.path)!r}: {folder} cannot."
+                )
         self._check_free()
         self.check_contents(resume=resume)
 

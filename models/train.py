@@ -82,8 +82,8 @@ def _train_in_folder(job: Job, console: Console, report: jaxoff.Report, compared
         where = error.filename or job.folder.path
         why = error if isinstance(error, SaveError) else f"{where} cannot be written: {error.strerror}"
         say_error(
-            f"{why}; training stopped; last good checkpoint: {_describe_newest(job)}. Once there is room, "
-            f"go on with: {job.again}"
+            f"{why}; training stopped; last good checkpoint: {_describe_newest(job)}. Once it can be "
+            f"written, go on with: {job.again}"
         )
         return NOT_WRITTEN
     return 0

@@ -48,7 +48,7 @@ class Device:
         reads this field: copies in two directions are planned as independent.
       shared_links: the link while several GPUs of the host copy, an entry for each measured number.
       name: the kind of accelerator.
-      source: the origin of the figures.
+      source: the origin of the figures: "measured: ..." or "data sheet: ...".
       calibration: efficiencies of kernels in a training step, fitted to traces. The default is the H200's.
 
     Example:
@@ -78,7 +78,8 @@ class Device:
         """Reads a profile, known to jaxoff or in a file.
 
         Args:
-          name: "h200", "h100", or the path of a file by `save`.
+          name: "h100" or "h200", which were measured; "a100" (80 GB), "b200", "gh200" or "h100-pcie", by
+            their data sheets, as `source` says; or the path of a file by `save`.
 
         Raises:
           ValueError: for an unknown name, and for a file without a profile.
@@ -186,17 +187,17 @@ class Device:
         return nbytes / self.d2h_gbps / 1e6
 
 
-# The default device of `explain`, `jit`, `scan` and `plan`.
+# The default device of `explain`, `jit`, `scan` and `plan` without a GPU.
 H200 = Device.of("h200")
 
 
-def checked_device(device: object) -> Device:
-    """Checks the type of a caller's device, and returns the device.
+def checked_device(device: Any) -> Any:
+    """Checks the type of a caller's device, and returns the device, or None.
 
     Raises:
-      TypeError: for other types than `Device`, e.g. a name.
+      TypeError: for other types than `Device` and None, e.g. a name.
     """
-    if not isinstance(device, Device):
+    if device is not None and not isinstance(device, Device):
         raise TypeError(
             "device is a jaxoff.Device, such as jaxoff.Device.of('h200') or jaxoff.Device.measure(), "
             f"got {device!r}."

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoff._device.profile import H200, Device, checked_device
+from jaxoff._device.at_hand import device_or_at_hand
+from jaxoff._device.profile import Device, checked_device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.scopes import LAYER_LOOP, PLAIN_LOOP
 from jaxoff._layers.keep_first import Block, KeepFirstOption, check_keep_first, choose_last_policy
@@ -31,7 +32,7 @@ def scan(
     reverse: bool = False,
     block: int = 1,
     keep_first: KeepFirstOption = "auto",
-    device: Device = H200,
+    device: Device | None = None,
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` over layers, each layer under `jax.checkpoint` with a policy.
 
@@ -54,7 +55,7 @@ def scan(
         device holds as many copies as the loop has blocks. Other residuals of the step with the same name,
         shape and dtype stay, too; so do un-named residuals of the same operation on equal shapes.
         `jaxoff.explain` shows the residuals kept.
-      device: speeds of the accelerator and its link, for the estimate of "auto".
+      device: speeds of the accelerator and its link, for the estimate of "auto"; None as for `jaxoff.jit`.
 
     Returns:
       The last carry, and the ys, stacked along a new first axis.
@@ -100,7 +101,7 @@ def scan_by_strategy(
     reverse: bool = False,
     block: int = 1,
     keep_first: KeepFirstOption = "auto",
-    device: Device = H200,
+    device: Device | None = None,
 ) -> tuple[Any, Any]:
     """Runs `scan` with a given strategy. Other arguments, result and errors as for `scan`.
 
@@ -113,7 +114,7 @@ def scan_by_strategy(
       ValueError: for an unknown strategy.
     """
     check_keep_first(keep_first)
-    checked_device(device)
+    device = device_or_at_hand(checked_device(device))
     if strategy not in get_args(Strategy):
         choices = ", ".join(map(repr, get_args(Strategy)))
         raise ValueError(
@@ -172,7 +173,7 @@ def layers(
     *,
     policy: Callable[..., Any],
     keep_first: KeepFirstOption = "auto",
-    device: Device = H200,
+    device: Device | None = None,
 ) -> Any:
     """Applies layers in a row, each layer under `jax.checkpoint` with a policy.
 
@@ -186,7 +187,7 @@ def layers(
       policy: a `jaxoff.policy`, any policy of `jax.checkpoint`, or a `jaxoff.FirstLayers` of two policies.
       keep_first: whether the residual offloaded last in each layer stays on the device; as for `jaxoff.scan`,
         with a block for each layer.
-      device: speeds of the accelerator and its link, for the estimate of "auto".
+      device: speeds of the accelerator and its link, for the estimate of "auto"; None as for `jaxoff.jit`.
 
     Returns:
       The output of the last layer.
@@ -205,7 +206,7 @@ def layers(
       (4, 8)
     """
     check_keep_first(keep_first)
-    checked_device(device)
+    device = device_or_at_hand(checked_device(device))
     if callable(functions):
         if params is None:
             raise ValueError("One function for all layers takes (params, x): pass params, one entry a layer.")

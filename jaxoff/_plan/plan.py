@@ -41,7 +41,7 @@ def plan(
       *args, **kwargs: arguments of `fun`: pytrees of arrays or `jax.ShapeDtypeStruct`s.
       device_bytes, host_bytes, compress: as for `jaxoff.jit`.
       device: a profile, or the name of one that ships with jaxoff, such as "h100"; None is the `jaxoff.jit`
-        function's, or an H200.
+        function's, or as for `jaxoff.jit`.
       compiled: whether the memory is the compiler's; None: where there is one.
 
     Returns:

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._device.profile import H200, Device, checked_device
+from jaxoff._device.at_hand import AtHand, profile_at_hand
+from jaxoff._device.profile import Device, checked_device
 from jaxoff._jaxpr import compat
 from jaxoff._policy.decision import Placement
 from jaxoff._report.finding import Finding
@@ -88,7 +89,7 @@ def explain(
     *args,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
-    device: Device = H200,
+    device: Device | None = None,
     **kwargs,
 ) -> Report:
     """Reports the residuals of a function, their placements and rules, and problems, before anything runs.
@@ -102,7 +103,8 @@ def explain(
       argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
         argument.
       has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
-      device: speeds of the accelerator and its link, for estimates of times.
+      device: speeds of the accelerator and its link, for estimates of times. None: the GPU at hand, by its
+        profile or by the nearest with a finding; an H200 without a GPU.
 
     Returns:
       A `Report`.
@@ -128,9 +130,10 @@ def explain(
     function = TracedFunction.trace(fun, args, kwargs, argnums, has_aux)
     analysis = analyse(function)
     report = Report(tuple(row.residual for row in analysis.rows), collect_findings(analysis, Runtime.read()))
+    at_hand = profile_at_hand() if device is None else AtHand(device)
     has_copies = any(compat.transfer_in(site.eqn) for site in function.sites)
     if has_copies or not report.host_bytes:
         return report  # JAX cannot differentiate the copies of a gradient a second time
-    traffic = estimate_traffic(function.step, device)
-    late = (*find_slow_links(traffic), *find_late_offloads(function.step, device))
+    traffic = estimate_traffic(function.step, at_hand.device)
+    late = (*find_slow_links(traffic), *find_late_offloads(function.step, at_hand.device), *at_hand.findings)
     return dataclasses.replace(report, findings=(*report.findings, *late), traffic=traffic)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxoff._budget.limits import Budget
-from jaxoff._device.profile import H200, Device, checked_device
+from jaxoff._device.profile import Device, checked_device
 from jaxoff._schedule.jitted import Jitted
 from jaxoff._schedule.recipes import checked_recipe
 
@@ -52,8 +52,9 @@ def jit(
       fun: as for `jax.jit`; without it, a decorator.
       compiler_options: as for `jax.jit`; they win over the ones chosen here. What is known to harm is warned
         of.
-      device: rates of the accelerator and its link, to plan the copies with; None is an H200. A program on
-        several devices is planned with the link that they share (`Device.sharing`).
+      device: rates of the accelerator and its link, to plan the copies with. None: the GPU at hand, by its
+        profile or by the nearest with a finding; an H200 without a GPU. A program on several devices is
+        planned with the link that they share (`Device.sharing`).
       recipe: the recipe to use instead of a choice; compiles one program.
       tune: whether to choose by time among the recipes within that memory, each also without CUDA graphs
         where its copies are outside of loops. Each of the first steps runs, and waits for, another of these
@@ -121,7 +122,7 @@ def jit(
             compress=compress,
             **kwargs,
         )
-    options, rates = dict(compiler_options or {}), checked_device(H200 if device is None else device)
+    options, rates = dict(compiler_options or {}), checked_device(device)
     if recipe is not None and tune:
         raise ValueError(
             f"recipe= insists on one recipe, tune=True compares several; got recipe={recipe!r} and both."

@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan
+from jaxoff._device.at_hand import device_or_at_hand, profile_at_hand
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
@@ -30,7 +31,7 @@ from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.settings import Setting, add_without_graphs, list_settings
 from jaxoff._schedule.sharding_marks import find_loop_shardings
-from jaxoff._schedule.traced import Traced
+from jaxoff._schedule.traced import ProbedError, Traced
 from jaxoff._schedule.tuning import (
     Tuning,
     find_fastest,
@@ -55,22 +56,14 @@ _OWN_FILES = (
 )
 
 
-class _ProbedError(Exception):
-    """Ends a trace whose only purpose was the program, with `(signature, given, shapes, findings)`."""
-
-    def __init__(self, *found: Any):
-        self.found = found
-
-
 class Jitted:
     """What `jaxoff.jit` returns; see there.
 
     JAX takes compiler options before a trace, and the program decides them. So the first call with new types
-    of arguments traces the user's function in a probe that ends with `_ProbedError`; the settings that are
+    of arguments traces the user's function in a probe that ends with `ProbedError`; the settings that are
     tried, and the setting that is chosen, take over the traced program. The user's function runs once.
 
     Attributes:
-      device: the rates by which copies and budgets are planned.
       findings: the findings of the calls so far, each once.
       tuned: milliseconds of a step by each program that `tune` compared, for the latest types of arguments.
       plan: the `jaxoff.Plan` within `device_bytes`, for the latest types of arguments; None before.
@@ -80,13 +73,13 @@ class Jitted:
         self,
         fun,
         compiler_options: dict[str, Any],
-        device: Device,
+        device: Device | None,
         recipe: Recipe | None,
         tune: bool,
         budget: Budget | None,
         kwargs: dict[str, Any],
     ):
-        self._fun, self._given, self.device, self._kwargs = fun, compiler_options, device, kwargs
+        self._fun, self._given, self._device, self._kwargs = fun, compiler_options, device, kwargs
         self._recipe, self._tunes, self._budget = recipe, tune, budget
         self._inner: Any = _jax_jit(fun, **kwargs)
         self._statics = find_statics(fun, kwargs)
@@ -113,6 +106,11 @@ class Jitted:
             return self._take_timed_step(call, tuning)
         with self._settle(call) as jitted:
             return jitted(*args, **kwargs)
+
+    @property
+    def device(self) -> Device:
+        """The rates by which copies and budgets are planned."""
+        return device_or_at_hand(self._device)
 
     def lower(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).lower`; `compile` uses the recipe and the options chosen."""
@@ -153,10 +151,8 @@ class Jitted:
         """As `jax.jit(fun).clear_cache`."""
         for jitted in (self._inner, *self._instances.values()):
             jitted.clear_cache()
-        self._chosen.clear()
-        self._tunings.clear()
-        self._timed.clear()
-        self._instances.clear()
+        for kept in (self._chosen, self._tunings, self._timed, self._instances):
+            kept.clear()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds the function to an instance, as a method of a class."""
@@ -199,12 +195,14 @@ class Jitted:
         if traced is None:
             try:
                 self._find_instance(call, None).trace(*call.args, **call.kwargs)
-                raise AssertionError("a probe ends with _ProbedError")
-            except _ProbedError as error:
+                raise AssertionError("a probe ends with ProbedError")
+            except ProbedError as error:
                 signature, given, shapes, findings = error.found
             program = self._rewrite(call, signature, given, shapes)
             traced = Traced(signature, given, shapes, program, findings)
-            self._report(traced.findings)
+            unknown = profile_at_hand().findings if self._device is None else ()
+            moves = program.scanned or program.flat or self._budget
+            self._report((*traced.findings, *(unknown if moves else ())))
         self._probed.traced = traced if traced.is_reusable else None
         try:
             yield traced
@@ -321,7 +319,7 @@ class Jitted:
 
     def within(self, budget: Budget | None, device: Device | None = None) -> Jitted:
         """The same function, with the same keywords of `jax.jit`, within a budget."""
-        return Jitted(self._fun, self._given, device or self.device, None, False, budget, self._kwargs)
+        return Jitted(self._fun, self._given, device or self._device, None, False, budget, self._kwargs)
 
     def _find_tuning(self, call: Call) -> Tuning | None:
         """The comparison of programs that a call belongs to; None once the setting is chosen."""
@@ -434,7 +432,7 @@ class Jitted:
                 findings = watch.find(closed)
                 closed = merge_nested_loops(closed, with_copies=True)
                 if setting is None:
-                    raise _ProbedError(signature, closed, shapes, findings)
+                    raise ProbedError(signature, closed, shapes, findings)
                 program = rewrite(closed, self._share_link(devices), one_device=devices == 1)
                 made = Traced(signature, closed, shapes, program)
             if setting is None:

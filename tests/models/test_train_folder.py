@@ -211,7 +211,7 @@ def test_a_full_disk_is_one_line_with_what_is_safe(
     assert ended.status == 5
     line = one_error_line(ended)
     assert {"checkpoint": "which has 0.0 MB free", "losses": "No space left on device"}[what] in line
-    assert f"last good checkpoint: {out}/checkpoints/40. Once there is room" in line
+    assert f"last good checkpoint: {out}/checkpoints/40. Once it can be written, go on with: " in line
     resumed = in_process([*arguments, "--out", str(out), "--resume"], out)
     assert (resumed.status, resumed.stderr) == (0, "")
     assert resumed.losses == whole.losses
