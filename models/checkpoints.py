@@ -223,13 +223,16 @@ def silence_writers() -> None:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    show = sys.excepthook
+    sys.excepthook = _of_main_thread(sys.excepthook)
+    sys.unraisablehook = _of_main_thread(sys.unraisablehook)
 
-    def show_of_main_thread(*error: Any) -> None:
+
+def _of_main_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*error: Any) -> None:
         if threading.current_thread() is threading.main_thread():
-            show(*error)
+            hook(*error)
 
-    sys.excepthook = show_of_main_thread
+    return call
 
 
 @contextlib.contextmanager

@@ -355,7 +355,8 @@ def cli(
 
 def say_error(message: object) -> None:
     """Prints an error as a single line on the standard error."""
-    print("error:", " ".join(str(message).split()), file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print("error:", " ".join(str(message).split()), file=sys.stderr)
 
 
 def say_warning(message: object) -> None:
@@ -392,6 +393,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say_error(f"a step failed, as it does when another process ends; --resume goes on: {error}")
         sys.stderr.flush()
         os._exit(LOST)  # an orderly exit would wait for the other processes
+    except OSError as error:  # such as the log, on a full disk
+        say_error(f"{error.filename or 'the output'} cannot be read or written: {error.strerror}")
+        return NOT_WRITTEN
     except typer.Abort:
         say_error("interrupted; checkpoints written before are whole")
         return 128 + signal.SIGINT

@@ -98,7 +98,10 @@ def parse_nbytes(value: float | str, name: str) -> float:
         scale = (1024 if unit.endswith("i") else 1000) ** " kMGT".index(unit[:1] or " ")
         nbytes = float(found.group(1)) * scale if found else math.nan
     else:
-        nbytes = float(value)
+        try:
+            nbytes = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            nbytes = math.nan
     if not 0 < nbytes < math.inf:
         raise ValueError(f'{name} is a number of bytes above 0, or text such as "60GB"; got {value!r}.')
     return nbytes

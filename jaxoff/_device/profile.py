@@ -83,10 +83,16 @@ class Device:
 
         Raises:
           ValueError: for an unknown name, and for a file without a profile.
+          TypeError: for other types than text and paths.
           FileNotFoundError: for a path without a file.
         """
         folder = importlib.resources.files("jaxoff._device") / "data"
         known = sorted(f.name.removesuffix(_SUFFIX) for f in folder.iterdir() if f.name.endswith(_SUFFIX))
+        if not isinstance(name, str | os.PathLike):
+            raise TypeError(
+                f"A device is one of {', '.join(known)}, or the path of a profile; got {name!r} of type "
+                f"{type(name).__name__}."
+            )
         if name in known:
             return cls.from_dict(json.loads((folder / f"{name}{_SUFFIX}").read_text()))
         path = Path(name)

@@ -435,3 +435,10 @@ def transfer_in(eqn: JaxprEqn) -> str | None:
 def is_shard_map(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `jax.shard_map`."""
     return eqn.primitive.name == "shard_map"
+
+
+def statics_of(fun: Any) -> dict[str, Any]:
+    """`static_argnums` and `static_argnames` of a function of `jax.jit` or `jaxoff.jit`; {} of others."""
+    info = getattr(getattr(fun, "_inner", fun), "_jit_info", None)
+    names = () if info is None else ("static_argnums", "static_argnames")
+    return {name: getattr(info, name) for name in names}

@@ -15,6 +15,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.scopes import LAYER_LOOP, PLAIN_LOOP
 from jaxoff._layers.keep_first import Block, KeepFirstOption, check_keep_first, choose_last_policy
 from jaxoff._policy.combinators import FirstLayers
+from jaxoff._policy.protocol import check_policy
 from jaxoff._report.near_miss import near_miss
 
 compat.exclude_from_source_lines(__file__)
@@ -114,6 +115,7 @@ def scan_by_strategy(
       ValueError: for an unknown strategy.
     """
     check_keep_first(keep_first)
+    check_policy(policy)
     device = device_or_at_hand(checked_device(device))
     if strategy not in get_args(Strategy):
         choices = ", ".join(map(repr, get_args(Strategy)))
@@ -121,6 +123,8 @@ def scan_by_strategy(
             f"strategy must be one of {choices}, got {strategy!r}.{near_miss(strategy, get_args(Strategy))}"
         )
     steps = _read_length(xs, length)
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise TypeError(f"block is a number of steps, a whole number, got {block!r}.")
     if block < 1 or steps % block:
         raise ValueError(f"block must divide the number of steps, {steps}, got {block}.")
     if steps == 0:  # without steps there are no residuals
@@ -206,6 +210,7 @@ def layers(
       (4, 8)
     """
     check_keep_first(keep_first)
+    check_policy(policy)
     device = device_or_at_hand(checked_device(device))
     if callable(functions):
         if params is None:
@@ -215,6 +220,9 @@ def layers(
         raise ValueError("Several functions take x alone: params go with one function for all layers.")
     else:
         calls = [(function, ()) for function in functions]
+    for function, _ in calls:
+        if not callable(function):
+            raise TypeError(f"layers takes functions, got {function!r} of type {type(function).__name__}.")
     chosen = {}  # function, policy and types of a layer -> policy: equal layers are traced once
     for i, (function, weights) in enumerate(calls):
         given = policy.of(i) if isinstance(policy, FirstLayers) else policy

@@ -110,6 +110,8 @@ def frontier(
       >>> plans[0].peak_bytes < plans[-1].peak_bytes, plans[0].step_ms > plans[-1].step_ms
       (True, True)
     """
+    if isinstance(points, bool) or not isinstance(points, int):
+        raise TypeError(f"points is how many budgets to plan for, a whole number; got {points!r}.")
     if points < 2:
         raise ValueError(f"points is how many budgets to plan for, at least 2; got {points}.")
 

@@ -71,7 +71,8 @@ def plan(
       {'offload'}
     """
     budget = Budget.of(device_bytes, host_bytes, compress)
-    assert budget is not None
+    if budget is None:
+        raise ValueError('device_bytes is a number of bytes above 0, or text such as "60GB"; got None.')
     return make_planner(fun, args, kwargs, device, compiled)(budget)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from jaxoff._device.at_hand import AtHand, profile_at_hand
 from jaxoff._device.profile import Device, checked_device
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.statics import list_statics
 from jaxoff._policy.decision import Placement
 from jaxoff._report.finding import Finding
 from jaxoff._report.tables import render_text
@@ -89,6 +90,8 @@ def explain(
     *args,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     device: Device | None = None,
     **kwargs,
 ) -> Report:
@@ -103,6 +106,8 @@ def explain(
       argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
         argument.
       has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
+      static_argnums, static_argnames: arguments that are no arrays, as for `jax.jit`. Those of a given
+        function of `jax.jit` or `jaxoff.jit` are known.
       device: speeds of the accelerator and its link, for estimates of times. None: the GPU at hand, by its
         profile or by the nearest with a finding; an H200 without a GPU.
 
@@ -110,8 +115,8 @@ def explain(
       A `Report`.
 
     Raises:
-      ValueError: for argnums out of range.
-      TypeError: for a device that is no `jaxoff.Device`.
+      ValueError: for argnums out of range, and for a function without a gradient.
+      TypeError: for a device that is no `jaxoff.Device`, and an argument that is neither an array nor static.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxoff
@@ -127,7 +132,9 @@ def explain(
       The names there are x_in.
     """
     checked_device(device)
-    function = TracedFunction.trace(fun, args, kwargs, argnums, has_aux)
+    statics = list_statics(static_argnums, static_argnames)
+    function = TracedFunction.trace(fun, args, kwargs, argnums, has_aux, statics)
+    function.check_gradient()
     analysis = analyse(function)
     report = Report(tuple(row.residual for row in analysis.rows), collect_findings(analysis, Runtime.read()))
     at_hand = profile_at_hand() if device is None else AtHand(device)

@@ -91,7 +91,7 @@ def jit(
         objects that are lost (`jaxoff.nnx_jit` keeps them), another recipe than the first.
 
     Raises:
-      TypeError: for a device that is no `jaxoff.Device`.
+      TypeError: for a device that is no `jaxoff.Device`, and for compiler_options that are no mapping.
       BudgetError: at the first call or by `lower`, if no program within `device_bytes` is found.
       ValueError: for an unknown recipe, for `tune` with a recipe or in one of several processes, for
         `device_bytes` together with either, and at the first call for "fit" without a single GPU process.
@@ -121,6 +121,11 @@ def jit(
             host_bytes=host_bytes,
             compress=compress,
             **kwargs,
+        )
+    if not isinstance(compiler_options, Mapping | None):
+        raise TypeError(
+            "compiler_options maps names to values, such as {'xla_gpu_enable_command_buffer': ''}; "
+            f"got {compiler_options!r}."
         )
     options, rates = dict(compiler_options or {}), checked_device(device)
     if recipe is not None and tune:

@@ -21,10 +21,11 @@ from jaxoff._device.at_hand import device_or_at_hand, profile_at_hand
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
+from jaxoff._jaxpr.statics import find_statics
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._runtime.program_memory import program_nbytes_if_compiled
-from jaxoff._schedule.call import Call, find_statics, list_donated
+from jaxoff._schedule.call import Call, list_donated
 from jaxoff._schedule.guards import refuse_what_fails
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
@@ -47,8 +48,7 @@ from jaxoff._state.hosted import Hosted, describe_on_device, has_host_arrays, li
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
 
-# `jax.jit = jaxoff.jit` must not make this module call itself.
-_jax_jit = jax.jit
+_jax_jit = jax.jit  # `jax.jit = jaxoff.jit` must not make this module call itself
 # Beginnings of paths of jaxoff, of JAX and of context managers: a warning names the caller of these.
 _OWN_FILES = (
     *(os.path.dirname(package) for package in (os.path.dirname(__file__), jax.__file__)),
@@ -158,6 +158,9 @@ class Jitted:
         """Binds the function to an instance, as a method of a class."""
         return self if instance is None else types.MethodType(self, instance)
 
+    def __repr__(self) -> str:
+        return f"jaxoff.jit({self._fun!r})"
+
     def _cache_size(self) -> int:
         return sum(jitted._cache_size() for jitted in (self._inner, *self._instances.values()))
 
@@ -201,8 +204,8 @@ class Jitted:
             program = self._rewrite(call, signature, given, shapes)
             traced = Traced(signature, given, shapes, program, findings)
             unknown = profile_at_hand().findings if self._device is None else ()
-            moves = program.scanned or program.flat or self._budget
-            self._report((*traced.findings, *(unknown if moves else ())))
+            is_planned = program.scanned or program.flat or self._budget
+            self._report((*traced.findings, *(unknown if is_planned else ())))
         self._probed.traced = traced if traced.is_reusable else None
         try:
             yield traced

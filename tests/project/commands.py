@@ -1,8 +1,8 @@
 """Checks the shell commands of a Markdown file: which are known, and what is done with each.
 
 Ours (`jaxoff` or `python -m jaxoff`, `python -m models.train`) are parsed by their own command lines, and
-run: training with few steps, in a folder of links to the checkout. The others (installing, tests, lint) are checked for the
-names that they use: extras, groups, markers, paths.
+run: training with few steps, in a folder of links to the checkout. The others (installing, tests, lint) are
+checked for the names that they use: extras, groups, markers, paths.
 """
 
 from __future__ import annotations
