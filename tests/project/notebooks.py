@@ -1,4 +1,7 @@
-"""Runs the code cells of a notebook, without Jupyter: `python -m tests.project.notebooks FILE...` writes outputs."""
+"""Runs the code cells of a notebook, without Jupyter.
+
+`python -m tests.project.notebooks FILE...` writes what the cells print into the notebooks.
+"""
 
 from __future__ import annotations
 
