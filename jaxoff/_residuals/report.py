@@ -97,8 +97,8 @@ def explain(
 ) -> Report:
     """Reports the residuals of a function, their placements and rules, and problems, before anything runs.
 
-    Host bytes are exact: the bytes of the arrays in host space in the differentiated program. Times are
-    estimates.
+    Host bytes are those of the arrays in host space in the differentiated program. `jaxoff.jit` may add a
+    spare row to each stack of a loop. Times are estimates.
 
     Args:
       fun: a function of arrays, not yet differentiated; see `jaxoff.residuals`.
