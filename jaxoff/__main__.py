@@ -1,7 +1,8 @@
-"""The command line: `python -m jaxoff COMMAND`."""
+"""The command line: `jaxoff COMMAND`, which is `python -m jaxoff COMMAND`, too."""
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 try:
@@ -10,7 +11,7 @@ except ModuleNotFoundError as error:
     if error.name != "typer":
         raise
     sys.exit(
-        "error: python -m jaxoff needs typer, which is not installed. pip install 'jaxoff[cli]' adds it."
+        "error: the command jaxoff needs typer, which is not installed. pip install 'jaxoff[cli]' adds it."
     )
 
 app = typer.Typer(
@@ -21,8 +22,20 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import jaxoff
+
+        print(f"jaxoff {jaxoff.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def jaxoff_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Activation offload in JAX."""
 
 
@@ -47,17 +60,46 @@ def doctor(
     raise typer.Exit(diagnosis.exit_status)
 
 
+_Function = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="Called without arguments, returns (train step or loss, *its arguments). Or FILE.py:FUNCTION.",
+    ),
+]
+_Device = Annotated[
+    str | None, typer.Option(help="A shipped profile or the path of a profile [the GPU at hand, or h200].")
+]
+
+
+@app.command()
+def explain(
+    function: _Function,
+    device: _Device = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print the values that the backward pass of a loss keeps, where each stays, and problems.
+
+    Exit status 1 with findings, 2 where the function cannot be explained.
+    """
+    import jaxoff
+    from jaxoff._cli.user_errors import report_errors
+    from jaxoff._cli.user_function import load_user_function
+
+    with report_errors():
+        fun, *arguments = load_user_function(function)
+        profile = None if device is None else jaxoff.Device.of(device)
+        report = jaxoff.explain(fun, *arguments, device=profile)
+        print(json.dumps(report.to_dict(), indent=1) if as_json else report)
+    raise typer.Exit(1 if report.findings else 0)
+
+
 @app.command()
 def plan(
-    function: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:FUNCTION", help="Called without arguments, returns (train step, *its arguments)."
-        ),
-    ],
+    function: _Function,
     device_gb: Annotated[float, typer.Option(help="Budget of device memory, GB (10^9 bytes).")],
     host_gb: Annotated[float | None, typer.Option(help="Budget of pinned host memory, GB.")] = None,
-    device: Annotated[str, typer.Option(help="A shipped profile or the path of a profile.")] = "h200",
+    device: _Device = None,
     compiled: Annotated[
         bool | None,
         typer.Option(
@@ -74,19 +116,23 @@ def plan(
     Exit status 2, with the reason, where there is no plan.
     """
     import jaxoff
+    from jaxoff._cli.user_errors import report_errors
     from jaxoff._cli.user_function import load_user_function
 
-    try:
+    with report_errors():
         fun, *arguments = load_user_function(function)
         given: dict[str, Any] = {"host_bytes": None if host_gb is None else host_gb * 1e9, "device": device}
         planned = jaxoff.plan(fun, *arguments, device_bytes=device_gb * 1e9, compiled=compiled, **given)
         print(planned.to_json() if as_json else planned)
         if picture is not None:
             jaxoff.frontier(fun, *arguments, **given).draw(picture)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+            print(f"written {picture}", file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script `jaxoff`; arguments without the program's name, by default the process's own."""
+    app(args=None if arguments is None else list(arguments), prog_name="jaxoff")
 
 
 if __name__ == "__main__":
-    app()
+    main()

@@ -165,14 +165,14 @@ class Config:
           ValueError: the preset is unknown, or the result is not valid.
           TypeError: an override is not a field.
         """
-        _check_choice("preset", name, tuple(_PRESETS))
+        _check_choice("preset", name, tuple(PRESETS))
         fields = tuple(field.name for field in dataclasses.fields(cls))
         for field in overrides:
             if field not in fields:
                 raise TypeError(
                     f"Config has no field {field!r}{_near(field, fields)} The fields are {', '.join(fields)}."
                 )
-        return cls(**(_PRESETS[name] | overrides))
+        return cls(**(PRESETS[name] | overrides))
 
     @property
     def num_dense_layers(self) -> int:
@@ -220,7 +220,7 @@ _LLAMA3: dict[str, Any] = dict(
     mlp_chunk=8192,
     param_dtype="bfloat16",
 )
-_PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     # Bytes as tokens, small enough to train on a processor: three hundred steps in about a minute.
     "tiny": dict(
         vocab_size=256,
@@ -345,25 +345,29 @@ def _check_fit(config: Config) -> None:
     c = config
     if c.num_heads % c.num_kv_heads:
         raise ValueError(
-            f"num_heads must be a multiple of num_kv_heads, got {c.num_heads=} and {c.num_kv_heads=}."
+            f"num_heads must be a multiple of num_kv_heads, got {c.num_heads} and {c.num_kv_heads}."
         )
     if c.head_dim % 2:
-        raise ValueError(f"head_dim must be even, since RoPE turns pairs of features, got {c.head_dim=}.")
+        raise ValueError(
+            f"head_dim must be even, since RoPE turns pairs of features, got head_dim={c.head_dim}."
+        )
     if c.first_k_dense > c.num_layers:
         raise ValueError(
-            f"first_k_dense must be at most num_layers, got {c.first_k_dense=} and {c.num_layers=}."
+            f"first_k_dense must be at most num_layers, got {c.first_k_dense} and {c.num_layers}."
         )
     if c.num_dense_layers and c.d_ff <= 0:
         raise ValueError(
             f"d_ff, the width of the dense layers' MLP, must be set for {c.num_dense_layers} of them, got "
-            f"{c.d_ff=}."
+            f"{c.d_ff}."
         )
     if c.mtp_layers not in (0, 1):
-        raise ValueError(f"mtp_layers must be 0 or 1, got {c.mtp_layers=}.")
+        raise ValueError(f"mtp_layers must be 0 or 1, got mtp_layers={c.mtp_layers}.")
     if c.num_moe_layers or c.mtp_layers:
         if c.num_experts <= 0 or c.d_expert <= 0:
             raise ValueError(
-                f"num_experts and d_expert must be greater than 0, got {c.num_experts=} and {c.d_expert=}."
+                f"num_experts and d_expert must be greater than 0, got {c.num_experts} and {c.d_expert}."
             )
         if not 0 < c.top_k <= c.num_experts:
-            raise ValueError(f"top_k must be from 1 to num_experts, got {c.top_k=} and {c.num_experts=}.")
+            raise ValueError(
+                f"top_k must be from 1 to num_experts, got top_k={c.top_k} and num_experts={c.num_experts}."
+            )

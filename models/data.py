@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import stat
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ VOCABULARY = 256
 MAX_BYTES = 64 << 20
 PIECE_BYTES = 64 << 10
 HELD_OUT_FRACTION = 0.05
+# Bytes at the beginning of a file in which a zero byte says that the file is no text.
+_LOOKED_AT = 8192
 
 # Not program text: third-party packages, the tests' fixtures, and tables of code points.
 _NOT_LIBRARY = frozenset(
@@ -36,6 +39,7 @@ class Corpus:
       nbytes: N + M.
       truncated: whether the files hold more than `max_bytes`.
       sha256: hash of the bytes of both parts.
+      notes: sentences for the user: files that look like no text, and files left out.
     """
 
     train: np.ndarray
@@ -44,6 +48,7 @@ class Corpus:
     nbytes: int
     truncated: bool
     sha256: str
+    notes: tuple[str, ...] = ()
 
 
 def load(paths: Sequence[str | os.PathLike] = (), *, max_bytes: int = MAX_BYTES) -> Corpus:
@@ -58,7 +63,7 @@ def load(paths: Sequence[str | os.PathLike] = (), *, max_bytes: int = MAX_BYTES)
       A `Corpus`, equal for equal bytes in any folder.
 
     Raises:
-      InputError: a path is missing or unreadable, or all files are empty.
+      InputError: a path is missing, unreadable, or neither file nor folder, or all files are empty.
 
     Example:
       >>> from models import data
@@ -66,28 +71,43 @@ def load(paths: Sequence[str | os.PathLike] = (), *, max_bytes: int = MAX_BYTES)
       >>> corpus.nbytes, corpus.truncated
       (100000, True)
     """
-    files = [file for path in paths for file in _expand(Path(path))] if paths else _standard_library()
+    left_out: list[str] = []
+    files = [f for path in paths for f in _expand(path, left_out)] if paths else _standard_library()
     documents: list[bytes] = []
+    notes: list[str] = []
     left = max_bytes
     truncated = False
     for file, required in files:
-        document = _read(file, left + 1, required)
-        if document is None or not document:
+        document = _read(file, left + 1, required, left_out if paths else [])
+        if not document:
             continue
         if left == 0:
             truncated = True
             break
+        if b"\0" in document[:_LOOKED_AT]:
+            notes.append(f"{file} looks like no text: it has a zero byte. Its bytes are trained on.")
         truncated = len(document) > left
         documents.append(document[:left])
         left -= len(documents[-1])
+    if left_out:
+        notes.append(f"{_list_some(left_out)} left out.")
     if not documents:
         where = ", ".join(map(str, paths)) or "the standard library"
-        raise InputError(f"Training needs at least one byte of text, got none in {where}.")
+        raise InputError(
+            f"Training needs at least one byte of text, got none in {where}. {' '.join(notes)} Of a folder, "
+            "text files at any depth count that are not hidden."
+        )
     train, held_out = split(documents)
     digest = hashlib.sha256(len(train).to_bytes(8, "little"))
     digest.update(train)
     digest.update(held_out)
-    return Corpus(train, held_out, len(documents), len(train) + len(held_out), truncated, digest.hexdigest())
+    nbytes = len(train) + len(held_out)
+    return Corpus(train, held_out, len(documents), nbytes, truncated, digest.hexdigest(), tuple(notes))
+
+
+def _list_some(texts: Sequence[str]) -> str:
+    others = f" and {len(texts) - 3} more" * (len(texts) > 3)
+    return f"{', '.join(texts[:3])}{others}"
 
 
 def _standard_library() -> list[tuple[Path, bool]]:
@@ -96,32 +116,61 @@ def _standard_library() -> list[tuple[Path, bool]]:
     return [(p, False) for p in sorted(files, key=lambda p: p.relative_to(root).as_posix())]
 
 
-def _expand(path: Path) -> list[tuple[Path, bool]]:
-    """Lists the files of a path, each with whether the user named the file, which then must be readable."""
-    if not path.exists():
-        raise InputError(f"--data takes files and folders that exist, got {str(path)!r}, which does not.")
-    if not path.is_dir():
+def _expand(given: str | os.PathLike, left_out: list[str]) -> list[tuple[Path, bool]]:
+    """Lists the files of a path, each with whether the user named the file, which then must be readable.
+
+    Args:
+      given: the path.
+      left_out: gets each folder that cannot be read.
+    """
+    if not os.fspath(given):
+        raise InputError("--data takes files and folders, got ''. Leave it out for Python's library.")
+    path = Path(given)
+    try:
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        raise InputError(
+            f"--data takes files and folders that exist, got {str(path)!r}, which does not."
+        ) from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if not stat.S_ISDIR(kind):
+        if not stat.S_ISREG(kind):
+            raise InputError(f"--data takes files and folders, got {str(path)!r}, a pipe or a device.")
         return [(path, True)]
     found = []
-    for folder, folders, names in os.walk(path):
+
+    def leave_out(error: OSError) -> None:
+        if error.filename == str(path):
+            raise _unreadable(path, error)
+        left_out.append(f"{error.filename} (cannot be read)")
+
+    for folder, folders, names in os.walk(path, onerror=leave_out):
         folders[:] = [f for f in folders if not f.startswith(".")]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
-    found = [p for p in found if p.is_file()]  # no sockets, pipes or broken links
+    found = [p for p in found if os.path.isfile(p)]  # no sockets, pipes or broken links
     return [(p, False) for p in sorted(found, key=lambda p: p.relative_to(path).as_posix())]
 
 
-def _read(path: Path, at_most: int, required: bool) -> bytes | None:
+def _unreadable(path: Path, error: OSError) -> InputError:
+    why = error.strerror or error
+    return InputError(f"--data takes files and folders that can be read, got {str(path)!r}: {why}.")
+
+
+def _read(path: Path, at_most: int, required: bool, left_out: list[str]) -> bytes | None:
     """Reads a file; None for a file found in a folder that holds no text or is unreadable."""
     try:
         with path.open("rb") as stream:
             content = stream.read(at_most)
     except OSError as error:
         if required:
-            raise InputError(
-                f"--data takes files that can be read, got {str(path)!r}: {error.strerror or error}."
-            ) from None
+            raise _unreadable(path, error) from None
+        left_out.append(f"{path} (cannot be read)")
         return None
-    return content if required or b"\0" not in content[:8192] else None
+    if required or b"\0" not in content[:_LOOKED_AT]:
+        return content
+    left_out.append(f"{path} (no text)")
+    return None
 
 
 def split(

@@ -1,4 +1,4 @@
-"""The error for input that a user of the training program can mend."""
+"""The errors that a user of the training program can mend."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Iterable
 
 class InputError(ValueError):
     """Training cannot start from the given options, data or folder. The message has a single line."""
+
+
+class SaveError(OSError):
+    """A file of a run cannot be written, e.g. on a full disk. The message has a single line."""
 
 
 def near_miss(got: str, choices: Iterable[str]) -> str:

@@ -18,11 +18,13 @@ class History:
     Attributes:
       records: a dict for each line, each with "step"; lines of training have "loss", lines of held-out text
         have "held_out".
+      num_unreadable: number of whole lines that hold no such dict. They are left out.
     """
 
     def __init__(self, path: str | Path, *, upto: int = 0):
         self.path = Path(path)
-        self.records = [r for r in read(self.path) if r["step"] <= upto]
+        found, self.num_unreadable = _read_lines(self.path)
+        self.records = [r for r in found if r["step"] <= upto]
         aside = self.path.with_suffix(".tmp")
         aside.write_text("".join(_line(r) for r in self.records))
         os.replace(aside, self.path)
@@ -47,9 +49,22 @@ class History:
 
 def read(path: str | Path) -> list[dict[str, Any]]:
     """Reads the whole lines of a file, without a half-written last line; a missing file has no lines."""
-    path = Path(path)
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    return _read_lines(Path(path))[0]
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Returns the records of a file, and the number of whole lines without a record."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    records = [record for line in lines if (record := _parse(line)) is not None]
+    return records, len(lines) - len(records)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+import jaxoff
 from models import policy_text
 from models.config import Config
 from models.data import Corpus
@@ -71,14 +73,19 @@ class Options:
         for field in ("warmup", "weight_decay", "seed", "eval_every", "checkpoint_every", "keep"):
             if not getattr(self, field) >= 0:  # also for nan
                 raise InputError(f"{_flag(field)} is at least 0, got {getattr(self, field)}.")
-        for field in ("lr", "clip"):
+        for field in ("lr", "clip", "capacity"):
             if not getattr(self, field) > 0:
                 raise InputError(f"{_flag(field)} is greater than 0, got {getattr(self, field)}.")
+        for field in ("lr", "weight_decay"):
+            if math.isinf(getattr(self, field)):
+                raise InputError(f"{_flag(field)} is a finite number, got {getattr(self, field)}.")
         if self.warmup >= self.steps:
             raise InputError(f"--warmup is less than --steps, got {self.warmup} and {self.steps}.")
         if self.batch % self.accum:
             raise InputError(f"--batch is a multiple of --accum, got {self.batch} and {self.accum}.")
-        policy_text.parse(self.policy)
+        policy, layers = policy_text.parse(self.policy), self.config().num_layers
+        if isinstance(policy, jaxoff.FirstLayers) and policy.count > layers:
+            raise InputError(f"--policy first={policy.count} is more than the model's {layers} layers.")
         if self.layout is not None:
             self.layout.check(self.config(), self.batch // self.accum, self.accum)
         elif self.virtual != 1:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from models.errors import InputError
@@ -82,3 +83,8 @@ def wait_for_all(where: str) -> None:
     """Waits until all processes have called with the same `where`."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(where)
+
+
+def tell_all(value: bool) -> bool:
+    """Returns the first process's value, in every process."""
+    return value if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.bool_(value)))

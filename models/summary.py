@@ -149,7 +149,8 @@ class Summary:
             table.add_row("held-out loss", _in_both(self.held_out[-1][1]))
         table.add_row("byte-frequency model", _in_both(self.byte_frequency))
         kept = f"device {_mb(self.device_bytes)}, host {_mb(self.host_bytes)}"
-        table.add_row("residuals", f"{kept}, recomputed {_mb(self.recompute_bytes)} a microbatch")
+        where = "" if self.peak_bytes is not None else "; on a GPU: on a CPU nothing moves"
+        table.add_row("residuals", f"{kept}, recomputed {_mb(self.recompute_bytes)} a microbatch{where}")
         if self.step_ms is not None:
             table.add_row(
                 "speed",
@@ -171,22 +172,22 @@ class Summary:
 
 
 def _compare_prediction(predicted: Prediction, step_ms: float | None, peak_bytes: int | None) -> str:
-    """Describes a prediction and the measurement."""
-    time = "not measured" if step_ms is None else f"{step_ms:.1f} ms ({predicted.step_ms / step_ms - 1:+.1%})"
+    """Describes a prediction and the measurement; on a CPU, without a peak, the two are not compared."""
+    foretold, budget = _mb(predicted.peak_bytes), _mb(predicted.budget_bytes)
+    step = f"step {predicted.step_ms:.1f} ms on {predicted.device}"
     if peak_bytes is None:
-        peak = "not known on this device"
-    else:
-        peak = f"{_mb(peak_bytes)} ({predicted.peak_bytes / peak_bytes - 1:+.1%})"
-    return (
-        f"step {predicted.step_ms:.1f} ms on {predicted.device}, {time}; peak {_mb(predicted.peak_bytes)} of "
-        f"{_mb(predicted.budget_bytes)}, {peak}"
-    )
+        return f"{step}; peak {foretold} of {budget}; a CPU measures neither"
+    time = "not measured" if step_ms is None else f"{step_ms:.1f} ms ({predicted.step_ms / step_ms - 1:+.1%})"
+    peak = f"{_mb(peak_bytes)} ({predicted.peak_bytes / peak_bytes - 1:+.1%})"
+    return f"{step}, {time}; peak {foretold} of {budget}, {peak}"
 
 
 def _gain(comparison: Comparison) -> str | None:
     ours, twin = comparison.policy, comparison.on_device
     if ours.step_ms is None or twin.step_ms is None:
         return None
+    if "cpu" in (ours.platform, twin.platform):
+        return "none: on a CPU nothing moves, and the two are one program"
     text = f"{(ours.step_ms / twin.step_ms - 1):+.1%} step time"
     if ours.peak_bytes is not None and twin.peak_bytes is not None:
         sign = "-" if twin.peak_bytes >= ours.peak_bytes else "+"

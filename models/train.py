@@ -16,101 +16,28 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 import typer
 from rich.console import Console
 
 import jaxoff
-from models import data, policy_text, summary
-from models.checkpoints import Checkpoints, check_disk
+from models import data, summary
+from models.checkpoints import Checkpoints, check_disk, list_finished, silence_writers
 from models.compare import Comparison, accelerator_installed, compare
+from models.config import PRESETS
 from models.display import Display, make_console
-from models.errors import InputError
-from models.folder import RunFolder, check_same_run, write_json
+from models.errors import InputError, SaveError
+from models.folder import write_json
 from models.history import History
+from models.job import Job, prepare
 from models.loop import DivergedError, Outcome, Stop, Trainer
 from models.options import POLICY, Options, parse_overrides
-from models.parallel import ParallelProgram
 from models.planning import bytes_by_placement, prediction_of, profile_of
 from models.processes import Processes, is_first, wait_for_all
-from models.program import Program
 
-BAD_INPUT, DIVERGED, LOST = 2, 3, 4
+BAD_INPUT, DIVERGED, LOST, NOT_WRITTEN = 2, 3, 4, 5
 
 # The base class of typer's usage errors. Typer bundles click and exports only the derived classes.
 _UsageError: Any = typer.BadParameter.__bases__[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """The checked inputs of a run, before anything is written or put on a device.
-
-    Attributes:
-      options, folder, resume: the user's options.
-      corpus, batches, windows: the data, its batches to train on and its held-out windows (K, B, S + 1).
-      program: computations of the run.
-      again: command to continue the run.
-    """
-
-    options: Options
-    folder: RunFolder
-    resume: bool
-    corpus: data.Corpus
-    batches: data.Batches
-    windows: np.ndarray
-    program: Program
-    again: str
-
-    @property
-    def run(self) -> dict[str, Any]:
-        """The description of the run, JSON-ready; a checkpoint with another "identity" is not resumed."""
-        return {
-            "identity": self.options.identity(self.corpus),
-            "policy": self.options.policy,
-            "versions": summary.versions(),
-        }
-
-    def check_same(self, where: Path, saved: dict[str, Any]) -> None:
-        """Refuses the files of another run."""
-        check_same_run(where, saved["identity"], self.run["identity"])
-
-
-def prepare(
-    options: Options,
-    out: Path,
-    *,
-    resume: bool,
-    again: str,
-    device_gb: float | None = None,
-    device: jaxoff.Device | None = None,
-) -> Job:
-    """Reads the data, checks all inputs, and plans the step if a budget of memory is given.
-
-    Raises:
-      InputError: an input is wrong or contradicts another.
-    """
-    folder = RunFolder(out)
-    folder.check(resume=resume)
-    if options.config().vocab_size < data.VOCABULARY:
-        raise InputError(
-            f"A model of bytes needs vocab_size >= {data.VOCABULARY}, got {options.config().vocab_size}."
-        )
-    corpus = data.load(options.data)
-    batches = data.Batches(corpus.train, options.batch, options.seq, options.seed)
-    kind = Program if options.layout is None else ParallelProgram
-    if device_gb is None:
-        program = kind(options, policy_text.parse(options.policy))
-    else:
-        program = kind(options, None, device_gb * 1e9, device)
-        try:
-            program.plan  # noqa: B018  # raises where nothing fits
-        except ValueError as error:
-            raise InputError(f"--device-gb {device_gb:g}: {error}") from None
-    windows = program.held_out_windows(corpus.held_out)
-    job = Job(options, folder, resume, corpus, batches, windows, program, again)
-    if resume:
-        job.check_same(folder.run_file, folder.saved_run())
-    return job
 
 
 def train(job: Job, console: Console, *, comparison: bool | None) -> int:
@@ -125,28 +52,46 @@ def train(job: Job, console: Console, *, comparison: bool | None) -> int:
       The exit status.
 
     Raises:
-      InputError: a checkpoint belongs to another run, or the next checkpoints will not fit on the disk.
+      InputError: a checkpoint belongs to another run, all checkpoints are damaged, another run uses the
+        folder, or the next checkpoints will not fit on the disk.
     """
     compared = measure_twins(job.options, console, wanted=comparison)
     report = introduce(job, console)
-    present = sum(p.name.isdigit() for p in job.folder.checkpoints.glob("*"))
+    present = len(list_finished(job.folder.checkpoints))
     check_disk(job.folder.path, job.program.state_bytes, keep=job.options.keep, present=present)
     wait_for_all("the folder was found free")
-    if not job.resume and is_first():
-        job.folder.write_run(job.run)
-    with Checkpoints(job.folder.checkpoints, keep=max(1, job.options.keep)) as checkpoints:
-        try:
+    with job.folder.lock() if is_first() else contextlib.nullcontext():
+        return _train_in_folder(job, console, report, compared)
+
+
+def _train_in_folder(job: Job, console: Console, report: jaxoff.Report, compared: Comparison | None) -> int:
+    """Runs a job in a folder that no other run uses. Returns the exit status."""
+    try:
+        if is_first():
+            job.start_folder()
+        with Checkpoints(job.folder.checkpoints, keep=max(1, job.options.keep)) as checkpoints:
             outcome, history, compile_s = run(job, console, checkpoints)
-        except DivergedError as error:
-            good = "none" if checkpoints.latest is None else checkpoints.path(checkpoints.latest)
-            say_error(f"{error}; training stopped; last good checkpoint: {good}")
-            return DIVERGED
-    if outcome.signum is not None:
-        return report_signal(job, console, outcome)
-    if not is_first():
-        return 0
-    finish(job, console, report, outcome, history, compile_s, compared)
+        if outcome.signum is not None:
+            return report_signal(job, console, outcome)
+        if is_first():
+            finish(job, console, report, outcome, history, compile_s, compared)
+    except DivergedError as error:
+        say_error(f"{error}; training stopped; last good checkpoint: {_describe_newest(job)}")
+        return DIVERGED
+    except OSError as error:
+        where = error.filename or job.folder.path
+        why = error if isinstance(error, SaveError) else f"{where} cannot be written: {error.strerror}"
+        say_error(
+            f"{why}; training stopped; last good checkpoint: {_describe_newest(job)}. Once it can be "
+            f"written, go on with: {job.again}"
+        )
+        return NOT_WRITTEN
     return 0
+
+
+def _describe_newest(job: Job) -> str:
+    newest = job.newest_step
+    return "none" if newest is None else str(job.folder.checkpoints.resolve() / str(newest))
 
 
 def measure_twins(options: Options, console: Console, *, wanted: bool | None) -> Comparison | None:
@@ -173,6 +118,10 @@ def introduce(job: Job, console: Console) -> jaxoff.Report:
     cut = ", cut there" if corpus.truncated else ""
     held = f"{len(corpus.held_out):,} held out, {job.windows[..., 1:].size:,} of them measured"
     console.print(f"data     {corpus.nbytes:,} bytes of {corpus.num_files} files{cut}, {held}")
+    for note in corpus.notes:
+        say_warning(f"--data: {note}")
+    if jax.default_backend() == "cpu":
+        console.print("memory   on a CPU nothing moves: the placements below are those of a GPU")
     size = f"{o.batch} x {o.seq} bytes in {o.accum} microbatch{'es' * (o.accum > 1)}"
     console.print(f"run      {o.steps} steps of {size}, into {job.folder.path}", soft_wrap=True, markup=False)
     if program.plan is None:
@@ -188,18 +137,28 @@ def introduce(job: Job, console: Console) -> jaxoff.Report:
 
 def run(job: Job, console: Console, checkpoints: Checkpoints) -> tuple[Outcome, History, float | None]:
     """Takes the remaining steps. Returns the outcome, the losses, and the seconds of compilation."""
-    program, first = job.program, checkpoints.latest or 0
-    if checkpoints.latest is None:
-        state = program.init()
+    program = job.program
+    restored = checkpoints.restore_newest(program.saved_shapes, job.check_same)
+    if restored is None:
+        first, state = 0, program.init()
     else:
-        job.check_same(checkpoints.path(first), checkpoints.run(first))
-        state = program.from_saved(checkpoints.restore(first, program.saved_shapes))
+        first, state = restored.step, program.from_saved(restored.state)
+        if restored.damaged:
+            found = "; ".join(f"{damage}, now {path}" for path, damage in restored.damaged.items())
+            say_warning(f"damaged checkpoints, newest first: {found}; step {first} is sound and is used")
         console.print(f"resumed  after step {first}")
+        if is_first() and (before := job.update_folder()) is not None:
+            steps = job.options.steps
+            console.print(
+                f"further  from {before} to {steps} steps, by the learning rates of a run of {steps}"
+            )
     with contextlib.ExitStack() as stack:
         losses_file = job.folder.losses_file
         if not is_first():
             losses_file = Path(stack.enter_context(tempfile.TemporaryDirectory()), losses_file.name)
         history = stack.enter_context(History(losses_file, upto=first))
+        if history.num_unreadable:
+            say_warning(f"lines without losses in {losses_file}, left out: {history.num_unreadable}")
         if first == job.options.steps:
             return Outcome(state, first, None, []), history, None
         start = time.perf_counter()
@@ -275,13 +234,19 @@ def finish(
     console.print(f"written  {job.folder.summary_file}, {job.folder.picture_file}", soft_wrap=True)
 
 
+def _option(field: str, meaning: str) -> Any:
+    """An option of the command line. Its help ends with the default, or with those of "tiny" and others."""
+    tiny, others = (getattr(Options.of(preset), field) for preset in ("tiny", "nano"))
+    return typer.Option(help=f"{meaning} [{tiny if tiny == others else f'tiny: {tiny}, others: {others}'}].")
+
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command()
 def cli(
     context: typer.Context,
-    preset: Annotated[str, typer.Option(help="Model: a preset of models.Config.")] = "tiny",
+    preset: Annotated[str, typer.Option(help=f"Model: one of {', '.join(PRESETS)}.")] = "tiny",
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the preset.")
     ] = None,
@@ -298,35 +263,40 @@ def cli(
     paths: Annotated[
         list[str] | None, typer.Option("--data", metavar="FILE_OR_DIR", help="Text [this Python's library].")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder [runs/PRESET].")] = None,
+    out: Annotated[str | None, typer.Option(metavar="FOLDER", help="The run's folder [runs/PRESET].")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out from its last checkpoint.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the run in --out from its last checkpoint, a finished run to more --steps.",
+        ),
     ] = False,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences a step.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Bytes a sequence.")] = None,
-    accum: Annotated[int | None, typer.Option(help="Microbatches a step.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    warmup: Annotated[int | None, typer.Option(help="Steps to reach it.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Of matrices.")] = None,
-    clip: Annotated[float | None, typer.Option(help="Largest global norm of a gradient.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights and input order.")] = None,
+    steps: Annotated[int | None, _option("steps", "Optimizer steps")] = None,
+    batch: Annotated[int | None, _option("batch", "Sequences a step")] = None,
+    seq: Annotated[int | None, _option("seq", "Bytes a sequence")] = None,
+    accum: Annotated[int | None, _option("accum", "Microbatches a step")] = None,
+    lr: Annotated[float | None, _option("lr", "Peak learning rate")] = None,
+    warmup: Annotated[int | None, _option("warmup", "Steps to reach it, at most a tenth of --steps")] = None,
+    weight_decay: Annotated[float | None, _option("weight_decay", "Of matrices")] = None,
+    clip: Annotated[float | None, _option("clip", "Largest global norm of a gradient")] = None,
+    seed: Annotated[int | None, _option("seed", "Of weights and input order")] = None,
     eval_every: Annotated[
-        int | None, typer.Option(help="Steps between held-out losses, 0: only the last.")
+        int | None,
+        _option("eval_every", "Steps between held-out losses, 0: only the last"),
     ] = None,
-    eval_batches: Annotated[int | None, typer.Option(help="Microbatches in a held-out loss.")] = None,
+    eval_batches: Annotated[int | None, _option("eval_batches", "Microbatches in a held-out loss")] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints, 0: only the last.")
+        int | None,
+        _option("checkpoint_every", "Steps between checkpoints, 0: only the last"),
     ] = None,
-    keep: Annotated[
-        int | None, typer.Option(help="How many checkpoints to keep, 0: none is written.")
-    ] = None,
+    keep: Annotated[int | None, _option("keep", "How many checkpoints to keep, 0: none is written")] = None,
     mesh: Annotated[
         str | None, typer.Option(help="Devices an axis, of data, fsdp, expert, pipe: data=2,pipe=2.")
     ] = None,
-    virtual: Annotated[int | None, typer.Option(help="Stages of each pipe rank.")] = None,
+    virtual: Annotated[int | None, _option("virtual", "Stages of each pipe rank")] = None,
     capacity: Annotated[
-        float | None, typer.Option(help="Room for rows to experts' devices, 1: what an even router sends.")
+        float | None,
+        _option("capacity", "Room for rows to experts' devices, 1: what an even router sends"),
     ] = None,
     coordinator: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Of the first of several processes.")
@@ -374,7 +344,9 @@ def cli(
         capacity=capacity,
     )
     Processes(coordinator, processes, process).start(os.environ)
-    folder = out or Path("runs", preset)
+    if out == "":
+        raise InputError("--out takes a folder, got ''. Leave it out for runs/PRESET.")
+    folder = Path("runs", preset) if out is None else Path(out)
     profile = None if device is None else profile_of(device)
     job = prepare(options, folder, resume=resume, again=context.obj, device_gb=device_gb, device=profile)
     console = make_console() if is_first() else Console(file=io.StringIO())
@@ -383,7 +355,14 @@ def cli(
 
 def say_error(message: object) -> None:
     """Prints an error as a single line on the standard error."""
-    print("error:", " ".join(str(message).split()), file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print("error:", " ".join(str(message).split()), file=sys.stderr)
+
+
+def say_warning(message: object) -> None:
+    """Prints a warning as a single line on the standard error, once in all processes."""
+    if is_first():
+        print("warning:", " ".join(str(message).split()), file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -394,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0, 2 for bad input, 3 for a loss that is not finite, 4 after another process was
-      lost, 128 + n after signal n.
+      lost, 5 for files that cannot be written, 128 + n after signal n.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     again = shlex.join(
@@ -414,10 +393,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say_error(f"a step failed, as it does when another process ends; --resume goes on: {error}")
         sys.stderr.flush()
         os._exit(LOST)  # an orderly exit would wait for the other processes
+    except OSError as error:  # such as the log, on a full disk
+        say_error(f"{error.filename or 'the output'} cannot be read or written: {error.strerror}")
+        return NOT_WRITTEN
     except typer.Abort:
         say_error("interrupted; checkpoints written before are whole")
         return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":
+    silence_writers()
     sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -99,8 +98,10 @@ def parse_nbytes(value: float | str, name: str) -> float:
         scale = (1024 if unit.endswith("i") else 1000) ** " kMGT".index(unit[:1] or " ")
         nbytes = float(found.group(1)) * scale if found else math.nan
     else:
-        is_number = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
-        nbytes = float(value) if is_number and not isinstance(value, bool) else math.nan
+        try:
+            nbytes = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            nbytes = math.nan
     if not 0 < nbytes < math.inf:
         raise ValueError(f'{name} is a number of bytes above 0, or text such as "60GB"; got {value!r}.')
     return nbytes

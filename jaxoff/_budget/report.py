@@ -137,6 +137,11 @@ class Plan:
         how = f"compiled peak {peak}" if self.is_compiled else f"estimated peak {peak}, not compiled,"
         rows.append(f"{how} of {budget}; {programs} tried; host {format_nbytes(self.host_bytes)}")
         rows.append(f"step about {self.step_ms:.1f} ms on {self.device}")
+        if self.programs and not self.values:
+            rows.append(
+                "No value is placed: the step has no alike layers with a backward pass. A loss is planned as "
+                "jax.value_and_grad(loss)."
+            )
         return "\n".join(rows)
 
 

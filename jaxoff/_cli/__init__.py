@@ -1,7 +1,8 @@
-"""The command line's own code: `python -m jaxoff COMMAND`.
+"""The command line's own code: `jaxoff COMMAND`.
 
 `jaxoff/__main__.py` declares the commands; `load_user_function` imports a user's `MODULE:FUNCTION`, calls the
-function and checks the result: a train step, and its arguments.
+function and checks the result: a train step or loss, and its arguments. `report_errors` tells errors of the
+user's code by the lines of that code.
 
 In: text of the command line. Out: Python objects, or a `ValueError` with the reason.
 

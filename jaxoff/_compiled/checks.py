@@ -36,10 +36,16 @@ def _check_vanished(facts: CompiledFacts, expected: int) -> Iterator[Finding]:
         return
     copied = format_nbytes(facts.d2h_bytes) if facts.d2h_bytes else "nothing"
     wanted = format_nbytes(expected) if expected else "residuals"
+    by_recipe = (
+        ""
+        if facts.copies
+        else "jaxoff.jit takes the copies away, too, where they win no memory: its `recipe` is "
+        "'saved' then, and its `findings` say so. "
+    )
     yield Finding(
         FindingCode.OFFLOAD_VANISHED,
-        f"A call is to copy {wanted} to the host; the compiled program copies {copied}. XLA folds a send to "
-        "the host with its reload where no loop and no barrier stands between the two: keep "
+        f"A call is to copy {wanted} to the host; the compiled program copies {copied}. {by_recipe}XLA "
+        "folds a send to the host with its reload where no loop and no barrier stands between the two: keep "
         "prevent_cse=True in jax.checkpoint around layers outside of a scan, or scan the layers.",
     )
 

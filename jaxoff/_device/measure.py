@@ -42,8 +42,8 @@ def measure_device() -> Device:
         shared_links=tuple(_share_link(n, link) for n, link in shared),
         name=gpus[0].device_kind,
         source=(
-            f"jaxoff.Device.measure(), jax {jax.__version__}, copies of {alone.nbytes} bytes; calibration: "
-            "the H200's"
+            f"measured: jaxoff.Device.measure(), jax {jax.__version__}, copies of {alone.nbytes} bytes; "
+            "calibration: the H200's"
         ),
     )
 

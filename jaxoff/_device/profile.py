@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.resources
 import json
 import numbers
 import os
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxoff._device.calibration import H200_CALIBRATION, Calibration
 from jaxoff._report.near_miss import near_miss
 
 # Of a profile's file in `data/`.
 _SUFFIX = ".json"
-
-
-def _list_profiles() -> list[Traversable]:
-    """The files of the profiles that ship with jaxoff."""
-    folder = importlib.resources.files("jaxoff._device") / "data"
-    return sorted((f for f in folder.iterdir() if f.name.endswith(_SUFFIX)), key=lambda f: f.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +48,7 @@ class Device:
         reads this field: copies in two directions are planned as independent.
       shared_links: the link while several GPUs of the host copy, an entry for each measured number.
       name: the kind of accelerator.
-      source: the origin of the figures.
+      source: the origin of the figures: "measured: ..." or "data sheet: ...".
       calibration: efficiencies of kernels in a training step, fitted to traces. The default is the H200's.
 
     Example:
@@ -88,15 +78,23 @@ class Device:
         """Reads a profile, known to jaxoff or in a file.
 
         Args:
-          name: "h200", "h100", or the path of a file by `save`.
+          name: "h100" or "h200", which were measured; "a100" (80 GB), "b200", "gh200" or "h100-pcie", by
+            their data sheets, as `source` says; or the path of a file by `save`.
 
         Raises:
           ValueError: for an unknown name, and for a file without a profile.
+          TypeError: for other types than text and paths.
           FileNotFoundError: for a path without a file.
         """
-        known = {f.name.removesuffix(_SUFFIX): f for f in _list_profiles()}
+        folder = importlib.resources.files("jaxoff._device") / "data"
+        known = sorted(f.name.removesuffix(_SUFFIX) for f in folder.iterdir() if f.name.endswith(_SUFFIX))
+        if not isinstance(name, str | os.PathLike):
+            raise TypeError(
+                f"A device is one of {', '.join(known)}, or the path of a profile; got {name!r} of type "
+                f"{type(name).__name__}."
+            )
         if name in known:
-            return cls.from_dict(json.loads(known[str(name)].read_text()))
+            return cls.from_dict(json.loads((folder / f"{name}{_SUFFIX}").read_text()))
         path = Path(name)
         if isinstance(name, str) and not path.is_file() and path.name == name:
             raise ValueError(
@@ -195,40 +193,17 @@ class Device:
         return nbytes / self.d2h_gbps / 1e6
 
 
-# The device of programs for a GPU without a profile.
+# The default device of `explain`, `jit`, `scan` and `plan` without a GPU.
 H200 = Device.of("h200")
 
 
-def find_device(device: Device | None = None) -> Device:
-    """A caller's device, or without one the profile of the GPU that programs are traced for.
-
-    That GPU is the one of `Target.tracing`, else the first of this process. A GPU without a profile, and a
-    process without a GPU, have the H200's.
+def checked_device(device: Any) -> Any:
+    """Checks the type of a caller's device, and returns the device, or None.
 
     Raises:
-      TypeError: for other types than `Device`.
+      TypeError: for other types than `Device` and None, e.g. a name.
     """
-    if device is not None:
-        return checked_device(device)
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    kind = jax.devices()[0].device_kind if described is None else described.device_kind
-    return _read_profiles().get(kind, H200)
-
-
-@functools.cache
-def _read_profiles() -> dict[str, Device]:
-    """The profiles that ship with jaxoff, by kind of device."""
-    found = (Device.from_dict(json.loads(f.read_text())) for f in _list_profiles())
-    return {profile.name: profile for profile in found}
-
-
-def checked_device(device: object) -> Device:
-    """Checks the type of a caller's device, and returns the device.
-
-    Raises:
-      TypeError: for other types than `Device`, e.g. a name.
-    """
-    if not isinstance(device, Device):
+    if device is not None and not isinstance(device, Device):
         raise TypeError(
             "device is a jaxoff.Device, such as jaxoff.Device.of('h200') or jaxoff.Device.measure(), "
             f"got {device!r}."

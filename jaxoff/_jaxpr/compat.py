@@ -442,3 +442,9 @@ def jit_keywords(fun: Any) -> dict[str, Any] | None:
     info = getattr(fun, "_jit_info", None)
     names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
     return None if info is None else {name: getattr(info, name) for name in names}
+
+
+def statics_of(fun: Any) -> dict[str, Any]:
+    """`static_argnums` and `static_argnames` of a function of `jax.jit` or `jaxoff.jit`; {} of others."""
+    keywords = jit_keywords(getattr(fun, "_inner", fun)) or {}
+    return {name: value for name, value in keywords.items() if name.startswith("static")}

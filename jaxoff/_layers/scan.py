@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoff._device.profile import Device, find_device
+from jaxoff._device.at_hand import device_or_at_hand
+from jaxoff._device.profile import Device, checked_device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.scopes import LAYER_LOOP, PLAIN_LOOP
 from jaxoff._layers.keep_first import Block, KeepFirstOption, check_keep_first, choose_last_policy
 from jaxoff._policy.combinators import FirstLayers
+from jaxoff._policy.protocol import check_policy
 from jaxoff._report.near_miss import near_miss
 
 compat.exclude_from_source_lines(__file__)
@@ -54,8 +56,7 @@ def scan(
         device holds as many copies as the loop has blocks. Other residuals of the step with the same name,
         shape and dtype stay, too; so do un-named residuals of the same operation on equal shapes.
         `jaxoff.explain` shows the residuals kept.
-      device: speeds of the accelerator and its link, for the estimate of "auto"; None for the GPU at hand, as
-        for `jaxoff.jit`.
+      device: speeds of the accelerator and its link, for the estimate of "auto"; None as for `jaxoff.jit`.
 
     Returns:
       The last carry, and the ys, stacked along a new first axis.
@@ -114,13 +115,16 @@ def scan_by_strategy(
       ValueError: for an unknown strategy.
     """
     check_keep_first(keep_first)
-    device = find_device(device)
+    check_policy(policy)
+    device = device_or_at_hand(checked_device(device))
     if strategy not in get_args(Strategy):
         choices = ", ".join(map(repr, get_args(Strategy)))
         raise ValueError(
             f"strategy must be one of {choices}, got {strategy!r}.{near_miss(strategy, get_args(Strategy))}"
         )
     steps = _read_length(xs, length)
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise TypeError(f"block is a number of steps, a whole number, got {block!r}.")
     if block < 1 or steps % block:
         raise ValueError(f"block must divide the number of steps, {steps}, got {block}.")
     if steps == 0:  # without steps there are no residuals
@@ -187,8 +191,7 @@ def layers(
       policy: a `jaxoff.policy`, any policy of `jax.checkpoint`, or a `jaxoff.FirstLayers` of two policies.
       keep_first: whether the residual offloaded last in each layer stays on the device; as for `jaxoff.scan`,
         with a block for each layer.
-      device: speeds of the accelerator and its link, for the estimate of "auto"; None for the GPU at hand, as
-        for `jaxoff.jit`.
+      device: speeds of the accelerator and its link, for the estimate of "auto"; None as for `jaxoff.jit`.
 
     Returns:
       The output of the last layer.
@@ -207,7 +210,8 @@ def layers(
       (4, 8)
     """
     check_keep_first(keep_first)
-    device = find_device(device)
+    check_policy(policy)
+    device = device_or_at_hand(checked_device(device))
     if callable(functions):
         if params is None:
             raise ValueError("One function for all layers takes (params, x): pass params, one entry a layer.")
@@ -216,6 +220,9 @@ def layers(
         raise ValueError("Several functions take x alone: params go with one function for all layers.")
     else:
         calls = [(function, ()) for function in functions]
+    for function, _ in calls:
+        if not callable(function):
+            raise TypeError(f"layers takes functions, got {function!r} of type {type(function).__name__}.")
     chosen = {}  # function, policy and types of a layer -> policy: equal layers are traced once
     for i, (function, weights) in enumerate(calls):
         given = policy.of(i) if isinstance(policy, FirstLayers) else policy

@@ -110,8 +110,10 @@ def frontier(
       >>> plans[0].peak_bytes < plans[-1].peak_bytes, plans[0].step_ms > plans[-1].step_ms
       (True, True)
     """
-    if not isinstance(points, int) or points < 2:
-        raise ValueError(f"points is how many budgets to plan for, at least 2; got {points!r}.")
+    if isinstance(points, bool) or not isinstance(points, int):
+        raise TypeError(f"points is how many budgets to plan for, a whole number; got {points!r}.")
+    if points < 2:
+        raise ValueError(f"points is how many budgets to plan for, at least 2; got {points}.")
 
     planner = make_planner(fun, args, kwargs, device, compiled)
 

@@ -41,7 +41,7 @@ def plan(
       *args, **kwargs: arguments of `fun`: pytrees of arrays or `jax.ShapeDtypeStruct`s.
       device_bytes, host_bytes, compress: as for `jaxoff.jit`.
       device: a profile, or the name of one that ships with jaxoff, such as "h100"; None is the `jaxoff.jit`
-        function's, or as there.
+        function's, or as for `jaxoff.jit`.
       compiled: whether the memory is the compiler's; None: where there is one.
 
     Returns:
@@ -71,7 +71,8 @@ def plan(
       {'offload'}
     """
     budget = Budget.of(device_bytes, host_bytes, compress)
-    assert budget is not None
+    if budget is None:
+        raise ValueError('device_bytes is a number of bytes above 0, or text such as "60GB"; got None.')
     return make_planner(fun, args, kwargs, device, compiled)(budget)
 
 

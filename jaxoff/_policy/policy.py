@@ -164,6 +164,8 @@ def _count_nbytes(avals) -> int | None:
 
 
 def _sort_patterns(field: str, value: str | Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{field} is a list of names or globs such as 'moe.*', got {value!r}.")
     items = (value,) if isinstance(value, str) else tuple(value)
     for item in items:
         if not isinstance(item, str) or not item:

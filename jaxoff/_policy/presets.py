@@ -206,6 +206,11 @@ _FIELDS = (*LISTS, "unmarked", "min_bytes", "memory_kind")
 
 
 def _call_factory(preset: str, options: dict[str, Any]) -> Policy:
+    if not isinstance(preset, str):
+        raise TypeError(
+            f"The first argument of jaxoff.policy is a preset's name, one of {', '.join(_PRESETS)}; got "
+            f"{preset!r}. Lists of names have keywords: jaxoff.policy(offload=[...], save=[...])."
+        )
     if preset not in _PRESETS:
         raise ValueError(
             f"A preset is one of {', '.join(_PRESETS)}, got {preset!r}.{near_miss(preset, _PRESETS)} "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -93,4 +94,19 @@ def check_choice(subject: str, got: Any, choices: tuple[str, ...]) -> None:
     if got not in choices:
         raise ValueError(
             f"{subject} is one of {', '.join(map(repr, choices))}, got {got!r}.{near_miss(got, choices)}"
+        )
+
+
+def check_policy(policy: Any) -> None:
+    """Checks the type of a policy of `jaxoff.scan` or `jaxoff.layers`.
+
+    Raises:
+      TypeError: for anything but None, a policy by layer, or a callable such as `jaxoff.policy` returns.
+    """
+    is_uncalled = isinstance(policy, FunctionType) and policy.__module__ == "jaxoff._policy.presets"
+    if is_uncalled or not (policy is None or callable(policy) or hasattr(policy, "rest")):
+        raise TypeError(
+            "policy is what jaxoff.policy(...) returns, or another callable (prim, *avals, **params), got "
+            f"{policy!r}. A preset or a list of names is an argument of it: jaxoff.policy('te_v2'), "
+            "jaxoff.policy(offload=['mlp.*'])."
         )

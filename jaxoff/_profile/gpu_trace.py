@@ -241,7 +241,12 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
     with warnings.catch_warnings():  # jaxlib's types of a profile lack `__module__`
         warnings.filterwarnings("ignore", "builtin type .* has no __module__ attribute", DeprecationWarning)
-        events = list(_read_events(ProfileData.from_file(str(_find_file(Path(path))))))
+        file = _find_file(Path(path))
+        try:
+            profile = ProfileData.from_file(str(file))
+        except RuntimeError as error:
+            raise ValueError(f"A trace is a file that jax.profiler.trace wrote; {file}: {error}.") from None
+        events = list(_read_events(profile))
     return Trace(tuple(sorted(events, key=lambda event: (event.start_ms, event.gpu, event.stream))))
 
 

@@ -226,6 +226,8 @@ def _check_arguments(fun: Any, args: tuple[Any, ...], repeats: int, warmup: int,
     if not callable(fun):
         raise TypeError(f"measure runs a function or a compiled program; got {type(fun).__name__}.")
     for name, number, least in (("repeats", repeats, 1), ("warmup", warmup, 0), ("traced", traced, 0)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} is a number of calls, a whole number; got {number!r}.")
         if number < least:
             raise ValueError(f"{name} is a number of calls, {least} or more; got {number}.")
     for path, leaf in jax.tree.leaves_with_path(args):

@@ -32,6 +32,7 @@ class FindingCode(enum.StrEnum):
     # `explain`: the link
     LINK_TOO_SLOW = "link-too-slow"
     OFFLOAD_LATE = "offload-late"
+    DEVICE_NOT_KNOWN = "device-not-known"
     # `jit`: requests of the program, the call, and the recipe of the compiled program
     NOTHING_OFFLOADED = "nothing-offloaded"
     OFFLOAD_NOT_DONE = "offload-not-done"

@@ -22,6 +22,8 @@ def render_findings(findings: tuple[Finding, ...], terminal: bool) -> Iterator[A
 
 def format_nbytes(nbytes: int) -> str:
     """Formats a count of bytes in decimal units (1 kB is 1000 bytes), as vendors of memory do."""
+    if nbytes >= 1e16:
+        return f"{nbytes:.1e} B"
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._device.profile import Device, find_device
+from jaxoff._device.at_hand import AtHand, profile_at_hand
+from jaxoff._device.profile import Device, checked_device
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.statics import list_statics
 from jaxoff._policy.decision import Placement
 from jaxoff._report.finding import Finding
 from jaxoff._report.tables import render_text
@@ -88,13 +90,15 @@ def explain(
     *args,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     device: Device | None = None,
     **kwargs,
 ) -> Report:
     """Reports the residuals of a function, their placements and rules, and problems, before anything runs.
 
-    Host bytes are exact: the bytes of the arrays in host space in the differentiated program. Times are
-    estimates.
+    Host bytes are those of the arrays in host space in the differentiated program. `jaxoff.jit` may add a
+    spare row to each stack of a loop. Times are estimates.
 
     Args:
       fun: a function of arrays, not yet differentiated; see `jaxoff.residuals`.
@@ -102,15 +106,17 @@ def explain(
       argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
         argument.
       has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
-      device: speeds of the accelerator and its link, for estimates of times; None for the GPU at hand, as for
-        `jaxoff.jit`.
+      static_argnums, static_argnames: arguments that are no arrays, as for `jax.jit`. Those of a given
+        function of `jax.jit` or `jaxoff.jit` are known.
+      device: speeds of the accelerator and its link, for estimates of times. None: the GPU at hand, by its
+        profile or by the nearest with a finding; an H200 without a GPU.
 
     Returns:
       A `Report`.
 
     Raises:
-      ValueError: for argnums out of range.
-      TypeError: for a device that is no `jaxoff.Device`.
+      ValueError: for argnums out of range, and for a function without a gradient.
+      TypeError: for a device that is no `jaxoff.Device`, and an argument that is neither an array nor static.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxoff
@@ -125,13 +131,16 @@ def explain(
       rule-matched-nothing: offload='x_inn' matches no name inside its jax.checkpoint. Did you mean 'x_in'?
       The names there are x_in.
     """
-    device = find_device(device)
-    function = TracedFunction.trace(fun, args, kwargs, argnums, has_aux)
+    checked_device(device)
+    statics = list_statics(static_argnums, static_argnames)
+    function = TracedFunction.trace(fun, args, kwargs, argnums, has_aux, statics)
+    function.check_gradient()
     analysis = analyse(function)
     report = Report(tuple(row.residual for row in analysis.rows), collect_findings(analysis, Runtime.read()))
+    at_hand = profile_at_hand() if device is None else AtHand(device)
     has_copies = any(compat.transfer_in(site.eqn) for site in function.sites)
     if has_copies or not report.host_bytes:
         return report  # JAX cannot differentiate the copies of a gradient a second time
-    traffic = estimate_traffic(function.step, device)
-    late = (*find_slow_links(traffic), *find_late_offloads(function.step, device))
+    traffic = estimate_traffic(function.step, at_hand.device)
+    late = (*find_slow_links(traffic), *find_late_offloads(function.step, at_hand.device), *at_hand.findings)
     return dataclasses.replace(report, findings=(*report.findings, *late), traffic=traffic)

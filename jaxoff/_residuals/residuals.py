@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.provenance import Origin, Scope, trace_origin
+from jaxoff._jaxpr.statics import list_statics
 from jaxoff._policy.decision import Decision, Placement, Rule, RuleKind
 from jaxoff._policy.marks import key_of_tag
 from jaxoff._policy.protocol import ask_policy
@@ -54,6 +55,8 @@ def residuals(
     *args,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     **kwargs,
 ) -> tuple[Residual, ...]:
     """Lists the residuals of a function: values kept or recomputed for the backward pass.
@@ -67,12 +70,15 @@ def residuals(
       argnums: the positional arguments to differentiate, as for `jax.grad`. None: every floating-point
         argument.
       has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
+      static_argnums, static_argnames: arguments that are no arrays, as for `jax.jit`. Those of a given
+        function of `jax.jit` or `jaxoff.jit` are known.
 
     Returns:
       A `Residual` for each value: kept values in program order, then recomputed values with a name.
 
     Raises:
-      ValueError: for argnums out of range.
+      ValueError: for argnums out of range, and for a function without a gradient.
+      TypeError: for an argument that is neither an array nor static.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxoff
@@ -84,9 +90,10 @@ def residuals(
       >>> r.name, r.shape, r.count, r.nbytes, r.placement, r.rule
       ('x_in', (8, 64), 12, 12288, 'offload', "offload='x_in'")
     """
-    return tuple(
-        item.residual for item in analyse(TracedFunction.trace(fun, args, kwargs, argnums, has_aux)).rows
-    )
+    statics = list_statics(static_argnums, static_argnames)
+    function = TracedFunction.trace(fun, args, kwargs, argnums, has_aux, statics)
+    function.check_gradient()
+    return tuple(item.residual for item in analyse(function).rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.provenance import Scope
 from jaxoff._jaxpr.stack_slices import splits_stack
+from jaxoff._jaxpr.statics import find_statics
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._policy.marks import TagKey, key_of_tag, record_labels
 
@@ -96,12 +97,29 @@ class TracedFunction:
     labels_called: frozenset[str]
 
     @classmethod
-    def trace(cls, fun: Callable[..., Any], args, kwargs, argnums, has_aux: bool) -> TracedFunction:
+    def trace(
+        cls,
+        fun: Callable[..., Any],
+        args,
+        kwargs,
+        argnums,
+        has_aux: bool,
+        statics: Mapping[str, Any] | None = None,
+    ) -> TracedFunction:
         """Traces a function of pytrees. Arguments as for `jaxoff.residuals`.
 
+        Args:
+          statics: `static_argnums` and `static_argnames`; None for those of a given `jax.jit` function.
+
         Raises:
-          ValueError: for argnums out of range.
+          ValueError: for argnums out of range, and for a function without a floating-point output.
+          TypeError: for an argument that is neither an array nor static, and for a wrong `has_aux`.
         """
+        fixed = find_statics(fun, statics or compat.statics_of(fun))
+        given = args, kwargs
+        args = tuple(None if i in fixed else arg for i, arg in enumerate(args))
+        kwargs = {name: None if name in fixed else arg for name, arg in kwargs.items()}
+        _check_arrays((args, kwargs))
         leaves, tree = jax.tree.flatten((args, kwargs))
         chosen = _select_differentiated(args, kwargs, argnums)
         num_aux = 0
@@ -109,12 +127,18 @@ class TracedFunction:
         def flat(*leaves):
             nonlocal num_aux
             args, kwargs = jax.tree.unflatten(tree, leaves)
-            out = fun(*args, **kwargs)
+            args = [given[0][i] if i in fixed else arg for i, arg in enumerate(args)]
+            out = fun(*args, **{k: given[1][k] if k in fixed else arg for k, arg in kwargs.items()})
             if has_aux:
+                if not isinstance(out, tuple) or len(out) != 2:
+                    raise TypeError(
+                        "has_aux=True is for a function that returns (output, auxiliary), a tuple of two; "
+                        f"got {type(out).__name__}."
+                    )
                 out, aux = out
                 num_aux = len(jax.tree.leaves(aux))
-                return jax.tree.leaves(out), jax.tree.leaves(aux)
-            return jax.tree.leaves(out), []
+                return _check_output(jax.tree.leaves(out)), jax.tree.leaves(aux)
+            return _check_output(jax.tree.leaves(out)), []
 
         with record_labels() as labels:
             primal = jax.make_jaxpr(flat)(*leaves)
@@ -183,6 +207,27 @@ class TracedFunction:
         live, _ = compat.dce_jaxpr(jaxpr, used, instantiate=True)
         return KeptValues(Scope(jaxpr), Scope(live))
 
+    def check_gradient(self) -> None:
+        """Refuses a function with a loop that has no backward pass.
+
+        Raises:
+          ValueError: for a `lax.while_loop`, or a `lax.fori_loop` whose bounds are arguments, on the way from
+            differentiated arguments to the output.
+        """
+        line = next((s.line for s in self.sites if s.eqn.primitive.name == "while"), None)
+        if line is None:
+            return
+        try:
+            self.step  # noqa: B018  # traces the backward pass
+        except ValueError as error:
+            if "Reverse-mode differentiation does not work" not in str(error):
+                raise
+            raise ValueError(
+                f"The function has no gradient, which jax.grad refuses, too: the loop at {line} is a "
+                "lax.while_loop or a lax.fori_loop whose bounds are not Python numbers. Use lax.scan, or "
+                "fori_loop with Python numbers as bounds."
+            ) from None
+
     @property
     def _structs(self) -> list[jax.ShapeDtypeStruct]:
         return [compat.struct_of(v.aval) for v in compat.as_open(self.primal).invars]
@@ -237,6 +282,27 @@ def _group_by[K](sites: tuple[Site, ...], key: Callable[[Site], K]) -> dict[K, l
     for site in sites:
         groups.setdefault(key(site), []).append(site)
     return groups
+
+
+def _check_arrays(tree: Any) -> None:
+    """Refuses leaves of arguments that are no arrays."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+            at = f"{'args' if path[0].idx == 0 else 'kwargs'}{jax.tree_util.keystr(path[1:])}"
+            raise TypeError(
+                f"Arguments are pytrees of arrays; got {leaf!r} of type {type(leaf).__name__} at {at}. "
+                "Give static_argnums or static_argnames, as for jax.jit, or bind it by functools.partial."
+            )
+
+
+def _check_output(leaves: list[Any]) -> list[Any]:
+    """Refuses outputs without a floating-point array, which have no gradient."""
+    if not any(map(_is_inexact, leaves)):
+        kinds = ", ".join(str(jax.typeof(leaf)) for leaf in leaves) or "no array"
+        raise ValueError(
+            f"The function has no gradient: it returns {kinds}, and a gradient is of a floating-point output."
+        )
+    return leaves
 
 
 def _select_differentiated(args, kwargs, argnums) -> tuple[bool, ...]:

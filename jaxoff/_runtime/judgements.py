@@ -87,7 +87,7 @@ def _judge_scheduling_mode(value: str | None, environment: Environment) -> Judge
     if mode == "LHS":
         return "neutral", (
             "Copies captured in a CUDA graph wait in line with the kernels (+23% of a step, scanned layers). "
-            f"jax.jit(..., compiler_options={{'{SCHEDULING_MODE}': 'CONCURRENT'}}) overlaps them."
+            "jaxoff.jit in place of jax.jit overlaps them."
         )
     if mode == "CONCURRENT_REGIONS":
         return (

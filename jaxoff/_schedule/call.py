@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from jaxoff._jaxpr import meshes
+from jaxoff._jaxpr.statics import list_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Call:
 
     def list_paths(self, fun: Callable[..., Any], positions: Sequence[int]) -> list[str]:
         """The paths of leaves of `(args, kwargs)`, such as "state/params/w" in the argument `state`."""
-        names = dict(enumerate(_list_parameters(fun)))
+        names = dict(enumerate(list_parameters(fun)))
 
         def describe(path: tuple[Any, ...]) -> str:
             (_, argument, *rest), is_named = path, path[0].idx == 1
@@ -77,26 +77,6 @@ class Call:
         """Whether the call compiles for GPUs."""
         platforms = {device.platform for s in self._shardings for device in _devices_of(s)}
         return not (platforms or {jax.default_backend()}).isdisjoint({"gpu", "cuda", "rocm"})
-
-
-def find_statics(fun: Callable[..., Any], given: Mapping[str, Any]) -> frozenset[int | str]:
-    """The positions and names of a function's static arguments, each by position and by name as JAX does."""
-    numbers, names = given.get("static_argnums"), given.get("static_argnames")
-    found: set[int | str] = {numbers} if isinstance(numbers, int) else {*(numbers or ())}
-    found |= {names} if isinstance(names, str) else {*(names or ())}
-    parameters = _list_parameters(fun)
-    count = len(parameters)
-    found = {name + count if isinstance(name, int) and name < 0 else name for name in found}
-    pairs = [pair for pair in enumerate(parameters) if not found.isdisjoint(pair)]
-    return frozenset(found.union(*pairs))
-
-
-def _list_parameters(fun: Callable[..., Any]) -> list[str]:
-    """The names of a function's parameters; none for a callable without a signature."""
-    try:
-        return list(inspect.signature(fun).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 def _type_of(leaf: Any) -> Hashable:

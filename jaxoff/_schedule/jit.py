@@ -52,9 +52,9 @@ def jit(
       fun: as for `jax.jit`; without it, a decorator.
       compiler_options: as for `jax.jit`; they win over the ones chosen here. What is known to harm is warned
         of.
-      device: rates of the accelerator and its link, to plan the copies with. None takes the profile of the
-        GPU at hand, or of the one that a `jaxoff.target` describes; an H200's where jaxoff has none. A
-        program on several devices is planned with the link that they share (`Device.sharing`).
+      device: rates of the accelerator and its link, to plan the copies with. None: the GPU at hand, or the
+        one that a `jaxoff.target` describes, by its profile or by the nearest with a finding; an H200
+        without a GPU. A program on several devices is planned with their shared link (`Device.sharing`).
       recipe: the recipe to use instead of a choice; compiles one program.
       tune: whether to choose by time among the recipes within that memory, each also without CUDA graphs
         where its copies are outside of loops. Each of the first steps runs, and waits for, another of these
@@ -91,7 +91,7 @@ def jit(
         objects that are lost (`jaxoff.nnx_jit` keeps them), another recipe than the first.
 
     Raises:
-      TypeError: for a device that is no `jaxoff.Device`.
+      TypeError: for a device that is no `jaxoff.Device`, and for compiler_options that are no mapping.
       BudgetError: at the first call or by `lower`, if no program within `device_bytes` is found.
       ValueError: for an unknown recipe, for `tune` with a recipe or in one of several processes, for
         `device_bytes` together with either, and at the first call for "fit" without a single GPU process.
@@ -122,7 +122,12 @@ def jit(
             compress=compress,
             **kwargs,
         )
-    options, rates = dict(compiler_options or {}), None if device is None else checked_device(device)
+    if not isinstance(compiler_options, Mapping | None):
+        raise TypeError(
+            "compiler_options maps names to values, such as {'xla_gpu_enable_command_buffer': ''}; "
+            f"got {compiler_options!r}."
+        )
+    options, rates = dict(compiler_options or {}), checked_device(device)
     if recipe is not None and tune:
         raise ValueError(
             f"recipe= insists on one recipe, tune=True compares several; got recipe={recipe!r} and both."

@@ -17,13 +17,15 @@ from jax.core import Tracer
 
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan
-from jaxoff._device.profile import Device, find_device
+from jaxoff._device.at_hand import device_or_at_hand, profile_at_hand
+from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
+from jaxoff._jaxpr.statics import find_statics
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._runtime.program_memory import program_nbytes_if_compiled
-from jaxoff._schedule.call import Call, find_statics, list_donated
+from jaxoff._schedule.call import Call, list_donated
 from jaxoff._schedule.faults import FAULTS, describe_fault
 from jaxoff._schedule.guards import refuse_what_fails
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
@@ -31,7 +33,7 @@ from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.settings import Setting, add_without_graphs, list_settings
 from jaxoff._schedule.sharding_marks import find_loop_shardings
-from jaxoff._schedule.traced import Traced
+from jaxoff._schedule.traced import ProbedError, Traced
 from jaxoff._schedule.tuning import (
     Tuning,
     find_fastest,
@@ -47,8 +49,7 @@ from jaxoff._state.hosted import Hosted, describe_on_device, has_host_arrays, li
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
 
-# `jax.jit = jaxoff.jit` must not make this module call itself.
-_jax_jit = jax.jit
+_jax_jit = jax.jit  # `jax.jit = jaxoff.jit` must not make this module call itself
 # Beginnings of paths of jaxoff, of JAX and of context managers: a warning names the caller of these.
 _OWN_FILES = (
     *(os.path.dirname(package) for package in (os.path.dirname(__file__), jax.__file__)),
@@ -56,18 +57,11 @@ _OWN_FILES = (
 )
 
 
-class _ProbedError(Exception):
-    """Ends a trace whose only purpose was the program, with `(signature, given, shapes, findings)`."""
-
-    def __init__(self, *found: Any):
-        self.found = found
-
-
 class Jitted:
     """What `jaxoff.jit` returns; see there.
 
     JAX takes compiler options before a trace, and the program decides them. So the first call with new types
-    of arguments traces the user's function in a probe that ends with `_ProbedError`; the settings that are
+    of arguments traces the user's function in a probe that ends with `ProbedError`; the settings that are
     tried, and the setting that is chosen, take over the traced program. The user's function runs once.
 
     Attributes:
@@ -101,11 +95,6 @@ class Jitted:
         self.plan: Plan | None = None
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
-    @property
-    def device(self) -> Device:
-        """The rates by which copies and budgets are planned."""
-        return find_device(self._device)
-
     def __call__(self, *args, **kwargs):
         call = self._call(args, kwargs)
         if call.is_traced:
@@ -119,6 +108,11 @@ class Jitted:
             return self._take_timed_step(call, tuning)
         with self._settle(call) as jitted:
             return jitted(*args, **kwargs)
+
+    @property
+    def device(self) -> Device:
+        """The rates by which copies and budgets are planned."""
+        return device_or_at_hand(self._device)
 
     def lower(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).lower`; `compile` uses the recipe and the options chosen."""
@@ -159,14 +153,15 @@ class Jitted:
         """As `jax.jit(fun).clear_cache`."""
         for jitted in (self._inner, *self._instances.values()):
             jitted.clear_cache()
-        self._chosen.clear()
-        self._tunings.clear()
-        self._timed.clear()
-        self._instances.clear()
+        for kept in (self._chosen, self._tunings, self._timed, self._instances):
+            kept.clear()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds the function to an instance, as a method of a class."""
         return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"jaxoff.jit({self._fun!r})"
 
     def _cache_size(self) -> int:
         return sum(jitted._cache_size() for jitted in (self._inner, *self._instances.values()))
@@ -205,12 +200,14 @@ class Jitted:
         if traced is None:
             try:
                 self._find_instance(call, None).trace(*call.args, **call.kwargs)
-                raise AssertionError("a probe ends with _ProbedError")
-            except _ProbedError as error:
+                raise AssertionError("a probe ends with ProbedError")
+            except ProbedError as error:
                 signature, given, shapes, findings = error.found
             program = self._rewrite(call, signature, given, shapes)
             traced = Traced(signature, given, shapes, program, findings)
-            self._report(traced.findings)
+            unknown = profile_at_hand().findings if self._device is None else ()
+            is_planned = program.scanned or program.flat or self._budget
+            self._report((*traced.findings, *(unknown if is_planned else ())))
         self._probed.traced = traced if traced.is_reusable else None
         try:
             yield traced
@@ -454,7 +451,7 @@ class Jitted:
                 findings = watch.find(closed)
                 closed = merge_nested_loops(closed, with_copies=True)
                 if setting is None:
-                    raise _ProbedError(signature, closed, shapes, findings)
+                    raise ProbedError(signature, closed, shapes, findings)
                 program = rewrite(closed, self._share_link(devices), one_device=devices == 1)
                 made = Traced(signature, closed, shapes, program)
             if setting is None:

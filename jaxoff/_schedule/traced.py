@@ -13,6 +13,13 @@ from jaxoff._schedule.recipes import Recipe
 from jaxoff._schedule.rewrite import Rewritten
 
 
+class ProbedError(Exception):
+    """Ends a trace whose only purpose was the program, with `(signature, given, shapes, findings)`."""
+
+    def __init__(self, *found: Any):
+        self.found = found
+
+
 @dataclasses.dataclass(frozen=True)
 class Traced:
     """A traced and rewritten program, for the later attempts of one call.

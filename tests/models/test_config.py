@@ -11,7 +11,7 @@ from flax import nnx
 from models import LM, Config
 from models.config import ParamCounts
 
-PRESETS = ("tiny", "nano", "mixtral", "dsv3")
+PRESETS = ("tiny", "nano", "mixtral", "dsv3", "llama3_8b", "llama3_1b")
 
 
 def real_count(config):
@@ -30,11 +30,17 @@ def real_count(config):
         ("mixtral", {}),
         ("dsv3", {}),
         ("dsv3", dict(num_experts=64, num_layers=61, first_k_dense=3)),
+        ("llama3_1b", {}),
+        ("llama3_8b", dict(num_layers=3)),
     ],
 )
 def test_param_counts_equal_the_parameters(preset, overrides):
     config = Config.preset(preset, **overrides)
     assert config.param_counts().total == real_count(config)
+
+
+def test_llama_has_its_published_parameters():
+    assert Config.preset("llama3_8b").param_counts().total == 8_030_261_248
 
 
 def test_active_parameters_leave_out_the_experts_not_chosen():
@@ -105,7 +111,7 @@ def test_dtypes_are_kept_as_text():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (dict(top_k=9), "top_k must be from 1 to num_experts, got c.top_k=9 and c.num_experts=8"),
+        (dict(top_k=9), "top_k must be from 1 to num_experts, got top_k=9 and num_experts=8"),
         (dict(top_k=0), "top_k must be from 1"),
         (dict(num_kv_heads=3), "num_heads must be a multiple of num_kv_heads"),
         (dict(head_dim=7), "head_dim must be even"),
@@ -129,7 +135,7 @@ def test_what_does_not_fit_is_refused(overrides, message):
 
 def test_unknown_preset_and_field_name_the_near_miss():
     with pytest.raises(
-        ValueError, match="'tiny', 'nano', 'mixtral', 'dsv3', got 'mixtal'; did you mean 'mixtral'"
+        ValueError, match="'dsv3', 'llama3_8b', 'llama3_1b', got 'mixtal'; did you mean 'mixtral'"
     ):
         Config.preset("mixtal")
     with pytest.raises(TypeError, match="no field 'n_layers'; did you mean 'num_layers'"):

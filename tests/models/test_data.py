@@ -1,6 +1,7 @@
 """The corpus, its split, and the order of batches."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +158,40 @@ def test_a_folder_gives_its_text_files_sorted_at_any_depth(tmp_path: Path):
 def test_a_file_asked_for_by_name_may_hold_any_bytes(tmp_path: Path):
     (tmp_path / "image.bin").write_bytes(bytes(range(256)) * 10)
     assert data.load([tmp_path / "image.bin"]).nbytes == 2560
+
+
+def test_what_is_no_text_or_cannot_be_read_is_said(tmp_path: Path, monkeypatch):
+    (tmp_path / "image.bin").write_bytes(bytes(range(256)) * 10)
+    for name in "abcd":
+        (tmp_path / name).write_bytes(b"text\0text")
+    (tmp_path / "good").write_text("good text")
+    (named,) = data.load([tmp_path / "image.bin"]).notes
+    assert named == f"{tmp_path}/image.bin looks like no text: it has a zero byte. Its bytes are trained on."
+    (note,) = data.load([tmp_path]).notes
+    assert (
+        note == f"{tmp_path}/a (no text), {tmp_path}/b (no text), {tmp_path}/c (no text) and 2 more left out."
+    )
+    assert data.load([tmp_path / "good"]).notes == ()
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "a").write_bytes(b"\0")
+    with pytest.raises(InputError, match=r"a \(no text\) left out. Of a folder, text files at any depth"):
+        data.load([tmp_path / "only"])
+
+    def scan_refused(folder):  # a folder that this user may not read, also where the user is root
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(data.os, "scandir", scan_refused)
+    with pytest.raises(InputError, match=r"can be read, got .*: Permission denied"):
+        data.load([tmp_path])
+
+
+def test_pipes_devices_and_no_name_are_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(InputError, match="a pipe or a device"):
+            data.load([path])
+    with pytest.raises(InputError, match="got ''"):
+        data.load([""])
 
 
 def test_another_text_has_another_hash(tmp_path: Path):

@@ -38,3 +38,12 @@ def test_a_file_cut_anywhere_gives_its_whole_lines(tmp_path_factory, cut):
     whole = '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n'
     path.write_text(whole[:cut])
     assert [r["step"] for r in history.read(path)] == [1, 2][: whole[:cut].count("\n")]
+
+
+def test_lines_without_losses_are_left_out_and_counted(tmp_path: Path):
+    path = tmp_path / "losses.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 1.0}\ngarbage\n[2]\n\xff\n{"step": 2, "loss": 2.0}\n')
+    with History(path, upto=9) as losses:
+        assert losses.num_unreadable == 3
+        assert losses.of("loss") == [(1, 1.0), (2, 2.0)]
+    assert path.read_text() == '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n'

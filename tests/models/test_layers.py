@@ -17,6 +17,7 @@ from models.layers import (
     matmul,
     rope,
     squared_relu,
+    swiglu,
 )
 
 EXACT = Config.preset("tiny", dtype="float32")
@@ -73,6 +74,31 @@ def test_squared_relu_and_its_gradient_from_the_result_alone():
     value, gradient = jax.vmap(jax.value_and_grad(lambda z: squared_relu(z, "mlp.act")))(z)
     np.testing.assert_allclose(value, np.maximum(z, 0) ** 2, rtol=1e-6)
     np.testing.assert_allclose(gradient, 2 * np.maximum(z, 0), rtol=1e-5)
+
+
+def test_swiglu_and_its_gradient_equal_the_formula():
+    z, da = normal(0, 5, 16), normal(1, 5, 8)
+
+    def formula(z):
+        gate, up = jnp.split(z, 2, axis=-1)
+        return jax.nn.silu(gate) * up
+
+    (a, pull), (want, pull_want) = jax.vjp(lambda z: swiglu(z, "act"), z), jax.vjp(formula, z)
+    np.testing.assert_allclose(np.asarray(a), np.asarray(want), rtol=1e-6)
+    np.testing.assert_allclose(pull(da)[0], pull_want(da)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(12, 4), (12, 5), (7, 4)])
+def test_a_gated_mlp_in_chunks_equals_the_whole(length, chunk):
+    config = Config.preset("tiny", d_model=16, dtype="float32")
+    mlp, whole = (MLP(config, 24, "act", activation="swiglu", chunk=c, rngs=nnx.Rngs(0)) for c in (chunk, 0))
+    x = normal(0, 2, length, 16)
+    jaxpr = str(jax.make_jaxpr(mlp)(x))
+    assert "scan" in jaxpr and f"{length},48" not in jaxpr  # no activation of the whole sequence
+    np.testing.assert_allclose(mlp(x), whole(x), rtol=1e-5, atol=1e-6)
+    grads, want = (nnx.grad(lambda m: jnp.sum(m(x) ** 2))(m) for m in (mlp, whole))
+    for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_mlp_equals_the_formula():

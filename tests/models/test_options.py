@@ -27,7 +27,7 @@ CORPUS = Corpus(np.zeros(9, np.uint8), np.zeros(1, np.uint8), 1, 10, False, "a" 
         (dict(batch=6, accum=4), "--batch is a multiple of --accum, got 6 and 4"),
         (dict(policy="te_v3"), "te_v2"),
         (dict(seq=1025), "--seq is at most the model's max_seq_len, 1024, got 1025"),
-        (dict(preset="tinny"), "'tiny', 'nano', 'mixtral', 'dsv3', got 'tinny'.*'tiny'"),
+        (dict(preset="tinny"), "'dsv3', 'llama3_8b', 'llama3_1b', got 'tinny'.*'tiny'"),
         (dict(overrides={"num_layers": -1}), "num_layers must be greater than 0"),
     ],
 )
@@ -80,6 +80,30 @@ def test_what_decides_the_weights_decides_the_identity(changes, line):
     assert line in differences(saved, now)
     with pytest.raises(InputError, match=line):
         check_same_run("checkpoint 3", saved, now)
+
+
+def test_a_finished_run_may_take_more_steps():
+    saved, more = (Options.of("tiny", steps=steps).identity(CORPUS) for steps in (60, 80))
+    assert differences(saved, more) == ["steps was 60, is 80", "warmup was 6, is 8"]
+    check_same_run("checkpoint 60", saved, more, done=60)
+    for done, now in ((40, more), (None, more), (60, more | {"seed": 1}), (80, more | {"steps": 50})):
+        with pytest.raises(InputError, match="steps was 60, is"):
+            check_same_run("checkpoint", saved, now, done)
+    with pytest.raises(InputError, match="has finished its --steps 60 can be trained further"):
+        check_same_run("checkpoint 40", saved, more, done=40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(lr=float("inf")), "--lr is a finite number, got inf"),
+        (dict(capacity=0.0), "--capacity is greater than 0, got 0.0"),
+        (dict(policy="first=4 | te_v2 | save=moe.*"), "first=4 is more than the model's 3 layers"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        Options.of("tiny", **changes)
 
 
 def test_other_data_is_another_run():

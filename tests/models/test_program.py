@@ -69,3 +69,50 @@ def test_the_step_moves_what_explain_says(layers):
     args = p.state_shapes, jax.ShapeDtypeStruct((1, *p.microbatch_shape.shape), jnp.int32)
     assert placement.nbytes(placement.host_arrays(p._step, *args)) == p.explain().host_bytes > 0
     assert p.explain().findings == ()
+
+
+LLAMA = [
+    *("vocab_size=256", "d_model=256", "num_layers=4", "num_heads=4", "num_kv_heads=2", "head_dim=64"),
+    *("d_ff=1024", "mlp_chunk=32", "logits_chunk=32"),
+]
+
+
+def llama(device_bytes=None, **overrides):
+    chosen = parse_overrides([*LLAMA, *(f"{k}={v}" for k, v in overrides.items())])
+    return Program(Options.of("llama3_1b", overrides=chosen, batch=2, seq=64), None, device_bytes)
+
+
+def test_weights_in_16_bits_follow_masters_in_float32():
+    p = llama()
+    state = p.init()
+    drawn = tokens(p)
+    new, metrics = p.compiled_step(state, drawn)
+    assert {x.dtype.name for x in jax.tree.leaves(new["params"])} == {"bfloat16"}
+    for master, weight in zip(jax.tree.leaves(new["masters"]), jax.tree.leaves(new["params"]), strict=True):
+        assert master.dtype == jnp.float32
+        np.testing.assert_array_equal(master.astype(jnp.bfloat16), weight)
+    pairs = zip(*map(jax.tree.leaves, (new["masters"], p.init()["masters"])), strict=True)
+    assert all(bool((a != b).any()) for a, b in pairs)
+    assert "masters" not in llama(param_dtype="float32").state_shapes
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_budget_keeps_masters_and_moments_on_the_host_from_the_first_step_on():
+    """And the norm of the new weights, which the step returns, is no obstacle."""
+    plain = llama()
+    p = llama(device_bytes=0.75 * plain.state_bytes)
+    state, want = p.init(), plain.init()
+    assert p.plan is not None
+    assert p.plan.host_bytes > 0.3 * plain.state_bytes
+    kinds = {jax.tree_util.keystr(k): x.sharding.memory_kind for k, x in jax.tree.leaves_with_path(state)}
+    on_host = {k for k, kind in kinds.items() if kind == "pinned_host"}
+    assert any("masters" in k for k in on_host) and any("mu" in k for k in on_host)
+    assert not any("params" in k for k in on_host)
+    jax.tree.map(np.testing.assert_array_equal, state, want)
+    assert jax.tree.map(lambda s: s.sharding.memory_kind, p.saved_shapes) == jax.tree.map(
+        lambda x: x.sharding.memory_kind, state
+    )
+    drawn = tokens(p)
+    (state, metrics), (want, expected) = p.compiled_step(state, drawn), plain.compiled_step(want, drawn)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-3)
+    np.testing.assert_allclose(metrics["param_norm"], expected["param_norm"], rtol=1e-4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from models.compare import Comparison, Measurement
-from models.summary import ASCII_BLOCKS, BLOCKS, Summary, draw, environment, sparkline, versions
+from models.summary import ASCII_BLOCKS, BLOCKS, Prediction, Summary, draw, environment, sparkline, versions
 from models.work import Work
 
 LOSSES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300)
@@ -119,6 +119,14 @@ def test_the_comparison_says_what_the_policy_gains():
     assert "100.0 ms a step, 20,480 tokens/s, peak 40.00 GB" in text
     assert "+1.0% step time, -10.00 GB peak device memory" in text
     assert "peak device memory    31.00 GB" in text
+
+
+def test_on_a_cpu_no_difference_is_printed():
+    twins = Comparison(Measurement("cpu", 101.0), Measurement("cpu", 100.0))
+    text = shown(summary(comparison=twins, predicted=Prediction("NVIDIA H200", 24.9, 10**9, 0, 2 * 10**9)))
+    assert "%" not in text
+    assert "none: on a CPU nothing moves" in text
+    assert "step 24.9 ms on NVIDIA H200; peak 1.00 GB of 2.00 GB; a CPU measures neither" in text
 
 
 def test_a_twin_that_did_not_fit_is_told():

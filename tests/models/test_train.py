@@ -1,8 +1,5 @@
 """The training program, run as its users run it."""
 
-import argparse
-import dataclasses
-import io
 import json
 import os
 import shlex
@@ -11,35 +8,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from models import train
-from models.checkpoints import Checkpoints
 from models.compare import accelerator_installed
 from models.compare import compare as compare_twins
-from models.display import Display
 from models.history import read
 from models.options import Options, parse_overrides
 from models.program import Program
+from tests.models.runs import MODEL, NUMBERS, STEPS, Ended, at_step, in_process, one_error_line, snapshot
 
-MODEL = [
-    "d_model=16",
-    "num_layers=1",
-    "first_k_dense=0",
-    "num_heads=2",
-    "num_kv_heads=1",
-    "head_dim=8",
-    "num_experts=4",
-]
-MODEL += ["d_expert=16", "d_shared=0"]
-STEPS = 120
-NUMBERS: dict[str, Any] = dict(
-    steps=STEPS, batch=4, seq=16, accum=2, eval_every=40, checkpoint_every=40, eval_batches=8, lr=1e-2
-)
 # The program, killed once it has shown step 50 and written a checkpoint. The last argument is its folder.
 DIES_AT_STEP_50 = """
 import os, pathlib, runpy, signal, sys, time
@@ -54,108 +34,7 @@ def show_and_die(self, step, metrics, time_ms):
 Display.show_step = show_and_die
 runpy.run_module("models.train", run_name="__main__", alter_sys=True)
 """
-SETTINGS = [word for field in MODEL for word in ("--set", field)]
-SETTINGS += [word for key, value in NUMBERS.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    """A file of real text that no other test changes."""
-    path = tmp_path_factory.mktemp("data") / "text.py"
-    path.write_bytes(Path(argparse.__file__).read_bytes()[:60_000])
-    return path
-
-
-@pytest.fixture(scope="module")
-def arguments(text: Path) -> list[str]:
-    return [*SETTINGS, "--data", str(text), "--no-compare"]
-
-
-@dataclasses.dataclass
-class Ended:
-    """A run that has ended: its folder, exit status and what it wrote."""
-
-    out: Path
-    status: int
-    stdout: str
-    stderr: str
-
-    @property
-    def losses(self) -> list[dict[str, Any]]:
-        return read(self.out / "losses.jsonl")
-
-    def weights(self, step: int = STEPS) -> list[bytes]:
-        """The bytes of every array of a saved state."""
-        options = Options.of("tiny", overrides=parse_overrides(MODEL), **NUMBERS)
-        with Checkpoints(self.out / "checkpoints", keep=9) as checkpoints:
-            state = checkpoints.restore(step, Program(options, None).state_shapes)
-        assert int(state["step"]) == step
-        return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once():
-    """Runs of this process with the same computations share what was compiled for the first."""
-    reports, steps, losses = {}, {}, {}
-    explain, compiled_step, compile_held_out = (
-        Program.explain,
-        Program.__dict__["compiled_step"].func,
-        Program.compile_held_out,
-    )
-
-    def once(made, make, program, *args):
-        options = dataclasses.replace(program.options, checkpoint_every=0, eval_every=0, keep=0, data=())
-        key = repr((options, program.policy, [(x.shape, x.dtype) for x in args]))
-        if key not in made:
-            made[key] = make(program, *args)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "explain", lambda self: once(reports, explain, self))
-        patch.setattr(Program, "compiled_step", property(lambda self: once(steps, compiled_step, self)))
-        patch.setattr(
-            Program, "compile_held_out", lambda self, windows: once(losses, compile_held_out, self, windows)
-        )
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(arguments, tmp_path_factory) -> Ended:
-    """A run from the first step to the last."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    return in_process([*arguments, "--out", str(out)], out)
-
-
-def in_process(words: list[str], out: Path) -> Ended:
-    """Runs the program here, with its output captured."""
-    with pytest.MonkeyPatch.context() as patch:
-        stdout, stderr = io.StringIO(), io.StringIO()
-        patch.setattr(sys, "stdout", stdout)
-        patch.setattr(sys, "stderr", stderr)
-        status = train.main(words)
-    return Ended(out, status, stdout.getvalue(), stderr.getvalue())
-
-
-def at_step(patch: pytest.MonkeyPatch, step: int, signum: int) -> None:
-    """Sends this process a signal once a run has shown a step."""
-    show_step = Display.show_step
-
-    def show_and_signal(self, shown, metrics, time_ms):
-        show_step(self, shown, metrics, time_ms)
-        if shown == step:
-            signal.raise_signal(signum)
-
-    patch.setattr(Display, "show_step", show_and_signal)
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def one_error_line(ended: Ended) -> str:
-    assert ended.stderr.startswith("error: ")
-    assert ended.stderr.count("\n") == 1
-    return ended.stderr
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 def test_a_run_prints_what_it_does_learns_and_writes_a_summary(whole: Ended):

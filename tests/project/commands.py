@@ -1,8 +1,8 @@
 """Checks the shell commands of a Markdown file: which are known, and what is done with each.
 
-Ours (`python -m jaxoff`, `python -m models.train`) are parsed by their own command lines, and run: training
-with few steps, in a folder of links to the checkout. The others (installing, tests, lint) are checked for the
-names that they use: extras, groups, markers, paths.
+Ours (`jaxoff` or `python -m jaxoff`, `python -m models.train`) are parsed by their own command lines, and
+run: training with few steps, in a folder of links to the checkout. The others (installing, tests, lint) are
+checked for the names that they use: extras, groups, markers, paths.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def understand(words: Sequence[str]) -> Program | None:
                 rest = rest[1 + takes_value :]
             _check_uv_options(options, rest)
             return _tool(rest, tuple(variables))
-        case ["python" | "python3", *_]:
+        case ["python" | "python3" | "jaxoff", *_]:
             return _tool(words, tuple(variables))
         case [path, *_] if "/" in path:
             _check_path(path, executable=True)
@@ -114,6 +114,8 @@ def _tool(words: Sequence[str], variables: tuple[tuple[str, str], ...]) -> Progr
     match list(words):
         case ["pytest", *rest] | ["python" | "python3", "-m", "pytest", *rest]:
             return _check_pytest(rest)
+        case ["jaxoff", *rest]:
+            return _parsed(Program("jaxoff", tuple(rest), variables))
         case ["python" | "python3", "-m", module, *rest] if module in TYPER_APPS:
             return _parsed(Program(module, tuple(rest), variables))
         case ["python" | "python3", path, *_] if path.endswith(".py"):

@@ -102,11 +102,13 @@ JAX_PLATFORMS=cpu uv run --extra cuda13 python -m models.train \\
     --steps 7
 uv run ruff check .
 python -m jaxoff doctor --json
+jaxoff plan train:setup --device-gb 60
 .ci/run
 """
     assert [program for program in understood(code) if program is not None] == [
         commands.Program("models.train", ("--steps", "7"), (("JAX_PLATFORMS", "cpu"),)),
         commands.Program("jaxoff", ("doctor", "--json")),
+        commands.Program("jaxoff", ("plan", "train:setup", "--device-gb", "60")),
     ]
     assert understood("$ uv run pytest\n\n$ python -m jaxoff doctor", "console")[0] is None
 

@@ -195,10 +195,28 @@ def test_the_command_line_without_its_extra_says_how_to_install_it(python):
     done = subprocess.run(command, env=as_a_reader(), capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "error: python -m jaxoff needs typer, which is not installed. pip install 'jaxoff[cli]' adds it.\n"
+        "error: the command jaxoff needs typer, which is not installed. pip install 'jaxoff[cli]' adds it.\n"
     )
 
 
 def test_the_command_line_works_with_its_extra(make_environment):
     python = make_environment(extra="cli")
-    assert "python -m jaxoff" in run(python, "-I", "-m", "jaxoff", "--help", cwd=python.parents[2])
+    script, cwd = python.parent / "jaxoff", python.parents[2]
+    (cwd / "mine.py").write_text("def setup():\n    return 1 / 0\n")
+    assert run(script, "--version", cwd=cwd) == f"jaxoff {project()['version']}\n"
+    assert run(script, "--help", cwd=cwd) == run(python, "-I", "-m", "jaxoff", "--help", cwd=cwd)
+    done = subprocess.run(
+        [script, "plan", "mine:setup", "--device-gb", "1"],
+        cwd=cwd,
+        env=as_a_reader(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1:] == [
+        f'  File "{cwd}/mine.py", line 2, in setup',
+        "    return 1 / 0",
+        "           ~~^~~",
+        "ZeroDivisionError: division by zero",
+    ]

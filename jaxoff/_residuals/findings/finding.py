@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -87,6 +88,8 @@ class Entry:
         names = ", ".join(sorted(labels))
         listed = f"The names there are {names}." if labels else "There are no names there."
         near = near_miss(self.pattern, labels)
+        if self.pattern in labels:  # whose brackets or stars the glob does not match
+            near = f" Brackets are those of a glob: {glob.escape(self.pattern)!r} is the name itself."
         yield Finding(
             FindingCode.RULE_MATCHED_NOTHING,
             f"{self.field}={self.pattern!r} matches no name {where}.{near} {listed}",

@@ -392,3 +392,9 @@ def test_what_xla_computes_again_by_itself_is_found():
     (finding,) = find_faults(facts, 0)
     assert finding.code == "computed-again" and "a.remat, b.remat2.1 (2 in all)" in finding.message
     assert json.loads(json.dumps(facts.to_dict()))["computed_again"] == list(names)
+
+
+def test_a_program_without_copies_may_be_the_recipe_of_jit():
+    nothing = CompiledFacts(0, 0, 0, None, "LHS", (), ())
+    (finding,) = [f for f in find_faults(nothing, 1000) if f.code == "offload-vanished"]
+    assert "copies nothing. jaxoff.jit takes the copies away, too" in finding.message

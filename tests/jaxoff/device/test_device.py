@@ -1,17 +1,21 @@
 """Profiles of devices: those that are shipped, those of files, and those that are measured."""
 
 import dataclasses
+import functools
 import json
+import warnings
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxoff
 from jaxoff import Device, SharedLink
+from jaxoff._device import at_hand
+from jaxoff._device.at_hand import KINDS, AtHand, find_profile
 from jaxoff._device.calibration import Constant
 from jaxoff._device.measure import matrix_flops, memory_gbps
-from jaxoff._device.profile import find_device
 from jaxoff._runtime.link import measure_links
 
 PROFILE = Device(
@@ -40,15 +44,15 @@ def test_a_program_is_planned_for_the_gpu_that_it_is_for():
         (),
         abstract_device=AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="cuda"),
     )
-    assert jitted.device == find_device() == Device.of("h200")  # a CPU has no profile
+    assert jitted.device == Device.of("h200")  # a CPU has no profile
     with jax.sharding.use_abstract_mesh(mesh):
-        assert jitted.device == find_device() == Device.of("h100")
-        assert jaxoff.jit(jax.numpy.sin, device=PROFILE).device == find_device(PROFILE) == PROFILE
+        assert jitted.device == Device.of("h100")
+        assert jaxoff.jit(jax.numpy.sin, device=PROFILE).device == PROFILE
 
 
 @pytest.mark.gpu
 def test_the_gpu_at_hand_is_the_default():
-    assert find_device().name == jax.devices()[0].device_kind
+    assert jaxoff.jit(jax.numpy.sin).device.name == jax.devices()[0].device_kind
 
 
 def test_the_h100s_profile_is_what_one_measured():
@@ -57,6 +61,83 @@ def test_the_h100s_profile_is_what_one_measured():
     assert (h100.name, h100.both_gbps, h100.shared_links) == ("NVIDIA H100 80GB HBM3", 85.4, ())
     assert "calibration: the H200's" in h100.source
     assert h100.calibration == Device.of("h200").calibration
+
+
+@pytest.mark.parametrize("name", ["a100", "b200", "gh200", "h100", "h100-pcie", "h200"])
+def test_every_profile_says_whether_it_was_measured(name):
+    device = Device.of(name)
+    origin = "measured" if name in ("h100", "h200") else "data sheet"
+    assert device.source.startswith(f"{origin}: ")
+    assert KINDS[device.name] == name
+    assert find_profile(device.name, "") == AtHand(device)
+
+
+def test_data_sheets_are_scaled_by_the_shares_of_measured_cards():
+    b200, a100 = Device.of("b200"), Device.of("a100")
+    assert (b200.flops, b200.memory_gbps, b200.d2h_gbps) == (round(0.658 * 2250) * 1e12, 0.85 * 8000, 50.2)
+    assert (a100.flops, a100.memory_gbps, a100.d2h_gbps) == (round(0.658 * 312) * 1e12, 1733, 25.1)
+    # The shares of the two measured cards, by 989.4 TFLOP/s, 3350 and 4800 GB/s, and 64 GB/s.
+    measured = [(Device.of(name), memory) for name, memory in (("h100", 3350), ("h200", 4800))]
+    assert sum(d.flops / 989.4e12 for d, _ in measured) / 2 == pytest.approx(0.658, abs=1e-3)
+    assert sum(d.memory_gbps / memory for d, memory in measured) / 2 == pytest.approx(0.85, abs=5e-3)
+    assert sum(d.d2h_gbps / 64 for d, _ in measured) / 2 == pytest.approx(0.785, abs=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "nearest"),
+    [
+        ("NVIDIA H100 NVL", "9.0", "NVIDIA H100 80GB HBM3 (measured)"),
+        ("NVIDIA H20", "9.0", "NVIDIA H200 (measured)"),
+        ("NVIDIA GB200", "10.0", "NVIDIA B200 (data sheet)"),
+        ("NVIDIA GH200 144G HBM3e", "9.0", "NVIDIA GH200 480GB (data sheet)"),
+        ("NVIDIA RTX PRO 6000", "10.3", "NVIDIA B200 (data sheet)"),
+        ("NVIDIA L40", "8.9", "NVIDIA A100-SXM4-80GB (data sheet)"),
+        ("Tesla T4", "7.5", "NVIDIA A100-SXM4-80GB (data sheet)"),
+    ],
+)
+def test_another_card_is_planned_by_the_nearest_with_a_finding(kind, capability, nearest):
+    found = find_profile(kind, capability)
+    (finding,) = found.findings
+    assert finding.code == "device-not-known"
+    assert f"No profile of the {kind} at hand" in finding.message
+    assert f"nearest, {nearest}. jaxoff.Device.measure()" in finding.message
+    assert found.device.name == nearest.partition(" (")[0]
+
+
+class Card:
+    device_kind, compute_capability, process_index, platform = "NVIDIA L40", "8.9", 0, "gpu"
+
+
+def test_the_card_at_hand_is_the_default(monkeypatch):
+    """On a machine whose JAX says that it has a GPU without a profile."""
+    a100 = Device.of("a100")
+    w = jnp.ones((3, 64, 64))
+
+    def layer(x, w):
+        return jnp.tanh(jaxoff.name(x, "x_in") @ w), None
+
+    def loss(w, device=None):
+        policy = jaxoff.policy(offload=["x_in"])
+        return jaxoff.scan(layer, w[0], w, policy=policy, device=device)[0].sum()
+
+    assert jaxoff.jit(loss).device == Device.of("h200")
+    monkeypatch.setattr(at_hand.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(at_hand.jax, "local_devices", lambda: [Card()])
+    report = jaxoff.explain(functools.partial(loss, device=a100), w)
+    assert report.findings[-1].code == "device-not-known"
+    assert report.traffic == jaxoff.explain(functools.partial(loss, device=a100), w, device=a100).traffic
+    assert "device-not-known" not in {f.code for f in jaxoff.explain(loss, w, device=a100).findings}
+    step = jaxoff.jit(jax.grad(loss))
+    assert step.device == a100
+    monkeypatch.undo()
+    monkeypatch.setattr("jaxoff._schedule.jitted.profile_at_hand", lambda: find_profile("NVIDIA L40", "8.9"))
+    with pytest.warns(UserWarning, match="device-not-known: No profile of the NVIDIA L40 at hand"):
+        step(w)
+    assert [f.code for f in step.findings] == ["device-not-known"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxoff.jit(jax.grad(loss), device=a100)(w)
+        jaxoff.jit(lambda w: w + 1)(w)  # copies nothing, so that no rate matters
 
 
 def test_every_fitted_constant_says_its_unit_and_its_origin():
@@ -103,7 +184,8 @@ def test_a_link_is_shared_with_the_next_measured_number_of_gpus(gpus, rates):
 
 
 def test_bad_input_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"one of h100, h200, or the path .* got 'h20'. Did you mean 'h200'"):
+    known = "a100, b200, gh200, h100, h100-pcie, h200"
+    with pytest.raises(ValueError, match=rf"one of {known}, or the path .* got 'h20'. Did you mean 'h200'"):
         Device.of("h20")
     with pytest.raises(FileNotFoundError):
         Device.of(tmp_path / "nowhere.json")

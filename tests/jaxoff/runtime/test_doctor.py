@@ -204,6 +204,11 @@ def test_optimization_levels_that_pipeline_host_copies(level):
     assert codes(changed(config={"jax_optimization_level": "O0"})) == []
 
 
+def test_what_overlaps_copies_is_named():
+    why = setting("xla_gpu_command_buffer_scheduling_mode", HEALTHY).why
+    assert "jaxoff.jit in place of jax.jit overlaps them" in why
+
+
 def test_remat3_loses_names():
     assert codes(changed(config={"jax_remat3": "True"})) == ["harmful-setting"]
 
