@@ -121,16 +121,31 @@ class Program:
         return {"donate_argnums": 0, "device_bytes": self.device_bytes, "device": self.device}
 
     def init(self) -> State:
-        """Computes the state before the first step: within a budget array by array, each where it rests."""
-        if self.plan is None:
+        """Computes the state before the first step.
+
+        With state on the host, parts of the state one after the other, so that the device never has all.
+        """
+        places, tree = jax.tree.flatten(None if self.plan is None else self.plan.in_shardings[0])
+        if self.device_bytes is None or all(place.memory_kind == "device" for place in places):
             return jax.jit(self._init)()
-        places, tree = jax.tree.flatten(self.plan.in_shardings[0])
-        return tree.unflatten(
-            jax.block_until_ready(
-                jax.jit(lambda i=i: jax.tree.leaves(self._init())[i], out_shardings=place)()
-            )
-            for i, place in enumerate(places)
-        )
+        parts: list[list[int]] = [[]]
+        for i, shape in enumerate(jax.tree.leaves(self.state_shapes)):
+            if parts[-1] and _nbytes([shape]) + self._nbytes_of(parts[-1]) > self.device_bytes / 4:
+                parts.append([])
+            parts[-1].append(i)
+        made: list[jax.Array] = []
+        for part in parts:
+
+            def make(part: list[int] = part) -> list[jax.Array]:
+                leaves = jax.tree.leaves(self._init())
+                return [leaves[i] for i in part]
+
+            made += jax.block_until_ready(jax.jit(make, out_shardings=[places[i] for i in part])())
+        return tree.unflatten(made)
+
+    def _nbytes_of(self, leaves: list[int]) -> int:
+        shapes = jax.tree.leaves(self.state_shapes)
+        return _nbytes([shapes[i] for i in leaves])
 
     @functools.cached_property
     def step(self) -> Any:
