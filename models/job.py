@@ -83,6 +83,7 @@ def prepare(
     resume: bool,
     again: str,
     device_gb: float | None = None,
+    host_gb: float | None = None,
     device: jaxoff.Device | None = None,
 ) -> Job:
     """Reads the data, checks all inputs, and plans the step if a budget of memory is given.
@@ -102,7 +103,8 @@ def prepare(
     if device_gb is None:
         program = kind(options, policy_text.parse(options.policy))
     else:
-        program = kind(options, None, device_gb * 1e9, device)
+        host_bytes = None if host_gb is None else host_gb * 1e9
+        program = kind(options, None, device_gb * 1e9, device, host_bytes)
         try:
             program.plan  # noqa: B018  # raises where nothing fits
         except ValueError as error:

@@ -38,13 +38,15 @@ class Program:
       options: checked options.
       policy: a policy of JAX's protocol, or None.
       device_bytes: budget of each device's memory, within which `jaxoff.jit` places each value; or None.
-      device: profile of the device, for the budget; None for an H200's.
+      device: profile of the device, for the budget; None for the GPU at hand.
+      host_bytes: the most host memory within the budget; None for any.
     """
 
     options: Options
     policy: Callable[..., Any] | None
     device_bytes: float | None = None
     device: jaxoff.Device | None = None
+    host_bytes: float | None = None
 
     @functools.cached_property
     def config(self) -> Config:
@@ -118,7 +120,8 @@ class Program:
 
     @property
     def _jit_options(self) -> dict[str, Any]:
-        return {"donate_argnums": 0, "device_bytes": self.device_bytes, "device": self.device}
+        budget = {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes}
+        return {"donate_argnums": 0, "device": self.device, **budget}
 
     def init(self) -> State:
         """Computes the state before the first step.

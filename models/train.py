@@ -257,6 +257,9 @@ def cli(
     device_gb: Annotated[
         float | None, typer.Option(help="Plan where residuals live, in so many GB of device memory.")
     ] = None,
+    host_gb: Annotated[
+        float | None, typer.Option(help="And in so many GB of host memory at most [any].")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="What to plan for: a shipped profile or the path of one [h200].")
     ] = None,
@@ -315,8 +318,9 @@ def cli(
     """Train a mixture-of-experts language model on bytes of text, with chosen activations in host memory."""
     if policy is not None and device_gb is not None:
         raise InputError("--device-gb plans where residuals live, so it takes no --policy; give one of them.")
-    if device is not None and device_gb is None:
-        raise InputError("--device is what --device-gb plans for; give --device-gb, too.")
+    for name, given in (("--device", device), ("--host-gb", host_gb)):
+        if given is not None and device_gb is None:
+            raise InputError(f"{name} goes with --device-gb; give --device-gb, too.")
     if comparison and device_gb is not None:
         raise InputError(
             "--compare measures before the device is in use, which --device-gb compiles on; leave one out."
@@ -348,7 +352,8 @@ def cli(
         raise InputError("--out takes a folder, got ''. Leave it out for runs/PRESET.")
     folder = Path("runs", preset) if out is None else Path(out)
     profile = None if device is None else profile_of(device)
-    job = prepare(options, folder, resume=resume, again=context.obj, device_gb=device_gb, device=profile)
+    budget: dict[str, Any] = {"device_gb": device_gb, "host_gb": host_gb, "device": profile}
+    job = prepare(options, folder, resume=resume, again=context.obj, **budget)
     console = make_console() if is_first() else Console(file=io.StringIO())
     return train(job, console, comparison=False if device_gb is not None else comparison)
 
