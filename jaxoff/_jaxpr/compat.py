@@ -437,14 +437,13 @@ def is_shard_map(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "shard_map"
 
 
-def jit_keywords(fun: Any) -> dict[str, Any] | None:
-    """The static and donated arguments of a function of `jax.jit`, as keywords; None for other functions."""
+def jit_keywords(fun: Any) -> dict[str, Any]:
+    """The static and donated arguments of a function of `jax.jit`, as its keywords; {} of others."""
     info = getattr(fun, "_jit_info", None)
     names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
-    return None if info is None else {name: getattr(info, name) for name in names}
+    return {} if info is None else {name: getattr(info, name) for name in names}
 
 
 def statics_of(fun: Any) -> dict[str, Any]:
     """`static_argnums` and `static_argnames` of a function of `jax.jit` or `jaxoff.jit`; {} of others."""
-    keywords = jit_keywords(getattr(fun, "_inner", fun)) or {}
-    return {name: value for name, value in keywords.items() if name.startswith("static")}
+    return {k: v for k, v in jit_keywords(getattr(fun, "_inner", fun)).items() if k.startswith("static")}

@@ -123,4 +123,4 @@ def _jit(fun: Callable[..., Any], device: Device | None) -> Jitted:
     """A `jaxoff.jit` function with the donations and static arguments of a function, for a device."""
     if isinstance(fun, Jitted):
         return fun.within(None, device)
-    return jit(fun, device=device, **(compat.jit_keywords(fun) or {}))  # calls of `fun` cannot donate
+    return jit(fun, device=device, **compat.jit_keywords(fun))  # calls of `fun` cannot donate

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._report.finding import Finding, FindingCode
+from jaxoff._schedule.rewrite import Rewritten, rewrite
+from jaxoff._schedule.sharding_marks import find_loop_shardings
 
 # What a rewriting of a program raises by mistake. It refuses a program by ValueError or RuntimeError.
 FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError)
@@ -21,3 +26,23 @@ def describe_fault(fault: BaseException, doing: str) -> Finding:
         "it is written. Results are right; copies may not overlap, and memory is that of jax.jit. Please "
         "report the program.",
     )
+
+
+def rewrite_safely(
+    given: ClosedJaxpr,
+    device: Device,
+    *,
+    one_device: bool,
+    compile_marked: Callable[[ClosedJaxpr], None] | None,
+) -> tuple[Rewritten, list[Finding]]:
+    """`rewrite`, or the program as it is given with the finding of a fault.
+
+    Args:
+      given, device, one_device: as for `rewrite`.
+      compile_marked: compiles a program with marks, to learn how the compiler divides its loops; or None.
+    """
+    try:
+        shardings = None if compile_marked is None else find_loop_shardings(given, compile_marked)
+        return rewrite(given, device, one_device=one_device, shardings=shardings), []
+    except FAULTS as fault:
+        return Rewritten.as_given(given), [describe_fault(fault, "the order of its copies")]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import threading
 import types
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,15 +22,15 @@ from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._jaxpr.statics import find_statics
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
+from jaxoff._report.warn import warn_of
 from jaxoff._runtime.program_memory import program_nbytes_if_compiled
 from jaxoff._schedule.call import Call, list_donated
-from jaxoff._schedule.faults import FAULTS, describe_fault
+from jaxoff._schedule.faults import rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.settings import Setting, add_without_graphs, list_settings
-from jaxoff._schedule.sharding_marks import find_loop_shardings
 from jaxoff._schedule.traced import ProbedError, Traced
 from jaxoff._schedule.tuning import (
     Tuning,
@@ -50,11 +48,6 @@ from jaxoff._state.hosted import Hosted, describe_on_device, has_host_arrays, li
 type _Unmet = dict[Setting, tuple[Finding, ...]]
 
 _jax_jit = jax.jit  # `jax.jit = jaxoff.jit` must not make this module call itself
-# Beginnings of paths of jaxoff, of JAX and of context managers: a warning names the caller of these.
-_OWN_FILES = (
-    *(os.path.dirname(package) for package in (os.path.dirname(__file__), jax.__file__)),
-    contextlib.__file__.removesuffix(".py"),
-)
 
 
 class Jitted:
@@ -141,8 +134,7 @@ class Jitted:
             with self._settle(call) as jitted:
                 return jitted.trace(*args, **kwargs)
         with self._probe(call) as traced:
-            setting = self._chosen.get(call.key) or self._list_settings(call, traced)[0]
-            self._latest = setting
+            self._latest = setting = self._chosen.get(call.key) or self._list_settings(call, traced)[0]
             return self._find_instance(call, setting).trace(*args, **kwargs)
 
     def eval_shape(self, *args, **kwargs) -> Any:
@@ -216,21 +208,19 @@ class Jitted:
 
     def _rewrite(self, call: Call, signature: Any, given: compat.ClosedJaxpr, shapes: Any) -> Rewritten:
         """Rewrites a call's program; asks the compiler how it divides the loops, where it may."""
-        device, one_device = self._share_link(call.devices), call.devices == 1
-        rewrite_for = functools.partial(rewrite, given, device, one_device=one_device)
 
         def compile_marked(marked: compat.ClosedJaxpr) -> None:
             self._probed.traced = Traced(signature, marked, shapes, Rewritten.as_given(marked))
             stock = self._overlapped(call.devices, Setting(Recipe.STOCK, ()))
             _jax_jit(stock, **self._kwargs).lower(*call.args, **call.kwargs).compile()
 
-        try:
-            if one_device or compat.holds_tracers(given):
-                return rewrite_for()
-            return rewrite_for(shardings=find_loop_shardings(given, compile_marked))
-        except FAULTS as fault:
-            self._report([describe_fault(fault, "the order of its copies")])
-            return Rewritten.as_given(given)
+        divided = call.devices > 1 and not compat.holds_tracers(given)
+        device = self._share_link(call.devices)
+        program, findings = rewrite_safely(
+            given, device, one_device=call.devices == 1, compile_marked=compile_marked if divided else None
+        )
+        self._report(findings)
+        return program
 
     def _share_link(self, devices: int) -> Device:
         """The rates of one of several devices."""
@@ -247,9 +237,8 @@ class Jitted:
             return self._compile(call, traced, unmet, settings[recipe])
 
         recipe, candidates = choose_recipe([*settings], compile_recipe, several_devices=call.devices > 1)
-        finding = find_fallback(recipe, candidates)
-        self._report([finding] if finding is not None else [])
-        self._report(unmet.get(settings[recipe], ()))
+        findings = [find_fallback(recipe, candidates), *unmet.get(settings[recipe], ())]
+        self._report(finding for finding in findings if finding is not None)
         return settings[recipe]
 
     def _compile(self, call: Call, traced: Traced, unmet: _Unmet, setting: Setting) -> jax.stages.Compiled:
@@ -286,11 +275,8 @@ class Jitted:
             nbytes = program_nbytes_if_compiled(self._lower(call, setting).compile)
             return Written(setting, nbytes, traced.follow(setting.recipe))
 
-        device = self._share_link(call.devices)
-        paths, find_donated = (
-            call.list_paths(self._fun, traced.signature[1]),
-            functools.partial(self._find_donated, call, traced),
-        )
+        device, paths = self._share_link(call.devices), call.list_paths(self._fun, traced.signature[1])
+        find_donated = functools.partial(self._find_donated, call, traced)
         within = find_within(
             twin,
             call,
@@ -305,8 +291,8 @@ class Jitted:
         )
         self._report(within.findings)
         on_host = within.instance.on_host if isinstance(within.instance, Hosted) else ()
-        shardings = list_shardings(call.args, on_host)
-        self.plan = dataclasses.replace(within.plan, step=self, in_shardings=shardings)
+        places = list_shardings(call.args, on_host)
+        self.plan = dataclasses.replace(within.plan, step=self, in_shardings=places)
         if within.instance is not None:
             self._instances[call.key, within.setting] = within.instance
         return within.setting
@@ -326,8 +312,7 @@ class Jitted:
         device, paths = self._share_link(call.devices), call.list_paths(self._fun, traced.signature[1])
 
         def estimate(budget: Budget) -> Plan:
-            budget = budget.resolve((args, kwargs))
-            plan = estimate_within(twin, call, device, budget, paths, donated)
+            plan = estimate_within(twin, call, device, budget.resolve((args, kwargs)), paths, donated)
             return dataclasses.replace(plan, step=self.within(budget))
 
         return estimate
@@ -384,15 +369,14 @@ class Jitted:
         """Chooses the setting of a tuned call."""
         self._latest = self._chosen[call.key] = setting
         self._timed.add(call.key)
-        self._report(find_saved(setting, self.tuned))
-        self._report(unmet.get(setting, ()))
+        self._report([*find_saved(setting, self.tuned), *unmet.get(setting, ())])
 
     def _report(self, findings: Iterable[Finding]) -> None:
         """Adds findings to `findings`, and warns of each the first time, on the line of the user's call."""
         for finding in findings:
             if finding not in self.findings:
                 self.findings += (finding,)
-                warnings.warn(str(finding), skip_file_prefixes=_OWN_FILES)
+                warn_of(finding)
 
     def _list_settings(self, call: Call, traced: Traced) -> list[Setting]:
         """The settings for a program, the preferred one first; a single one where nothing is to choose."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoff
-from jaxoff._schedule import jitted, within_budget
+from jaxoff._schedule import faults, within_budget
 
 
 def step(w, x):
@@ -24,7 +24,7 @@ def fail(*args, **kwargs):
 
 
 def test_a_step_that_cannot_be_rewritten_runs_as_written(monkeypatch):
-    monkeypatch.setattr(jitted, "rewrite", fail)
+    monkeypatch.setattr(faults, "rewrite", fail)
     ours = jaxoff.jit(step)
     with pytest.warns(UserWarning, match="runs-as-written: .*KeyError: 'a variable' at .*test_faults.py"):
         result = ours(*ARGS)
