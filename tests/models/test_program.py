@@ -7,6 +7,7 @@ import pytest
 
 from jaxoff._runtime.flags import DISABLED_PASSES, SCHEDULING_MODE
 from models import policy_text
+from models.checkpoints import Checkpoints
 from models.options import POLICY, Options, parse_overrides
 from models.program import Program
 from tests.jaxoff.policy import placement
@@ -116,3 +117,23 @@ def test_a_budget_keeps_masters_and_moments_on_the_host_from_the_first_step_on()
     (state, metrics), (want, expected) = p.compiled_step(state, drawn), plain.compiled_step(want, drawn)
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-3)
     np.testing.assert_allclose(metrics["param_norm"], expected["param_norm"], rtol=1e-4)
+
+
+def test_state_on_the_host_is_saved_and_restored_where_it_rests(tmp_path):
+    """By orbax, while the step that donates it goes on; the next step has the bits of the unbroken run."""
+    p = llama(device_bytes=0.75 * llama().state_bytes)
+    state, drawn = p.init(), tokens(p)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        state, _ = p.compiled_step(state, drawn)
+        checkpoints.save(1, p.saved_form(state), {})
+        state, unbroken = p.compiled_step(state, drawn)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        restored = p.from_saved(checkpoints.restore(1, p.saved_shapes))
+    kinds, wanted = (
+        jax.tree.map(lambda x: x.sharding.memory_kind, tree) for tree in (restored, p.saved_shapes)
+    )
+    assert kinds == wanted
+    assert "pinned_host" in jax.tree.leaves(kinds)
+    again, resumed = p.compiled_step(restored, drawn)
+    assert resumed["loss"] == unbroken["loss"]
+    jax.tree.map(np.testing.assert_array_equal, again, state)
