@@ -72,19 +72,16 @@ def test_the_step_moves_what_explain_says(layers):
     assert p.explain().findings == ()
 
 
-LLAMA = [
-    *("vocab_size=256", "d_model=256", "num_layers=4", "num_heads=4", "num_kv_heads=2", "head_dim=64"),
-    *("d_ff=1024", "mlp_chunk=32", "logits_chunk=32"),
-]
+LLAMA = dict(vocab_size=256, d_model=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, d_ff=1024)
 
 
 def llama(device_bytes=None, **overrides):
-    chosen = parse_overrides([*LLAMA, *(f"{k}={v}" for k, v in overrides.items())])
+    chosen = {**LLAMA, "mlp_chunk": 32, "logits_chunk": 32, **overrides}
     return Program(Options.of("llama3_1b", overrides=chosen, batch=2, seq=64), None, device_bytes)
 
 
 def test_weights_in_16_bits_follow_masters_in_float32():
-    p = llama()
+    p = llama(num_layers=2, d_model=64, head_dim=16, d_ff=96)
     state = p.init()
     drawn = tokens(p)
     new, metrics = p.compiled_step(state, drawn)
@@ -98,6 +95,7 @@ def test_weights_in_16_bits_follow_masters_in_float32():
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.long
 def test_a_budget_keeps_masters_and_moments_on_the_host_from_the_first_step_on():
     """And the norm of the new weights, which the step returns, is no obstacle."""
     plain = llama()
@@ -119,6 +117,7 @@ def test_a_budget_keeps_masters_and_moments_on_the_host_from_the_first_step_on()
     np.testing.assert_allclose(metrics["param_norm"], expected["param_norm"], rtol=1e-4)
 
 
+@pytest.mark.long
 def test_state_on_the_host_is_saved_and_restored_where_it_rests(tmp_path):
     """By orbax, while the step that donates it goes on; the next step has the bits of the unbroken run."""
     p = llama(device_bytes=0.75 * llama().state_bytes)
