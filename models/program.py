@@ -131,9 +131,9 @@ class Program:
         places, tree = jax.tree.flatten(None if self.plan is None else self.plan.in_shardings[0])
         if self.device_bytes is None or all(place.memory_kind == "device" for place in places):
             return jax.jit(self._init)()
-        parts: list[list[int]] = [[]]
-        for i, shape in enumerate(jax.tree.leaves(self.state_shapes)):
-            if parts[-1] and _nbytes([shape]) + self._nbytes_of(parts[-1]) > self.device_bytes / 4:
+        shapes, parts = jax.tree.leaves(self.state_shapes), [[0]]
+        for i in range(1, len(shapes)):
+            if _nbytes([shapes[k] for k in (*parts[-1], i)]) > self.device_bytes / 4:
                 parts.append([])
             parts[-1].append(i)
         made: list[jax.Array] = []
@@ -145,10 +145,6 @@ class Program:
 
             made += jax.block_until_ready(jax.jit(make, out_shardings=[places[i] for i in part])())
         return tree.unflatten(made)
-
-    def _nbytes_of(self, leaves: list[int]) -> int:
-        shapes = jax.tree.leaves(self.state_shapes)
-        return _nbytes([shapes[i] for i in leaves])
 
     @functools.cached_property
     def step(self) -> Any:

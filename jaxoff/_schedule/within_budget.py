@@ -60,41 +60,6 @@ def find_within(
 ) -> Within:
     """Finds the step within a budget; after a fault of jaxoff the step as the user wrote it, if it fits.
 
-    Arguments as for `_search`, and `refusals`, XLA's reasons for the programs that it did not compile.
-
-    Raises:
-      BudgetError: if no program fits.
-    """
-    try:
-        return _search(
-            twin, call, traced, device, budget, compile_program, compile_written, paths, find_donated
-        )
-    except BudgetError as error:
-        if error.smallest_bytes is None and refusals:
-            raise BudgetError(f"{error} XLA says: {refusals[0]}", None) from None
-        raise
-    except FAULTS as fault:
-        written, finding = compile_written(), describe_fault(fault, "the search for a program in its budget")
-        if written.nbytes > budget.device_nbytes:
-            nbytes = format_nbytes(int(written.nbytes)) if math.isfinite(written.nbytes) else "too much"
-            text = f"no program fits: the step as it is written takes {nbytes}. {finding.message}"
-            raise BudgetError(text, None) from fault
-        return dataclasses.replace(_as_written(written, traced, budget, device), findings=(finding,))
-
-
-def _search(
-    twin: ClosedJaxpr,
-    call: Call,
-    traced: Traced,
-    device: Device,
-    budget: Budget,
-    compile_program: Callable[..., tuple[float, _Made]],
-    compile_written: Callable[[], Written],
-    paths: Sequence[str],
-    find_donated: Callable[[], list[bool]],
-) -> Within:
-    """Finds the step within a budget.
-
     The fastest placements that fit come first, then the step as the user wrote it, then placements with state
     on the host.
 
@@ -108,36 +73,53 @@ def _search(
       compile_written: compiles the step as the user wrote it.
       paths: the name of each argument.
       find_donated: for each argument, whether the program may reuse its memory.
+      refusals: XLA's reasons for the programs that it did not compile.
 
     Raises:
       BudgetError: if no program fits.
     """
 
     def find(closed: ClosedJaxpr, budget: Budget) -> Tried[_Made]:
-        search = functools.partial(find_fitting, closed, device, budget, devices=call.devices)
+        fit = functools.partial(find_fitting, closed, device, budget, devices=call.devices)
         try:  # the preferred recipe hides the copies best, others may take less memory
-            return search(functools.partial(compile_program, smallest=False))
+            return fit(functools.partial(compile_program, smallest=False))
         except BudgetError:
             if not call.is_on_gpu:
                 raise
-            return search(functools.partial(compile_program, smallest=True))
+            return fit(functools.partial(compile_program, smallest=True))
 
     arguments = compat.nbytes_of(twin.jaxpr.invars)
     find_state = functools.cache(lambda: State.find(twin, find_donated()))
+
+    def search() -> Within:
+        try:
+            if _may_host_state(call) and arguments > budget.device_nbytes and find_state().updates:
+                raise BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", arguments)
+            return _make_within(find(twin, budget), budget, device)
+        except BudgetError as error:
+            if arguments <= call.devices * budget.device_nbytes:
+                written = compile_written()
+                if written.nbytes <= budget.device_nbytes:
+                    return _as_written(written, traced, budget, device)
+            if not _may_host_state(call):
+                raise
+            found, hosted = find_state().search(paths, device, budget, error, find)
+            within = _make_within(found, budget, device)
+            return dataclasses.replace(within, plan=hosted.add_to(within.plan))
+
     try:
-        if _may_host_state(call) and arguments > budget.device_nbytes and find_state().updates:
-            raise BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", arguments)
-        return _make_within(find(twin, budget), budget, device)
+        return search()
     except BudgetError as error:
-        if arguments <= call.devices * budget.device_nbytes:
-            written = compile_written()
-            if written.nbytes <= budget.device_nbytes:
-                return _as_written(written, traced, budget, device)
-        if not _may_host_state(call):
-            raise
-        found, hosted = find_state().search(paths, device, budget, error, find)
-        within = _make_within(found, budget, device)
-        return dataclasses.replace(within, plan=hosted.add_to(within.plan))
+        if error.smallest_bytes is None and refusals:
+            raise BudgetError(f"{error} XLA says: {refusals[0]}", None) from None
+        raise
+    except FAULTS as fault:
+        written, finding = compile_written(), describe_fault(fault, "the search for a program in its budget")
+        if written.nbytes > budget.device_nbytes:
+            nbytes = format_nbytes(int(written.nbytes)) if math.isfinite(written.nbytes) else "too much"
+            text = f"no program fits: the step as it is written takes {nbytes}. {finding.message}"
+            raise BudgetError(text, None) from fault
+        return dataclasses.replace(_as_written(written, traced, budget, device), findings=(finding,))
 
 
 def estimate_within(
