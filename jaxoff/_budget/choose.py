@@ -78,8 +78,9 @@ class Costs:
         for i in graph.kernels:
             times[i] = step_kernel_ms(graph, i, device)
         rest = KernelGraph(pair.rest, frozenset(v for v in pair.outs if isinstance(v, Var)))
-        # Values of weights and constants alone are conversions and the like: cheap to repeat.
-        depends = mark_dependents(pair.eqns, set(pair.carried))
+        # Values of weights and constants alone are conversions and the like: cheap to repeat. Which operands
+        # of a section are weights is not known.
+        depends = [pair.is_section or d for d in mark_dependents(pair.eqns, set(pair.carried))]
         layers = [eqn for eqn, does in zip(pair.eqns, depends, strict=True) if does and not eqn.effects]
         values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars)]
         nbytes = {v: compat.nbytes(v.aval) for v in values if hasattr(v.aval, "shape") and v not in pair.free}
@@ -188,7 +189,7 @@ def choose_placements(
     Args:
       costs: of each pair of loops.
       device: rates.
-      device_nbytes: the most memory of kept values on the device, all iterations together.
+      device_nbytes: the most memory of kept values on the device, as counted by `saved_nbytes`.
       host_nbytes: the most memory of kept values on the host; None for any.
 
     Returns:
@@ -197,10 +198,12 @@ def choose_placements(
     if not costs:
         return [], 0.0
     program = IntegerProgram(_MB)
-    memory: list[tuple[int, float]] = []
+    memory: list[list[tuple[int, float]]] = [[] for _ in costs]
     host: list[tuple[int, float]] = []
-    chosen = [_add_pair(program, cost, device, memory, host) for cost in costs]
-    program.add_upper_bound(memory, device_nbytes / _MB)
+    chosen = [_add_pair(program, cost, device, own, host) for cost, own in zip(costs, memory, strict=True)]
+    for peak in _list_peaks(costs):
+        held = [term for i in peak.held for term in memory[i]]
+        program.add_upper_bound(held, (device_nbytes - peak.nbytes) / _MB)
     if host_nbytes is not None:
         program.add_upper_bound(host, host_nbytes / _MB)
     found = program.minimise(program.cost)
@@ -220,14 +223,46 @@ def choose_placements(
 
 
 def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> float:
-    """Bytes of kept values on the device, by the count of `choose_placements`."""
-    total = 0.0
-    for cost, placed in zip(costs, placements, strict=True):
-        values, compressed = cost.pair.values, placed.compressed
-        for times, places in ((cost.pair.count, placed.saved), (_BUFFERS, placed.offloaded)):
-            for i in places:
-                total += times * (cost.compressible if i in compressed else cost.nbytes)[values[i]]
+    """Bytes of kept values on the device at the most, by the count of `choose_placements`.
+
+    The kept values of all layers are held as the backward pass begins. When the backward pass of a section
+    runs, the kept values of what is ahead are held and all of its own, kept or recomputed; of its own bytes,
+    those above a layer's count.
+    """
+    kept = [_kept_nbytes(cost, placed) for cost, placed in zip(costs, placements, strict=True)]
+    return max((sum(kept[i] for i in peak.held) + peak.nbytes for peak in _list_peaks(costs)), default=0.0)
+
+
+def _kept_nbytes(cost: Costs, placed: Placements) -> float:
+    total, values = 0.0, cost.pair.values
+    for times, places in ((cost.pair.count, placed.saved), (_BUFFERS, placed.offloaded)):
+        for i in places:
+            total += times * (cost.compressible if i in placed.compressed else cost.nbytes)[values[i]]
     return total
+
+
+class _Peak(NamedTuple):
+    """A moment of the backward pass: indices of the pairs with kept values in memory, and further bytes."""
+
+    held: tuple[int, ...]
+    nbytes: float
+
+
+def _list_peaks(costs: Sequence[Costs]) -> list[_Peak]:
+    """The moments at which memory may be largest: as the backward pass begins, and at each section."""
+    sections = [i for i, cost in enumerate(costs) if cost.pair.is_section]
+    layers = [i for i, cost in enumerate(costs) if not cost.pair.is_section]
+    # A layer's own values are no part of the count: compilation teaches what they take.
+    inner = [sum(cost.nbytes.get(v, 0) for v in cost.pair.needed) for cost in costs]
+    usual = max((inner[i] for i in layers or sections), default=0)
+
+    def list_ahead(position: int) -> tuple[int, ...]:
+        return tuple(i for i, cost in enumerate(costs) if cost.pair.position < position)
+
+    # Behind the last section are the last layers, or the loss.
+    peaks = [_Peak(tuple(range(len(costs))), 0.0)]
+    peaks += [_Peak(list_ahead(costs[i].pair.position), inner[i] - usual) for i in sections]
+    return peaks
 
 
 class _Way(NamedTuple):

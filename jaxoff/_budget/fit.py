@@ -163,6 +163,33 @@ def find_estimated(
         raise BudgetError(text, least) from None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """A form of the program: whole, or with regions in parts.
+
+    Attributes:
+      program: the program, its values on the device.
+      regions: the regions in parts.
+      pairs: its layers.
+      costs: by pair.
+      fastest: the fastest placements in any memory, and the time they add to a step, in ms.
+    """
+
+    program: ClosedJaxpr
+    regions: tuple[Region, ...]
+    pairs: tuple[JointGraph, ...]
+    costs: tuple[Costs, ...]
+    fastest: tuple[list[Placements], float]
+
+    @staticmethod
+    def of(program: ClosedJaxpr, regions: Sequence[Region], device: Device, budget: Budget) -> _Form:
+        pairs = list_joint_graphs(program)
+        costs = [Costs.of(pair, device, budget.compress) for pair in pairs]
+        fastest = choose_placements(costs, device, math.inf, _NO_COPIES)
+        assert fastest is not None  # everything may be saved
+        return _Form(program, tuple(regions), tuple(pairs), tuple(costs), fastest)
+
+
 class _Search[P]:
     """A search for the fastest program within a budget.
 
@@ -184,57 +211,53 @@ class _Search[P]:
         self.devices = 1 if is_manual else devices
         self._device, self._budget = _join(device, self.devices), _scale(budget, self.devices)
         self._compile, self._fills = compile_program, devices > 1
-        self._whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
-        self._in_parts, self._regions = write_in_parts(
-            self._whole, _LARGE * self._budget.device_nbytes, is_divided=devices > 1
-        )
-        self._pairs = list_joint_graphs(self._whole)
-        self._costs = [Costs.of(pair, self._device, budget.compress) for pair in self._pairs]
-        refuse_unmatched(self._costs, budget.compress)
-        self._step_ms = sum(c.pair.count * (c.forward_ms + c.backward_ms) for c in self._costs)
-        fastest = choose_placements(self._costs, self._device, math.inf, _NO_COPIES)
-        assert fastest is not None  # everything may be saved
-        self._fastest = fastest
+        whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
+        in_parts, regions = write_in_parts(whole, _LARGE * self._budget.device_nbytes, is_divided=devices > 1)
+        self._whole = _Form.of(whole, (), self._device, budget)
+        self._in_parts = _Form.of(in_parts, regions, self._device, budget) if regions else self._whole
+        refuse_unmatched(self._whole.costs, budget.compress)
+        self._step_ms = sum(c.pair.count * (c.forward_ms + c.backward_ms) for c in self._whole.costs)
         # Room for kept values, by what is known.
         on_device = (v for v in closed.jaxpr.invars if not compat.is_host(v.aval))
         arguments = compat.nbytes_of(on_device) / (devices / self.devices)
         self._room = max(0.0, self._budget.device_nbytes - arguments)
-        everything = saved_nbytes(self._costs, fastest[0]) + sum(r.nbytes for r in self._regions)
-        self._runs_in_parts = bool(self._regions) and everything > self._room
+        everything = saved_nbytes(self._whole.costs, self._whole.fastest[0]) + sum(r.nbytes for r in regions)
+        self._form = self._in_parts if everything > self._room else self._whole
         self.tried: list[Tried[P]] = []
 
     @functools.cached_property
     def _saved_ms(self) -> float:
-        left, device = iter(self._fastest[0]), self._device
-        if self._pairs:
-            graph = KernelGraph(self._pairs[0].rest, frozenset())
+        left, device = iter(self._whole.fastest[0]), self._device
+        if self._whole.pairs:
+            graph = KernelGraph(self._whole.pairs[0].rest, frozenset())
             device = lower_clock(graph, graph.kernels, device)
-        return program_ms(write_placed(self._whole, lambda _: next(left)).jaxpr, device)
+        return program_ms(write_placed(self._whole.program, lambda _: next(left)).jaxpr, device)
 
     def may_win_by_copies(self, found: Tried[P] | None) -> bool:
         """Whether a program with copies may be faster than a program found without, by the model."""
         if found is None:
-            return bool(self._costs)
-        chosen = choose_placements(self._costs, self._device, self._room, self._budget.host_nbytes)
+            return bool(self._form.costs)
+        chosen = choose_placements(self._form.costs, self._device, self._room, self._budget.host_nbytes)
         return chosen is not None and chosen[1] < found.added_ms - _COPIES_WIN * self._step_ms
 
     def run(self, *, copies: bool) -> Tried[P] | None:
         """The fastest program found within the budget, with or without copies; None if none fits."""
-        limit, costs = self._budget.device_nbytes, self._costs
+        limit = self._budget.device_nbytes
         host_nbytes = self._budget.host_nbytes if copies else _NO_COPIES
         mine: list[Tried[P]] = []
         for _ in range(3 * TRIES):
             if len(mine) == TRIES:
                 break
+            costs, fastest = self._form.costs, self._form.fastest[0]
             chosen = choose_placements(costs, self._device, self._room, host_nbytes)
             chosen = chosen or _choose_least(costs, self._device, host_nbytes)
             if chosen is None:
                 break
-            alike = [t for t in mine if bool(t.regions) is self._runs_in_parts]
+            alike = [t for t in mine if t.regions == self._form.regions]
             fits = [t for t in alike if t.nbytes <= limit]
             if any(t.placements == tuple(chosen[0]) for t in alike):
                 over = [saved_nbytes(costs, t.placements) for t in alike if t.nbytes > limit]
-                over.append(saved_nbytes(costs, self._fastest[0]))
+                over.append(saved_nbytes(costs, fastest))
                 low = max((saved_nbytes(costs, t.placements) for t in fits), default=0.0)
                 middle = (low + min(over)) / 2
                 if middle in (self._room, low):
@@ -245,27 +268,25 @@ class _Search[P]:
                 break
             latest = self._try(*chosen)
             mine.append(latest)
-            if latest.nbytes <= limit and latest.placements == tuple(self._fastest[0]):
+            if latest.nbytes <= limit and latest.placements == tuple(fastest):
                 break
             if 0 <= limit - latest.nbytes <= CLOSE_ENOUGH * limit:
                 break
-            if self._regions and not self._runs_in_parts and latest.nbytes > limit:
-                self._runs_in_parts = True
+            if self._form is not self._in_parts and latest.nbytes > limit:
+                self._form = self._in_parts
                 continue
-            self._room = _correct(costs, [t for t in mine if bool(t.regions) is self._runs_in_parts], limit)
+            self._room = _correct(costs, [t for t in mine if t.regions == self._form.regions], limit)
         if all(t.nbytes > limit for t in mine):
             # Less kept may take more memory: the least of an error is the least of all budgets.
-            least = _choose_least(costs, self._device, host_nbytes)
+            least = _choose_least(self._form.costs, self._device, host_nbytes)
             if least is not None and all(t.placements != tuple(least[0]) for t in mine):
                 mine.append(self._try(*least))
         return min((t for t in mine if t.nbytes <= limit), key=lambda t: t.added_ms, default=None)
 
     def _try(self, placements: Sequence[Placements], added_ms: float) -> Tried[P]:
-        left = iter(placements)
-        program = self._in_parts if self._runs_in_parts else self._whole
-        nbytes, handle = self._compile(write_placed(program, lambda pair: next(left), fills=self._fills))
-        regions = self._regions if self._runs_in_parts else ()
-        made = tuple(self._pairs), tuple(placements), tuple(regions)
+        left, form = iter(placements), self._form
+        nbytes, handle = self._compile(write_placed(form.program, lambda pair: next(left), fills=self._fills))
+        made = form.pairs, tuple(placements), form.regions
         times, number = (added_ms, self._saved_ms), len(self.tried) + 1
         self.tried.append(Tried(*made, *times, self.devices * nbytes, number, handle))
         return self.tried[-1]
@@ -285,7 +306,7 @@ class _Search[P]:
             )
         nbytes = int(least.nbytes / self.devices)
         kept = _describe(least.list_values())
-        if not self._pairs:
+        if not self._form.pairs:
             kept += (
                 ": no layers were found, neither a loop over layers (jax.lax.scan) with a loop of its "
                 "backward pass nor alike layers one after the other. Layers that differ in shape from each "

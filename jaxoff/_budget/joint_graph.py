@@ -33,6 +33,8 @@ class JointGraph:
         results.
       names: forward variable -> its name from `checkpoint_name`.
       has_stacks: whether a kept value is a row of a stack, as in a loop, and not an array of its own.
+      position: index of the first equation of the forward pass among the equations around the layers.
+      is_section: whether it is a section of the forward pass that does not repeat, and not a layer.
     """
 
     count: int
@@ -46,6 +48,8 @@ class JointGraph:
     needed: frozenset[Var]
     names: Mapping[Var, str]
     has_stacks: bool
+    position: int
+    is_section: bool = False
 
     @functools.cached_property
     def values(self) -> tuple[Var, ...]:

@@ -58,6 +58,7 @@ def find_loop_pairs(jaxpr: Jaxpr) -> list[LoopPair]:
     A loop is in one pair at most: in a gradient of a gradient, a backward loop has a backward loop itself.
     """
     found, scans = [], [eqn for eqn in jaxpr.eqns if compat.scan_in(eqn) is not None]
+    positions = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     reads, makers = count_reads(jaxpr.eqns, jaxpr.outvars), map_makers(jaxpr.eqns)
     taken: set[int] = set()
     for forward in scans:
@@ -66,7 +67,8 @@ def find_loop_pairs(jaxpr: Jaxpr) -> list[LoopPair]:
         readers = [eqn for eqn in scans if eqn is not forward and _reads_stacks(eqn, forward)]
         if len(readers) != 1 or id(readers[0]) in taken:
             continue
-        if (pair := _pair(forward, readers[0], reads, makers)) is not None:
+        position = positions[id(forward)]
+        if (pair := _pair(forward, readers[0], position, reads, makers)) is not None:
             taken |= {id(forward), id(readers[0])}
             found.append(pair)
     return found
@@ -87,7 +89,11 @@ def _layout(eqn: JaxprEqn) -> compat.ScanLayout:
 
 
 def _pair(
-    forward: JaxprEqn, backward: JaxprEqn, reads: Mapping[Any, int], makers: Mapping[Var, JaxprEqn]
+    forward: JaxprEqn,
+    backward: JaxprEqn,
+    position: int,
+    reads: Mapping[Any, int],
+    makers: Mapping[Var, JaxprEqn],
 ) -> LoopPair | None:
     """The pair of two loops; None if a body has effects or constants of its own."""
     layout, own = _layout(forward), _layout(backward)
@@ -152,6 +158,7 @@ def _pair(
         needed=frozenset(made & read),
         names=names,
         has_stacks=True,
+        position=position,
         forward=forward,
         backward=backward,
         layout=layout,

@@ -17,6 +17,7 @@ from typing import Any
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.numbering import Numbering
 from jaxoff._budget.repeats import Run, find_runs
+from jaxoff._budget.sections import LEAST_NBYTES, cut_stretches, list_stretches, size
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import mark_dependents, variables
@@ -59,6 +60,14 @@ class LayerSequence(JointGraph):
     layers: tuple[Layer, ...]
     first_reads: tuple[int, ...]
 
+    def list_passed(self) -> list[Any]:
+        """The values that stay on the device as they are not the layers' to place.
+
+        Values passed on by the last layer have readers right behind, and are a single layer's.
+        """
+        before, last = self.layers[-2:]
+        return [last.values[before.values.index(v)] for v in last.arguments if v in before.values]
+
     def split(self) -> list[LayerSequence]:
         """The sequence in groups of layers, each with placements of its own.
 
@@ -74,6 +83,26 @@ class LayerSequence(JointGraph):
         return None if behind == 0 else len(self.first_reads) - behind
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section(LayerSequence):
+    """A section of the forward pass, as a sequence of one layer.
+
+    Attributes:
+      fixed: the values that stay on the device: small ones, results of the program, and values read by loops
+        and other control flow.
+    """
+
+    fixed: frozenset[Any]
+
+    def list_passed(self) -> list[Any]:
+        """As for layers."""
+        return list(self.fixed)
+
+    def split(self) -> list[LayerSequence]:
+        """The section alone."""
+        return [self]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sequenced:
     """A program and its layers in a row.
@@ -84,7 +113,7 @@ class Sequenced:
       repeated: indices of the equations that repeat, or belong to, values of layers without their cotangents:
         the backward pass makes them where they are read.
       outvars: the results.
-      sequences: the layers.
+      sequences: the layers, then the sections.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -95,35 +124,55 @@ class Sequenced:
     @functools.cached_property
     def values(self) -> frozenset[Var]:
         """The values of the layers without cotangents among their ancestors."""
-        layers = (layer for sequence in self.sequences for layer in sequence.layers)
+        sequences = (sequence for sequence in self.sequences if not sequence.is_section)
+        layers = (layer for sequence in sequences for layer in sequence.layers)
         eqns = (eqn for layer in layers for eqn in (*layer.eqns, *layer.only_backward))
         return frozenset(v for eqn in eqns for v in eqn.outvars)
 
     @functools.cached_property
     def all_values(self) -> frozenset[Var]:
-        """The values of the layers, forward and backward, repeated ones included."""
+        """The values of the layers and sections, forward and backward, repeated ones included."""
         indices = set(self.repeated)
+        sections = [section for section in self.sequences if section.is_section]
+        placed = {v for section in sections for eqn in (*section.eqns, *section.rest) for v in eqn.outvars}
         for sequence in self.sequences:
+            if sequence.is_section:
+                continue
             first, second, *_ = sequence.first_reads
             # The backward pass of the first layer takes as many equations as the second layer's.
             end = min(2 * first - second, len(self.eqns))
             indices.update(range(sequence.first_reads[-1], end))
-        return self.values.union(v for i in indices for v in self.eqns[i].outvars)
+        return self.values | placed.union(v for i in indices for v in self.eqns[i].outvars)
 
 
 def find_sequences(jaxpr: Jaxpr) -> Sequenced | None:
-    """The layers one after the other in a program with its calls inlined; None if there are none."""
+    """The layers one after the other, and sections, in a program with its calls inlined; None without."""
     eqns, outvars, names = _drop_names(jaxpr)
+    if not any(map(is_pure_backward, eqns)):
+        return None
+    runs = _find_layers(jaxpr, eqns, names)
+    stretches = list_stretches(eqns, runs)
+    joint = _Joint(jaxpr, eqns, [*runs, *stretches])
+    sections = cut_stretches(stretches, runs, joint.eqns, joint.list_needed())
+    if not runs and not sections:
+        return None
+    joint = _Joint(jaxpr, eqns, [*runs, *sections])
+    sequences = [joint.make_sequence(run, names) for run in runs]
+    sequences += [joint.make_section(section, names) for section in sections]
+    outs = tuple(resolve(joint.renamed, v) for v in outvars)
+    found = tuple(s for s in sequences if s)
+    return Sequenced(tuple(joint.eqns), frozenset(joint.repeated), outs, found) if found else None
+
+
+def _find_layers(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], names: Mapping[Var, str]) -> list[Run]:
+    """The runs of layers whose values the backward pass reads in reverse order."""
     runs = find_runs(eqns)
-    while runs:
+    while True:
         joint = _Joint(jaxpr, eqns, runs)
-        sequences = [joint.make_sequence(run, names) for run in runs]
-        if all(sequences):
-            outs = tuple(resolve(joint.renamed, v) for v in outvars)
-            found = tuple(s for s in sequences if s)
-            return Sequenced(tuple(joint.eqns), frozenset(joint.repeated), outs, found)
-        runs = [run for run, sequence in zip(runs, sequences, strict=True) if sequence]
-    return None
+        good = [run for run in runs if joint.make_sequence(run, names)]
+        if good == runs:
+            return runs
+        runs = good
 
 
 def _drop_names(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any], dict[Var, str]]:
@@ -162,7 +211,10 @@ class _Joint:
         self._arguments: dict[_Place, tuple[Any, ...]] = {}
         self._dependent: set[Var] = set()  # values of layers that depend on the layer's arguments
         for run in runs:
-            self._find_arguments(run)
+            if run.count > 1:
+                self._find_arguments(run)
+            else:
+                self._find_section_arguments(run)
         layers = {i: (run, n) for run in runs for n in range(run.count) for i in run.layer(n)}
         read: set[Var] = set()
         for i, eqn in enumerate(eqns):
@@ -199,6 +251,25 @@ class _Joint:
                 i, k = makers[v]
                 self._passed_to[self.eqns[i + run.length].outvars[k]] = None
 
+    def _find_section_arguments(self, section: Run) -> None:
+        """Finds the values that a section reads of the forward pass ahead of it."""
+        eqns = [self.eqns[i] for i in section.layer(0)]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        ahead = {v for eqn in self.eqns[: section.start] if not is_transposed(eqn) for v in eqn.outvars}
+        read = dict.fromkeys(v for eqn in eqns for v in variables(eqn) if v in ahead)
+        own = tuple(v for v in read if size(v) >= LEAST_NBYTES)
+        self._arguments[section, 0] = own
+        self._passed_to.update(dict.fromkeys(own, (section, 0)))
+        self._dependent |= made
+
+    def list_needed(self) -> set[Var]:
+        """The values that the backward pass reads, and repeats by no equation."""
+        return {v for i in self._list_backward() for v in variables(self.eqns[i])}
+
+    def _list_backward(self) -> list[int]:
+        """The indices of the equations of the backward pass, without those of repeated values."""
+        return [i for i, eqn in enumerate(self.eqns) if is_pure_backward(eqn) and i not in self.repeated]
+
     def _follow(self, i: int, eqn: JaxprEqn, read: set[Var]) -> None:
         """Takes an equation of the backward pass out if it makes a value of a layer without cotangents."""
         owned = {v for v in variables(eqn) if v in self._owner}
@@ -211,6 +282,8 @@ class _Joint:
                 self.repeated.add(i)
             return
         same = self._numbering.find(eqn, list(eqn.invars))
+        if same is not None and self._is_cotangent(eqn, same):
+            return
         if same is not None:
             self.renamed.update(zip(eqn.outvars, same, strict=True))
             self.repeated.add(i)
@@ -228,6 +301,15 @@ class _Joint:
                 self._only_backward.setdefault(owner, []).append(eqn)
                 self.repeated.add(i)
 
+    def _is_cotangent(self, eqn: JaxprEqn, same: Sequence[Var]) -> bool:
+        """Whether an equation without operands is the first cotangent, where a section makes its value, too.
+
+        The loss is no part of a layer, but it may be part of a section: behind the cotangent, all of the
+        backward pass would be equations of the section.
+        """
+        owner = self._owner.get(same[0])
+        return not variables(eqn) and not is_recomputed(eqn) and owner is not None and owner[0].count == 1
+
     def make_sequence(self, run: Run, names: Mapping[Var, str]) -> LayerSequence | None:
         """The layers of a run; None if the backward pass does not read their values in reverse order."""
         layers = [
@@ -243,7 +325,7 @@ class _Joint:
             return None
         number = run.count // 2
         layer, (start, end) = layers[number], (first[number], first[number - 1])
-        backward = [i for i, eqn in enumerate(self.eqns) if is_pure_backward(eqn) and i not in self.repeated]
+        backward = self._list_backward()
         rest = [self.eqns[i] for i in backward if start <= i < end]
         later = {v for i in range(end, len(self.eqns)) for v in variables(self.eqns[i])} | self._outs
         pure = (*layer.eqns, *layer.only_backward)
@@ -266,8 +348,48 @@ class _Joint:
             needed=frozenset((made | {*layer.arguments}) & read_backward - passed_on),
             names=names,
             has_stacks=False,
+            position=run.start,
             layers=tuple(layers),
             first_reads=tuple(first),
+        )
+
+    def make_section(self, run: Run, names: Mapping[Var, str]) -> Section | None:
+        """A section, a run of a single layer; None if the backward pass reads none of its values."""
+        arguments, only_backward = self._arguments[run, 0], tuple(self._only_backward.get((run, 0), ()))
+        eqns = tuple(self.eqns[i] for i in run.layer(0))
+        made = {v for eqn in (*eqns, *only_backward) for v in eqn.outvars}
+        own = {v for v in (*arguments, *made) if self._passed_to.get(v, (run, 0)) == (run, 0)}
+        backward = self._list_backward()
+        reads = [i for i in backward if not own.isdisjoint(variables(self.eqns[i]))]
+        if not reads:
+            return None
+        is_own = set(run.layer(0))
+        others = [eqn for i, eqn in enumerate(self.eqns) if i not in is_own and i not in self.repeated]
+        by_control = {v for eqn in others if compat.control_flow(eqn) is not None for v in variables(eqn)}
+        forward = {v for eqn in eqns for v in eqn.outvars}
+        small = {v for v in forward if size(v) < LEAST_NBYTES}
+        fixed = small | (own & (by_control | self._outs) & {*arguments, *forward})
+        operands = {v for eqn in (*eqns, *only_backward) for v in variables(eqn)} - made - {*arguments}
+        read_forward = {v for eqn in others if not is_pure_backward(eqn) for v in variables(eqn)} | self._outs
+        rest = [self.eqns[i] for i in reads]
+        read_later = {v for eqn in others for v in variables(eqn)} | self._outs
+        return Section(
+            count=1,
+            eqns=eqns,
+            results=tuple(v for eqn in eqns for v in eqn.outvars if v in read_forward),
+            carried=arguments,
+            free={v: v for v in operands | fixed},
+            only_backward=only_backward,
+            rest=tuple(rest),
+            outs=tuple(v for eqn in rest for v in eqn.outvars if v in read_later),
+            needed=frozenset(own & {v for eqn in rest for v in variables(eqn)}),
+            names=names,
+            has_stacks=False,
+            position=run.start,
+            is_section=True,
+            layers=(Layer(eqns, arguments, only_backward),),
+            first_reads=(reads[0],),
+            fixed=frozenset(fixed),
         )
 
     def _find_first_reads(self, run: Run, layers: Sequence[Layer]) -> list[int] | None:

@@ -63,10 +63,7 @@ class _Writer:
                     self._layer_eqns.append(eqn)
                 self._late.update(v for eqn in layer.only_backward for v in eqn.outvars)
         for sequence in found.sequences:
-            # Values passed on by the last layer have readers right behind, and are a single layer's.
-            before, last = sequence.layers[-2:]
-            passed = [before.values.index(v) for v in last.arguments if v in before.values]
-            self._saved.update(last.values[k] for k in passed)
+            self._saved.update(v for v in sequence.list_passed() if isinstance(v, Var))
         self._offloaded -= self._saved
         self._kept = self._saved | self._offloaded
 

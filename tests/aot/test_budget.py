@@ -1,6 +1,7 @@
 """`jaxoff.jit(device_bytes=)`: the compiled program is within the budget, without a name in the model."""
 
 import dataclasses
+import itertools
 import warnings
 
 import jax
@@ -100,6 +101,41 @@ def test_layers_in_a_python_loop_fit_each_budget():
         assert not facts.copies
         peaks.append(facts.device_peak_bytes)
     assert peaks[0] > 1.5 * peaks[1]
+
+
+@pytest.mark.parametrize("widths", [[1024] * 7, [1024, 1536, 1024, 768, 1280, 1024, 512]])
+def test_the_least_without_an_embedding_or_a_repeat_is_that_of_checkpointed_layers(widths):
+    """The first layer behind the data, and layers that all differ, are placed as well."""
+
+    def make(checkpoint):
+        def layer(w, x):
+            return jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+        def step(params, x):
+            def loss(params):
+                h = x
+                for w in params:
+                    h = (jax.checkpoint(layer) if checkpoint else layer)(w, h)
+                return (h.astype(jnp.float32) ** 2).mean()
+
+            value, grads = jax.value_and_grad(loss)(params)
+            return jax.tree.map(lambda w, g: w - 1e-3 * g, params, grads), value
+
+        return step
+
+    def struct(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    ways = itertools.pairwise(widths)
+    args = [{"up": struct(a, 4096), "down": struct(4096, b)} for a, b in ways], struct(8192, widths[0])
+    target = jaxoff.target("h100")
+    saved, recomputed = (
+        jaxoff.verify(target.compile(jax.jit(make(checkpoint), donate_argnums=0), *args)).device_peak_bytes
+        for checkpoint in (False, True)
+    )
+    facts = compile_within(target, make(False), args, 1.03 * recomputed)
+    assert facts.device_peak_bytes <= 1.03 * recomputed < 0.5 * saved
+    assert not facts.copies
 
 
 @pytest.mark.long

@@ -1,0 +1,180 @@
+"""Sections: stretches of a forward pass outside of layers in a row."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import jaxoff
+from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
+from jaxoff._budget.joint_graph import Placements
+from jaxoff._budget.placements import list_joint_graphs, write_placed
+from jaxoff._device.profile import Device
+from tests.jaxoff.budget.test_sequences import (
+    CHECKPOINTS,
+    assert_placed_alike,
+    block,
+    count,
+    feed,
+    keep_all,
+    keep_inputs,
+    make_step,
+)
+
+H100 = Device.of("h100")
+WIDTHS = (16, 24, 40, 12, 32, 48, 20, 28)
+
+
+@pytest.fixture(autouse=True)
+def small_values_are_placed(monkeypatch):
+    for module in ("sections", "sequences"):
+        monkeypatch.setattr(f"jaxoff._budget.{module}.LEAST_NBYTES", 1)
+
+
+def make_net(key, checkpoint="none", widths=WIDTHS):
+    """Layers of different widths, and connections from the first half to the second, as in a U-Net."""
+    keys = iter(jax.random.split(key, 3 * len(widths) + 1))
+
+    def draw(*shape):
+        return jax.random.normal(next(keys), shape) * 0.3
+
+    ways = list(zip(widths, (*widths[1:], 8), strict=True))
+    params = [{"in": draw(a, 2 * b), "out": draw(2 * b, b), "skip": draw(a, b)} for a, b in ways]
+
+    def layer(w, x):
+        return jnp.tanh(jax.nn.silu(x @ w["in"]) @ w["out"] + jnp.sin(x) @ w["skip"])
+
+    if checkpoint != "none":
+        layer = jax.checkpoint(layer, policy=CHECKPOINTS[checkpoint])
+
+    def loss(params, x):
+        sums = []
+        for w in params:
+            x = layer(w, x)
+            sums.append(jnp.cumsum(x, -1)[:, -1:])
+        return sum((x * s).mean() for s in sums[: len(sums) // 2]) + x.var()
+
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step, (params, draw(32, widths[0]))
+
+
+def graphs_of(step, args):
+    return list_joint_graphs(jax.make_jaxpr(step)(*args))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_layers_that_all_differ_are_sections(checkpoint):
+    step, args = make_net(jax.random.key(0), checkpoint)
+    graphs = graphs_of(step, args)
+    assert len(graphs) >= 4
+    assert all(graph.is_section and graph.count == 1 for graph in graphs)
+    assert sorted(graph.position for graph in graphs) == [graph.position for graph in graphs]
+    closed = jax.make_jaxpr(step)(*args)
+    everything, inputs = write_placed(closed, keep_all), write_placed(closed, keep_inputs)
+    assert count(everything, "dot_general") < count(inputs, "dot_general")
+    assert count(everything, "dot_general") == 3 * 3 * len(WIDTHS) - 2  # of the data no gradient is taken
+
+
+def test_the_first_layer_behind_the_data_is_a_section():
+    """It has no gradient to pass on, so that its equations are not those of the other layers."""
+
+    def loss(layers, x):
+        for w in layers:
+            x = feed(x, w)
+        return x.var()
+
+    _, (params, _) = make_step(feed)
+    args = params["layers"], jax.random.normal(jax.random.key(1), (16, 8))
+    layers, first = [], []
+    for graph in graphs_of(jax.grad(loss), args):
+        (first if graph.is_section else layers).append(graph)
+    assert sum(graph.count for graph in layers) == len(params["layers"]) - 1
+    (section,) = first
+    assert section.position == 0
+    assert not section.carried
+    assert sum(eqn.primitive.name == "dot_general" for eqn in section.eqns) == 2
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    checkpoint=st.sampled_from(sorted(CHECKPOINTS)),
+    widths=st.lists(st.sampled_from(WIDTHS), min_size=3, max_size=6),
+    seed=st.integers(0, 1 << 16),
+)
+def test_random_nets_have_the_same_results_under_random_placements(checkpoint, widths, seed):
+    draw = random.Random(seed)
+
+    def decide(graph):
+        inputs = range(len(graph.carried))
+        drawn = [i for i in range(len(inputs), len(graph.values)) if draw.random() < 0.3]
+        return Placements((*(inputs if draw.random() < 0.5 else ()), *drawn[::2]), tuple(drawn[1::2]))
+
+    step, args = make_net(jax.random.key(1), checkpoint, widths)
+    assert_placed_alike(step, args, decide, rtol=1e-3)  # XLA fuses, and so rounds, elsewhere
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_one_layer_alone_and_layers_with_a_section_ahead_keep_their_results(layers):
+    step, (params, tokens) = make_step(block, layers=layers)
+    data = params["embed"][tokens]  # without an embedding the first layer is another
+
+    def without_embedding(params, x):
+        return step({**params, "embed": x}, jnp.arange(len(x)))
+
+    assert_placed_alike(without_embedding, (params, data), keep_inputs, rtol=1e-3)
+
+
+def test_what_a_loop_reads_stays_on_the_device():
+    """A loop's operands are found in both of its passes: they are not made again."""
+
+    def loss(params, x):
+        for w in params[:-1]:
+            x = jnp.tanh(x @ w["in"]) @ w["out"] + x @ w["skip"]
+        scale = jnp.exp(x)
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x * scale + w.sum()), None), x, params[-1]["in"])
+        return x.var()
+
+    _, (params, x) = make_net(jax.random.key(0))
+    graphs = graphs_of(jax.grad(loss), (params, x))
+    sections = [graph for graph in graphs if graph.is_section]
+    assert len(sections) < len(graphs)
+    carried = {v for graph in sections for v in graph.carried}
+    assert any(graph.fixed & {v for eqn in graph.eqns for v in eqn.outvars} - carried for graph in sections)
+    assert_placed_alike(jax.grad(loss), (params, x), lambda graph: keep_inputs(graph), rtol=1e-5)
+
+
+def test_memory_is_counted_when_the_backward_pass_of_a_section_runs():
+    step, args = make_net(jax.random.key(0))
+    graphs = graphs_of(step, args)
+    costs = [Costs.of(graph, H100) for graph in graphs]
+    inner = [sum(cost.nbytes.get(v, 0) for v in cost.pair.needed) for cost in costs]
+    everything = [keep_all(graph) for graph in graphs]
+    nothing = [keep_inputs(graph) for graph in graphs]
+    assert saved_nbytes(costs, nothing) < saved_nbytes(costs, everything)
+    # A large section's values are there when its backward pass runs, kept or made again.
+    sizes = [saved_nbytes([cost], [placed]) for cost, placed in zip(costs, nothing, strict=True)]
+    assert saved_nbytes(costs, nothing) >= sum(sizes)
+    found = choose_placements(costs, H100, 0.5 * saved_nbytes(costs, everything), 0.0)
+    assert found is not None
+    placements, ms = found
+    assert ms > 0
+    assert saved_nbytes(costs, placements) <= 0.5 * saved_nbytes(costs, everything)
+    assert max(inner) < sum(inner) / 2
+
+
+def test_a_net_without_repeats_runs_within_its_budget():
+    step, args = make_net(jax.random.key(0))
+    expected = jax.jit(step)(*args)
+    most = jaxoff.plan(step, *args, device_bytes="1GB").peak_bytes
+    plan = jaxoff.plan(step, *args, device_bytes=1.2 * most)
+    assert plan.peak_bytes < most
+    assert any(value.placement == "recompute" for value in plan.values)
+    got = jaxoff.jit(step, device_bytes=1.2 * most)(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-5, atol=1e-5)
