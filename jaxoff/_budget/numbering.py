@@ -22,9 +22,12 @@ class Numbering:
       aliases: value -> an earlier value that is computed in the same way.
     """
 
-    def __init__(self, arguments: Iterable[Var], eqns: Iterable[JaxprEqn] = ()):
+    def __init__(
+        self, arguments: Iterable[Var], eqns: Iterable[JaxprEqn] = (), aliases: Renamed | None = None
+    ):
+        """`aliases`: argument -> an earlier argument of the same value."""
         self.known = set(arguments)
-        self.aliases: Renamed = {}
+        self.aliases: Renamed = dict(aliases or {})
         self._by_key: dict[Any, list[Var]] = {}
         for eqn in eqns:
             self.add(eqn)
