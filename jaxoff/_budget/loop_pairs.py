@@ -14,20 +14,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxoff._budget.inner_loops import InnerLoops, inline_body
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.numbering import Numbering
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
-from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
+from jaxoff._jaxpr.inline import Renamed, resolve
 
 # Equations of a mask or a fill: fused into the kernel that reads the mask.
 _CHEAP = frozenset(
     {"add", "and", "broadcast_in_dim", "convert_element_type", "eq", "ge", "gt", "iota", "le",
      "lt", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "squeeze", "sub", "transpose"}
 )  # fmt: skip
-# Equations whose results are their operands, value by value.
-_ALIASES = frozenset({"name", "optimization_barrier"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,13 +95,13 @@ def _pair(
         return None
     if layout.unroll not in (1, False) or own.unroll not in (1, False):
         return None
-    body, names = _inline_body(bodies[0].jaxpr)
+    body, names = inline_body(bodies[0].jaxpr)
     first, arguments = _first_row(layout), list(zip(forward.invars, body.invars, strict=True))
     constants = _Constants(arguments[: layout.num_consts], makers)
     rows = {v: inner for v, inner in arguments[first:] if isinstance(v, Var)}
     body = _repeat_constants(body, constants.arguments, makers)
     numbering = Numbering(body.invars, body.eqns, constants.aliases)
-    theirs, _ = _inline_body(bodies[1].jaxpr)
+    theirs, _ = inline_body(bodies[1].jaxpr)
 
     # The backward body's arguments, as arguments and results of the forward body.
     carried = layout.num_carry
@@ -120,6 +119,9 @@ def _pair(
             known[v] = numbering.aliases.get(counterpart, counterpart)
 
     outside: Renamed = dict(zip(theirs.invars, backward.invars, strict=True))
+    inner = InnerLoops(numbering)
+    for eqn in body.eqns:
+        inner.add(eqn)
     only_backward, rest = [], []
     for eqn in theirs.eqns:
         operands = [resolve(known, v) for v in eqn.invars]
@@ -127,12 +129,13 @@ def _pair(
         if not all(isinstance(v, Literal) or v in numbering.known for v in operands) or eqn.effects:
             rest.append(eqn.replace(invars=operands))
             continue
-        same = numbering.find(eqn, operands) or constant
+        same = numbering.find(eqn, operands) or constant or inner.widen(eqn, operands)
         if same is None:
             only_backward.append(eqn.replace(invars=operands))
             numbering.add(only_backward[-1])
         else:
             known.update(zip(eqn.outvars, same, strict=True))
+    body = body.replace(eqns=[inner.widened.get(id(eqn), eqn) for eqn in body.eqns])
     residuals = [
         i
         for i, v in enumerate(forward.outvars)
@@ -247,26 +250,3 @@ class _Constants:
 
 def _first_row(layout: compat.ScanLayout) -> int:
     return layout.num_consts + layout.num_carry
-
-
-def _inline_body(body: Jaxpr) -> tuple[Jaxpr, dict[Var, str]]:
-    """A body with its calls inlined and without names and barriers; and the names, by variable."""
-    renamed: Renamed = {}
-    eqns, names = [], {}
-    for eqn in inline_calls(body.eqns, renamed):
-        operands = [_follow(renamed, v) for v in eqn.invars]
-        if eqn.primitive.name in _ALIASES and len(operands) == len(eqn.outvars):
-            renamed.update(zip(eqn.outvars, operands, strict=True))
-            if (name := compat.name_in(eqn)) is not None and isinstance(operands[0], Var):
-                names[operands[0]] = name
-        else:
-            eqns.append(eqn.replace(invars=operands))
-            if eqn.primitive.name == "reduce_precision" and operands[0] in names:  # pins a rounding
-                names[eqn.outvars[0]] = names[operands[0]]
-    return body.replace(eqns=eqns, outvars=[_follow(renamed, v) for v in body.outvars]), names
-
-
-def _follow(renamed: Renamed, atom: Any) -> Any:
-    while (found := resolve(renamed, atom)) is not atom:
-        atom = found
-    return atom
