@@ -91,15 +91,20 @@ class ClientStep:
     def make_batch(self, key: jax.Array) -> Any:
         """A random batch."""
 
-        def make(struct: jax.ShapeDtypeStruct) -> jax.Array:
+        def make(struct: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
             if jnp.issubdtype(struct.dtype, jnp.integer):
                 return jax.random.randint(key, struct.shape, 0, self.vocabulary)
             return jax.random.normal(key, struct.shape, struct.dtype)
 
+        def make_all(data: Any) -> Any:
+            leaves, tree = jax.tree.flatten(data)
+            keys = jax.random.split(key, len(leaves))
+            return tree.unflatten(make(leaf, k) for leaf, k in zip(leaves, keys, strict=True))
+
         if self.initialize_frozen is None:
-            return jax.tree.map(make, self.batch)
+            return make_all(self.batch)
         data = {name: struct for name, struct in self.batch.items() if name != "frozen"}
-        return jax.tree.map(make, data) | {"frozen": jax.jit(self.initialize_frozen)(key)}
+        return make_all(data) | {"frozen": jax.jit(self.initialize_frozen)(key)}
 
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
