@@ -58,9 +58,14 @@ def initialize_decoder(sizes: Sizes, pack: Callable[[list[Any]], Any], key: jax.
 
 def decoder_loss(run: Callable[..., Any], params: Any, tokens: jax.Array) -> jax.Array:
     """The mean cross entropy of a decoder; `run` takes the embedded tokens through the layers."""
-    x = run(params["embed"].astype(jnp.bfloat16)[tokens[:, :-1]], params["layers"])
-    logits = (normalize(x, params["norm"]) @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)
+    logits = decoder_logits(run, params, tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def decoder_logits(run: Callable[..., Any], params: Any, tokens: jax.Array) -> jax.Array:
+    """The float32 logits of a decoder; `run` takes the embedded tokens through the layers."""
+    x = run(params["embed"].astype(jnp.bfloat16)[tokens], params["layers"])
+    return (normalize(x, params["norm"]) @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)
 
 
 def stack(layers: list[Any], axis: int = 0) -> Any:
@@ -70,8 +75,16 @@ def stack(layers: list[Any], axis: int = 0) -> Any:
 
 def initialize_layer(sizes: Sizes, key: jax.Array) -> Any:
     """The parameters of a layer."""
+    shapes = list_shapes(sizes)
+    keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+    weights = {n: jax.random.normal(keys[n], shape) * shape[0] ** -0.5 for n, shape in shapes.items()}
+    return weights | {"norm1": jnp.ones(sizes.width), "norm2": jnp.ones(sizes.width)}
+
+
+def list_shapes(sizes: Sizes) -> dict[str, tuple[int, int]]:
+    """The shapes of a layer's matrices, by name."""
     s = sizes
-    shapes = {
+    return {
         "q": (s.width, s.heads * s.head_size),
         "k": (s.width, s.kv_heads * s.head_size),
         "v": (s.width, s.kv_heads * s.head_size),
@@ -80,9 +93,6 @@ def initialize_layer(sizes: Sizes, key: jax.Array) -> Any:
         "up": (s.width, s.hidden),
         "down": (s.hidden, s.width),
     }
-    keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
-    weights = {n: jax.random.normal(keys[n], shape) * shape[0] ** -0.5 for n, shape in shapes.items()}
-    return weights | {"norm1": jnp.ones(s.width), "norm2": jnp.ones(s.width)}
 
 
 def apply_layer(sizes: Sizes, attention: Any, x: jax.Array, weights: Any) -> tuple[jax.Array, None]:

@@ -5,6 +5,7 @@ The step splits and merges the model and its optimizer itself, as NNX's guide to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -94,9 +95,14 @@ def build_nnx(sizes: Sizes, policy: Any, *, stacked: bool, attention: Any = "cud
       stacked: whether `nnx.scan` runs stacked blocks; otherwise a Python loop runs a list of blocks.
       attention: the implementation for `jax.nn.dot_product_attention`.
     """
+    return build_nnx_step(lambda rngs: Decoder(sizes, policy, attention, rngs, stacked=stacked), sizes)
+
+
+def build_nnx_step(make_model: Callable[[nnx.Rngs], Any], sizes: Sizes) -> ClientStep:
+    """The step of a language model, a module from tokens to logits, with `nnx.Optimizer`."""
 
     def make(key):
-        model = Decoder(sizes, policy, attention, nnx.Rngs(params=key), stacked=stacked)
+        model = make_model(nnx.Rngs(params=key))
         return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(jax.random.key(0))))

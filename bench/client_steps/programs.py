@@ -11,6 +11,7 @@ import jax
 import jaxoff
 from bench.client_steps.step import ClientStep, Sizes, offload, save
 
+WITHOUT_ATTENTION = ("retention", "ssm")
 NAMES = ("block_in", "attn")
 TINY = Sizes(
     layers=4,
@@ -22,6 +23,8 @@ TINY = Sizes(
     vocabulary=512,
     batch=4,
     length=64,
+    source_length=96,
+    experts=4,
 )
 DECODER = Sizes()
 SHORT = dataclasses.replace(DECODER, layers=6)
@@ -38,6 +41,47 @@ VIT = Sizes(
     length=256,
 )
 SSM = Sizes(layers=28, width=2048, hidden=4096, vocabulary=50304, batch=4, length=8192)
+SPEECH = Sizes(
+    layers=24,
+    width=1280,
+    hidden=5120,
+    heads=20,
+    kv_heads=20,
+    head_size=64,
+    vocabulary=51866,
+    batch=48,
+    length=448,
+    source_length=1500,
+)
+DIFFUSION = Sizes(
+    layers=12,
+    width=2304,
+    hidden=9216,
+    heads=18,
+    kv_heads=18,
+    head_size=128,
+    vocabulary=1000,
+    batch=160,
+    length=256,
+)
+EXPERTS = Sizes(
+    layers=8,
+    width=2048,
+    hidden=4096,
+    heads=16,
+    kv_heads=16,
+    head_size=128,
+    vocabulary=32000,
+    batch=4,
+    length=4096,
+    experts=8,
+)
+LORA = Sizes(layers=32, batch=4, length=2048)
+UNET = Sizes(layers=4, width=256, heads=8, vocabulary=1, batch=144, length=128)
+PAIRS = Sizes(layers=16, width=2048, hidden=8192, heads=32, kv_heads=8, head_size=64, batch=4, length=2048)
+RETENTION = Sizes(
+    layers=12, width=2560, hidden=8960, heads=20, head_size=128, vocabulary=65536, batch=4, length=4096
+)
 TE_V2 = jaxoff.policy("te_v2")
 DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 SAVED_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -70,7 +114,7 @@ class Program:
           ModuleNotFoundError: if the style's library is not installed.
         """
         builder = getattr(importlib.import_module(f"bench.client_steps.{self.module}"), self.builder)
-        options = self.options | ({} if self.module == "ssm" else {"attention": attention})
+        options = self.options | ({} if self.module in WITHOUT_ATTENTION else {"attention": attention})
         return builder(sizes or self.sizes, self.offloads if offloads else self.saves, **options)
 
     def shrink(self) -> Program:
@@ -116,5 +160,24 @@ PROGRAMS = {
         jaxoff.policy(offload=["ssm.block_in", "ssm.in"], save="ssm.states"),
         sizes=SSM,
         options={"recurrence": "chunks"},
+    ),
+    "encoder-decoder": _by_names(
+        "encoder_decoder",
+        "build_encoder_decoder",
+        *("enc.in", "enc.attn", "dec.in", "dec.attn", "dec.cross"),
+        sizes=SPEECH,
+    ),
+    "dit": _by_names("dit", "build_dit", "dit.in", "dit.qkv", "dit.attn", sizes=DIFFUSION),
+    "moe-linen": _by_policy(
+        "moe_linen",
+        "build_moe_linen",
+        jaxoff.policy(offload=["block_in", "moe.*"], save="attn"),
+        sizes=EXPERTS,
+    ),
+    "lora": _by_names("lora", "build_lora", sizes=LORA),
+    "unet": _by_names("unet", "build_unet", "unet.in", "unet.conv", sizes=UNET),
+    "dpo": _by_names("dpo", "build_dpo", sizes=PAIRS),
+    "retention": _by_policy(
+        "retention", "build_retention", jaxoff.policy(offload=["block_in", "mix.*"]), sizes=RETENTION
     ),
 }

@@ -21,10 +21,12 @@ class Sizes:
       hidden: features inside of an MLP, or channels of a state space layer.
       heads, kv_heads, head_size: the heads of attention.
       vocabulary: the number of tokens, or of classes.
-      batch: the number of sequences or pictures.
-      length: tokens of a sequence, or patches of a picture.
+      batch: the number of sequences, pairs of sequences or pictures.
+      length: tokens of a sequence, patches of a picture, or pixels of its side.
       groups: the number of groups that layers form, where they form groups.
       microbatches: the parts of a batch, where gradients are accumulated.
+      source_length: tokens of the encoder, in a model with an encoder.
+      experts: the number of experts of an MLP, where MLPs have experts.
     """
 
     layers: int = 8
@@ -38,6 +40,8 @@ class Sizes:
     length: int = 8192
     groups: int = 2
     microbatches: int = 2
+    source_length: int = 0
+    experts: int = 0
 
     @property
     def tokens(self) -> jax.ShapeDtypeStruct:
@@ -55,6 +59,8 @@ class ClientStep:
       batch: structs of the batch. Integers are ids of tokens or classes.
       initialize: key -> state.
       vocabulary: the number of ids.
+      initialize_frozen: key -> weights that the step reads and neither donates nor differentiates, the entry
+        "frozen" of the batch. None: no such weights.
     """
 
     fun: Callable[..., Any]
@@ -62,12 +68,21 @@ class ClientStep:
     batch: Any
     initialize: Callable[[jax.Array], Any]
     vocabulary: int
+    initialize_frozen: Callable[[jax.Array], Any] | None = None
 
     @staticmethod
-    def of(fun: Callable[..., Any], initialize: Callable[..., Any], batch: Any, sizes: Sizes) -> ClientStep:
-        """The step of a function, its state's structs by tracing."""
+    def of(
+        fun: Callable[..., Any],
+        initialize: Callable[..., Any],
+        batch: Any,
+        sizes: Sizes,
+        initialize_frozen: Callable[..., Any] | None = None,
+    ) -> ClientStep:
+        """The step of a function, its state's structs and those of its frozen weights by tracing."""
         state = jax.eval_shape(initialize, jax.random.key(0))
-        return ClientStep(fun, state, batch, initialize, sizes.vocabulary)
+        if initialize_frozen:
+            batch = batch | {"frozen": jax.eval_shape(initialize_frozen, jax.random.key(0))}
+        return ClientStep(fun, state, batch, initialize, sizes.vocabulary, initialize_frozen)
 
     def jit(self, transform: Callable[..., Any], **kwargs: Any) -> Any:
         """The step under `jax.jit`, `jaxoff.jit` or the like, with its state donated."""
@@ -76,26 +91,43 @@ class ClientStep:
     def make_batch(self, key: jax.Array) -> Any:
         """A random batch."""
 
-        def make(struct: jax.ShapeDtypeStruct) -> jax.Array:
+        def make(struct: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
             if jnp.issubdtype(struct.dtype, jnp.integer):
                 return jax.random.randint(key, struct.shape, 0, self.vocabulary)
             return jax.random.normal(key, struct.shape, struct.dtype)
 
-        return jax.tree.map(make, self.batch)
+        def make_all(data: Any) -> Any:
+            leaves, tree = jax.tree.flatten(data)
+            keys = jax.random.split(key, len(leaves))
+            return tree.unflatten(make(leaf, k) for leaf, k in zip(leaves, keys, strict=True))
+
+        if self.initialize_frozen is None:
+            return make_all(self.batch)
+        data = {name: struct for name, struct in self.batch.items() if name != "frozen"}
+        return make_all(data) | {"frozen": jax.jit(self.initialize_frozen)(key)}
 
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
 
 
 def build_step(
-    loss_of: Callable[..., Any], initialize_params: Callable[..., Any], batch: Any, sizes: Sizes
+    loss_of: Callable[..., Any],
+    initialize_params: Callable[..., Any],
+    batch: Any,
+    sizes: Sizes,
+    initialize_frozen: Callable[..., Any] | None = None,
 ) -> ClientStep:
     """The step of a loss over a pytree of parameters: gradients, clipped, into AdamW."""
-    return build_step_of_gradients(jax.value_and_grad(loss_of), initialize_params, batch, sizes)
+    value_and_grad = jax.value_and_grad(loss_of)
+    return build_step_of_gradients(value_and_grad, initialize_params, batch, sizes, initialize_frozen)
 
 
 def build_step_of_gradients(
-    value_and_grad: Callable[..., Any], initialize_params: Callable[..., Any], batch: Any, sizes: Sizes
+    value_and_grad: Callable[..., Any],
+    initialize_params: Callable[..., Any],
+    batch: Any,
+    sizes: Sizes,
+    initialize_frozen: Callable[..., Any] | None = None,
 ) -> ClientStep:
     """The step of a function (parameters, batch) -> (loss, gradients)."""
 
@@ -109,7 +141,7 @@ def build_step_of_gradients(
         updates, optimizer_state = OPTIMIZER.update(grads, optimizer_state, params)
         return (optax.apply_updates(params, updates), optimizer_state), loss
 
-    return ClientStep.of(step, initialize, batch, sizes)
+    return ClientStep.of(step, initialize, batch, sizes, initialize_frozen)
 
 
 def offload(*names: str) -> Any:

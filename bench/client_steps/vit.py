@@ -25,19 +25,13 @@ def build_vit(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> ClientS
     """
     s, inner = sizes, sizes.heads * sizes.head_size
 
-    def initialize_linear(key, rows, columns):
-        return {"w": jax.random.normal(key, (rows, columns)) * rows**-0.5, "b": jnp.zeros(columns)}
-
-    def initialize_norm():
-        return {"scale": jnp.ones(s.width), "bias": jnp.zeros(s.width)}
-
     def initialize_layer(key):
         keys = jax.random.split(key, 4)
         return {
-            "norm1": initialize_norm(),
+            "norm1": initialize_norm(s.width),
             "qkv": initialize_linear(keys[0], s.width, 3 * inner),
             "o": initialize_linear(keys[1], inner, s.width),
-            "norm2": initialize_norm(),
+            "norm2": initialize_norm(s.width),
             "up": initialize_linear(keys[2], s.width, s.hidden),
             "down": initialize_linear(keys[3], s.hidden, s.width),
         }
@@ -48,7 +42,7 @@ def build_vit(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> ClientS
             "patch": initialize_linear(keys[0], PATCH, s.width),
             "position": jax.random.normal(keys[1], (s.length, s.width)) * 0.02,
             "layers": stack([initialize_layer(k) for k in keys[3:]]),
-            "norm": initialize_norm(),
+            "norm": initialize_norm(s.width),
             "head": initialize_linear(keys[2], s.width, s.vocabulary),
         }
 
@@ -76,6 +70,16 @@ def build_vit(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> ClientS
         "labels": jax.ShapeDtypeStruct((s.batch,), jnp.int32),
     }
     return build_step(loss_of, initialize, batch, sizes)
+
+
+def initialize_linear(key: jax.Array, rows: int, columns: int) -> Any:
+    """The parameters of a linear layer."""
+    return {"w": jax.random.normal(key, (rows, columns)) * rows**-0.5, "b": jnp.zeros(columns)}
+
+
+def initialize_norm(width: int) -> Any:
+    """The parameters of a LayerNorm."""
+    return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
 
 
 def linear(x: jax.Array, weights: Any) -> jax.Array:

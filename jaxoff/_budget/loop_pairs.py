@@ -11,23 +11,22 @@ frameworks work.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxoff._budget.inner_loops import InnerLoops, inline_body
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.numbering import Numbering
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
-from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve
+from jaxoff._jaxpr.inline import Renamed, resolve
 
 # Equations of a mask or a fill: fused into the kernel that reads the mask.
 _CHEAP = frozenset(
     {"add", "and", "broadcast_in_dim", "convert_element_type", "eq", "ge", "gt", "iota", "le",
      "lt", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "squeeze", "sub", "transpose"}
 )  # fmt: skip
-# Equations whose results are their operands, value by value.
-_ALIASES = frozenset({"name", "optimization_barrier"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,13 +101,13 @@ def _pair(
         return None
     if layout.unroll not in (1, False) or own.unroll not in (1, False):
         return None
-    body, names = _inline_body(bodies[0].jaxpr)
+    body, names = inline_body(bodies[0].jaxpr)
     first, arguments = _first_row(layout), list(zip(forward.invars, body.invars, strict=True))
-    consts = {v: inner for v, inner in arguments[: layout.num_consts] if isinstance(v, Var)}
+    constants = _Constants(arguments[: layout.num_consts], makers)
     rows = {v: inner for v, inner in arguments[first:] if isinstance(v, Var)}
-    body = _repeat_constants(body, consts, makers)
-    numbering = Numbering(body.invars, body.eqns)
-    theirs, _ = _inline_body(bodies[1].jaxpr)
+    body = _repeat_constants(body, constants.arguments, makers)
+    numbering = Numbering(body.invars, body.eqns, constants.aliases)
+    theirs, _ = inline_body(bodies[1].jaxpr)
 
     # The backward body's arguments, as arguments and results of the forward body.
     carried = layout.num_carry
@@ -117,7 +116,7 @@ def _pair(
     for i, (v, operand) in enumerate(zip(theirs.invars, backward.invars, strict=True)):
         counterpart = None
         if isinstance(operand, Var) and i < own.num_consts:
-            counterpart = consts.get(operand)
+            counterpart = constants.arguments.get(operand)
         elif isinstance(operand, Var) and i >= _first_row(own):
             counterpart = stacks.get(operand, rows.get(operand))
         if counterpart is None or not isinstance(counterpart, Var):
@@ -125,18 +124,24 @@ def _pair(
         else:
             known[v] = numbering.aliases.get(counterpart, counterpart)
 
+    outside: Renamed = dict(zip(theirs.invars, backward.invars, strict=True))
+    inner = InnerLoops(numbering)
+    for eqn in body.eqns:
+        inner.add(eqn)
     only_backward, rest = [], []
     for eqn in theirs.eqns:
         operands = [resolve(known, v) for v in eqn.invars]
+        constant = constants.find(eqn, outside)
         if not all(isinstance(v, Literal) or v in numbering.known for v in operands) or eqn.effects:
             rest.append(eqn.replace(invars=operands))
             continue
-        same = numbering.find(eqn, operands)
+        same = numbering.find(eqn, operands) or constant or inner.widen(eqn, operands)
         if same is None:
             only_backward.append(eqn.replace(invars=operands))
             numbering.add(only_backward[-1])
         else:
             known.update(zip(eqn.outvars, same, strict=True))
+    body = body.replace(eqns=[inner.widened.get(id(eqn), eqn) for eqn in body.eqns])
     residuals = [
         i
         for i, v in enumerate(forward.outvars)
@@ -203,28 +208,52 @@ def _repeat_constants(body: Jaxpr, consts: Mapping[Any, Var], makers: Mapping[Va
     return body.replace(eqns=[*eqns, *renamed], outvars=[resolve(made, v) for v in body.outvars])
 
 
+class _Constants:
+    """The constants of a forward loop, by how they are computed outside of the loop.
+
+    Differentiation moves the values of a body that depend on neither carry nor rows out of the forward loop:
+    angles of rotary positions, for example. Under `jax.checkpoint` the backward body repeats their equations.
+
+    Attributes:
+      arguments: operand of the loop -> its argument in the body.
+      aliases: argument -> an earlier argument of equal value.
+    """
+
+    def __init__(self, operands: Sequence[tuple[Any, Var]], makers: Mapping[Var, JaxprEqn]):
+        self.arguments = {v: inner for v, inner in operands if isinstance(v, Var)}
+        ancestors, todo = set(), list(self.arguments)
+        while todo:
+            v = todo.pop()
+            if v in makers and v not in ancestors and not compat.sub_jaxprs(makers[v]):
+                ancestors.add(v)
+                todo += variables(makers[v])
+        leaves = {v for w in ancestors for v in variables(makers[w])}
+        self._numbering = Numbering(leaves, (eqn for v, eqn in makers.items() if v in ancestors))
+        self._first: dict[Var, Var] = {}
+        self.aliases: Renamed = {}
+        for v, inner in operands:
+            if isinstance(v, Var):
+                first = self._first.setdefault(self._numbering.aliases.get(v, v), inner)
+                self.aliases.update({inner: first} if first is not inner else {})
+
+    def find(self, eqn: JaxprEqn, outside: Renamed) -> list[Var] | None:
+        """The arguments for values that an equation of the backward body computes once more, or None.
+
+        Args:
+          eqn: the equation.
+          outside: variable of the backward body -> the equal value outside of the loops; the equation's
+            results are added.
+        """
+        operands = [resolve(outside, v) for v in eqn.invars]
+        if eqn.effects or not all(isinstance(v, Literal) or v in self._numbering.known for v in operands):
+            return None
+        made = self._numbering.find(eqn, operands)
+        if made is None:
+            return None
+        outside.update(zip(eqn.outvars, made, strict=True))
+        found = [self._first[v] for v in made if v in self._first]
+        return found if len(found) == len(made) else None
+
+
 def _first_row(layout: compat.ScanLayout) -> int:
     return layout.num_consts + layout.num_carry
-
-
-def _inline_body(body: Jaxpr) -> tuple[Jaxpr, dict[Var, str]]:
-    """A body with its calls inlined and without names and barriers; and the names, by variable."""
-    renamed: Renamed = {}
-    eqns, names = [], {}
-    for eqn in inline_calls(body.eqns, renamed):
-        operands = [_follow(renamed, v) for v in eqn.invars]
-        if eqn.primitive.name in _ALIASES and len(operands) == len(eqn.outvars):
-            renamed.update(zip(eqn.outvars, operands, strict=True))
-            if (name := compat.name_in(eqn)) is not None and isinstance(operands[0], Var):
-                names[operands[0]] = name
-        else:
-            eqns.append(eqn.replace(invars=operands))
-            if eqn.primitive.name == "reduce_precision" and operands[0] in names:  # pins a rounding
-                names[eqn.outvars[0]] = names[operands[0]]
-    return body.replace(eqns=eqns, outvars=[_follow(renamed, v) for v in body.outvars]), names
-
-
-def _follow(renamed: Renamed, atom: Any) -> Any:
-    while (found := resolve(renamed, atom)) is not atom:
-        atom = found
-    return atom

@@ -22,9 +22,12 @@ class Numbering:
       aliases: value -> an earlier value that is computed in the same way.
     """
 
-    def __init__(self, arguments: Iterable[Var], eqns: Iterable[JaxprEqn] = ()):
+    def __init__(
+        self, arguments: Iterable[Var], eqns: Iterable[JaxprEqn] = (), aliases: Renamed | None = None
+    ):
+        """`aliases`: argument -> an earlier argument of the same value."""
         self.known = set(arguments)
-        self.aliases: Renamed = {}
+        self.aliases: Renamed = dict(aliases or {})
         self._by_key: dict[Any, list[Var]] = {}
         for eqn in eqns:
             self.add(eqn)
@@ -42,13 +45,20 @@ class Numbering:
         """The values that an equation on known operands computes once more; None if it repeats nothing."""
         return self._by_key.get(self._key(eqn, [resolve(self.aliases, v) for v in operands]))
 
+    def identify(self, operands: Iterable[Any]) -> Any:
+        """A hashable key of operands: equal keys mean equal values."""
+        return _identify_atoms(resolve(self.aliases, v) for v in operands)
+
     @staticmethod
     def _key(eqn: JaxprEqn, operands: list[Any]) -> Any:
         # A program among the parameters prints its equations; a function prints its address.
         params = ", ".join(f"{name}={eqn.params[name]}" for name in sorted(eqn.params))
         arrays = tuple(map(_identify, _list_arrays(eqn.params)))
-        atoms = ((_identify(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in operands)
-        return eqn.primitive.name, params, arrays, tuple(atoms)
+        return eqn.primitive.name, params, arrays, _identify_atoms(operands)
+
+
+def _identify_atoms(atoms: Iterable[Any]) -> Any:
+    return tuple((_identify(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in atoms)
 
 
 def _list_arrays(value: Any) -> Iterator[Any]:

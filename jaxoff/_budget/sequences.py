@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxoff._budget.inner_loops import InnerLoops
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.numbering import Numbering
 from jaxoff._budget.repeats import Run, find_runs
@@ -123,10 +124,11 @@ class Sequenced:
 
     @functools.cached_property
     def values(self) -> frozenset[Var]:
-        """The values of the layers without cotangents among their ancestors."""
+        """The values of the layers without cotangents among their ancestors, repeated ones included."""
         sequences = (sequence for sequence in self.sequences if not sequence.is_section)
         layers = (layer for sequence in sequences for layer in sequence.layers)
-        eqns = (eqn for layer in layers for eqn in (*layer.eqns, *layer.only_backward))
+        eqns = [eqn for layer in layers for eqn in (*layer.eqns, *layer.only_backward)]
+        eqns += [self.eqns[i] for i in self.repeated]
         return frozenset(v for eqn in eqns for v in eqn.outvars)
 
     @functools.cached_property
@@ -210,6 +212,8 @@ class _Joint:
         self._passed_to: dict[Var, _Place | None] = {}  # value that a layer passes on -> the next layer
         self._arguments: dict[_Place, tuple[Any, ...]] = {}
         self._dependent: set[Var] = set()  # values of layers that depend on the layer's arguments
+        self._loops = InnerLoops(self._numbering)
+        self._index: dict[int, int] = {}  # id of an equation -> its place
         for run in runs:
             if run.count > 1:
                 self._find_arguments(run)
@@ -219,9 +223,11 @@ class _Joint:
         read: set[Var] = set()
         for i, eqn in enumerate(eqns):
             here = self.eqns[i] = eqn.replace(invars=[resolve(self.renamed, v) for v in eqn.invars])
+            self._index[id(here)] = i
             if i in layers:
                 self._owner.update(dict.fromkeys(eqn.outvars, layers[i]))
                 self._numbering.add(here)
+                self._loops.add(here)
                 read.update(variables(here))
             elif self._owner and is_pure_backward(eqn):
                 self._follow(i, here, read)
@@ -281,7 +287,7 @@ class _Joint:
                 self.renamed[eqn.outvars[0]] = v
                 self.repeated.add(i)
             return
-        same = self._numbering.find(eqn, list(eqn.invars))
+        same = self._numbering.find(eqn, list(eqn.invars)) or self._widen(eqn)
         if same is not None and self._is_cotangent(eqn, same):
             return
         if same is not None:
@@ -310,6 +316,18 @@ class _Joint:
         owner = self._owner.get(same[0])
         return not variables(eqn) and not is_recomputed(eqn) and owner is not None and owner[0].count == 1
 
+    def _widen(self, eqn: JaxprEqn) -> list[Var] | None:
+        """The results of the wider form of the loop that an equation repeats; None if it repeats none."""
+        found = self._loops.find(eqn, eqn.invars)
+        if found is None:
+            return None
+        loop, wide = found
+        self.eqns[self._index[id(loop)]] = wide
+        self._owner.update(dict.fromkeys(wide.outvars, self._owner[loop.outvars[0]]))
+        if not self._dependent.isdisjoint(loop.outvars):
+            self._dependent.update(wide.outvars)
+        return list(wide.outvars)
+
     def make_sequence(self, run: Run, names: Mapping[Var, str]) -> LayerSequence | None:
         """The layers of a run; None if the backward pass does not read their values in reverse order."""
         layers = [
@@ -321,7 +339,7 @@ class _Joint:
             for n in range(run.count)
         ]
         first = self._find_first_reads(run, layers)
-        if first is None:
+        if first is None or len({len(layer.values) for layer in layers}) > 1:
             return None
         number = run.count // 2
         layer, (start, end) = layers[number], (first[number], first[number - 1])

@@ -26,6 +26,8 @@ SMALL = Sizes(
     vocabulary=32768,
     batch=2,
     length=512,
+    source_length=512,
+    experts=4,
 )
 # The residuals of the layers take the most memory, unlike in SMALL, where the logits do.
 DEEP = Sizes(
@@ -38,6 +40,8 @@ DEEP = Sizes(
     vocabulary=2048,
     batch=64,
     length=128,
+    source_length=128,
+    experts=4,
 )
 # XLA's GPU compiler refuses to offload in a scan inside of a scan; jaxoff.jit merges the two.
 REFUSED = {"groups"}

@@ -19,16 +19,25 @@ SLOW = {"groups"}
 # Styles close to another's: bits of whole steps on demand.
 LONG = {
     "accumulation",
+    "dit",
+    "dpo",
+    "encoder-decoder",
     "equinox",
     "inner-jit",
     "layer-axis",
     "linen-scan",
+    "lora",
+    "moe-linen",
     "nnx-list",
     "nnx-scan",
+    "retention",
     "ssm",
     "ssm-chunks",
+    "unet",
     "vit",
 }
+# Programs whose traces alone take seconds.
+LONG_TRACES = {"dit", "encoder-decoder", "retention", "unet"}
 
 
 def build(name, **options):
@@ -74,7 +83,9 @@ def test_a_step_keeps_its_bits_and_its_function_runs_once(name):
             np.testing.assert_array_equal(ours, other)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_TRACES)) for name in PROGRAMS]
+)
 def test_a_step_offloads_and_its_twin_does_not(name):
     def count_transfers(step, transform):
         text = str(step.jit(transform).trace(step.state, step.batch).jaxpr)

@@ -110,6 +110,28 @@ def test_what_the_backward_loop_repeats_is_the_forward_value():
     assert [e.primitive.name for e in list_recomputed(pair, Placements((0,)))] == ["dot_general", "cos"]
 
 
+def rotating(x, ws):
+    def layer(x, w):
+        def rotate(x):
+            angles = jnp.arange(4.0)[:, None] * 2.0 ** -jnp.arange(8.0)
+            return x * jnp.cos(angles) + x[:, ::-1] * jnp.sin(angles)
+
+        return jnp.sin(rotate(x @ w) * rotate(x)) @ w, None
+
+    return lax.scan(jax.checkpoint(layer, prevent_cse=False), x, ws)[0].sum()
+
+
+def test_constants_that_differentiation_moves_out_of_a_loop_are_found_again():
+    closed = jax.make_jaxpr(jax.grad(rotating, 1))(*arguments())
+    (pair,) = list_joint_graphs(closed)
+    assert not {"sin", "dot_general", "add"} & {eqn.primitive.name for eqn in pair.only_backward}
+    assert not any(len(eqn.outvars[0].aval.shape) == 1 for eqn in list_recomputed(pair, keep_all(pair)))
+    expected = jax.grad(rotating, 1)(*arguments())
+    for decide in (keep_all, offload_inputs, keep_some):
+        (got,) = jax.jit(compat.jaxpr_as_fun(write_placed(closed, decide)))(*arguments())
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
 def test_values_that_differ_in_a_long_constant_are_told_apart():
     """The text of a long array leaves out its middle."""
     first, second = np.arange(5000.0), np.arange(5000.0)

@@ -1,0 +1,51 @@
+"""Loops inside of checkpointed layers: their results and residuals are values that may be kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxoff._budget.joint_graph import Placements, list_recomputed
+from jaxoff._budget.placements import list_joint_graphs, write_placed
+from jaxoff._jaxpr import compat
+from tests.jaxoff.budget.test_placements import keep_all, keep_some, offload_inputs
+
+LAYERS, STEPS, WIDTH = 4, 3, 8
+
+
+def layer(x, w):
+    def add_up(state, row):
+        state = jnp.tanh(state @ w + row)
+        return state, state * row
+
+    _, y = lax.scan(add_up, jnp.zeros(WIDTH), x @ w)
+    return x + jnp.sin(y @ w)
+
+
+def loss(ws, x, *, loop):
+    block = jax.checkpoint(layer, prevent_cse=loop == "python")
+    if loop == "scan":
+        return lax.scan(lambda x, w: (block(x, w), None), x, ws)[0].sum()
+    for w in ws:
+        x = block(x, w)
+    return x.sum()
+
+
+@pytest.mark.parametrize("loop", ["scan", "python"])
+def test_a_loop_in_a_layer_runs_once_if_its_residuals_are_kept(loop):
+    ws = 0.3 * jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH))
+    x = jax.random.normal(jax.random.key(1), (STEPS, WIDTH))
+    step = jax.grad(lambda ws, x: loss(ws, x, loop=loop))
+    closed = jax.make_jaxpr(step)(ws, x)
+    pairs = list_joint_graphs(closed)
+    assert sum(pair.count for pair in pairs) == LAYERS
+    for pair in pairs:
+        assert not {"scan", "dot_general"} & {eqn.primitive.name for eqn in pair.only_backward}
+        assert "scan" not in {eqn.primitive.name for eqn in list_recomputed(pair, keep_all(pair))}
+        inputs = Placements(tuple(range(len(pair.carried))))
+        assert "scan" in {eqn.primitive.name for eqn in list_recomputed(pair, inputs)}
+    expected = step(ws, x)
+    for decide in (keep_all, offload_inputs, keep_some):
+        (got,) = jax.jit(compat.jaxpr_as_fun(write_placed(closed, decide)))(ws, x)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
