@@ -158,7 +158,7 @@ def test_client_programs_in_parts_with_narrow_stacks_compute_the_same(name):
     args = step.state, step.batch
     closed = jax.make_jaxpr(step.fun)(*args)
     written, regions = write_in_parts(narrow_stacks(closed), 1e3)
-    assert len(regions) >= (name not in ("vit", "ssm", "ssm-chunks"))
+    assert len(regions) >= (name not in ("vit", "ssm", "ssm-chunks", "dit", "unet"))  # no rows of tokens
     got, want = (
         jax.eval_shape(compat.jaxpr_as_fun(program), *jax.tree.leaves(args)) for program in (written, closed)
     )
