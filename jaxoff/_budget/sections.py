@@ -6,7 +6,6 @@ and are so small that a recomputed section takes little room beside the kept val
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -22,8 +21,8 @@ from jaxoff._jaxpr.scopes import is_transposed
 LEAST_NBYTES = 1 << 16
 # Part of the values read by the backward pass from which on a stretch is worth choices of its own.
 _LEAST_SHARE = 0.05
-# A last stretch with fewer products and the like is a head.
-_LEAST_PRODUCTS = 4
+# A stretch behind layers with fewer products and the like is a head.
+_LEAST_PRODUCTS = 3
 # A section has at least this part of those values, and no less than the largest layer.
 _SECTION_SHARE = 1 / 32
 # A section ends where at most this part of its bytes passes to the next, the best place up to this many times
@@ -33,21 +32,12 @@ _LOOKAHEAD = 1.25
 _LARGEST = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Stretch(Run):
-    """Equations of a forward pass in a row, as one layer.
-
-    Attributes:
-      is_last: whether the backward pass follows.
-    """
-
-    is_last: bool
-
-
-def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Stretch]:
+def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Run]:
     """The stretches of a forward pass outside of runs, without loops, other control flow and effects.
 
-    A stretch ahead of a backward pass ends with its last product: behind it is the loss.
+    A stretch ahead of a backward pass ends with its last product: behind it is the loss. Few products behind
+    layers, or ahead of a backward pass, are a head, whose values are all there when the backward pass begins,
+    kept or made again. Where most of the compute is in loops, so are the layers.
 
     Args:
       eqns: of a differentiated program, calls inlined.
@@ -58,27 +48,31 @@ def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Stretc
         i in taken or is_transposed(eqn) or bool(eqn.effects) or compat.control_flow(eqn) is not None
         for i, eqn in enumerate(eqns)
     ]
+    flops = [0.0 if is_transposed(eqn) else product_flops(eqn) for eqn in eqns]
+    in_loops = sum(
+        flops[i] for i, eqn in enumerate(eqns) if i not in taken and compat.scan_in(eqn) is not None
+    )
+    if 2 * in_loops > sum(flops):
+        return []
+    behind_layers = {run.end for run in runs}
     found, start = [], 0
     for left, group in itertools.groupby(is_left):
-        length = len(list(group))
-        end = start + length
+        end = start + len(list(group))
         if not left:
+            products = [i for i in range(start, end) if flops[i]]
             is_last = end < len(eqns) and is_transposed(eqns[end])
-            if is_last:
-                products = (i for i in range(start, end) if product_flops(eqns[i]))
-                length = max(products, default=start) + 1 - start
-            found.append(Stretch(start, length, 1, is_last))
+            is_head = (is_last or start in behind_layers) and len(products) < _LEAST_PRODUCTS
+            last = max(products, default=start) + 1 if is_last else end
+            if not is_head:
+                found.append(Run(start, last - start, 1))
         start = end
     return found
 
 
 def cut_stretches(
-    stretches: Sequence[Stretch], runs: Sequence[Run], eqns: Sequence[JaxprEqn], needed: Set[Var]
+    stretches: Sequence[Run], runs: Sequence[Run], eqns: Sequence[JaxprEqn], needed: Set[Var]
 ) -> list[Run]:
     """The sections of stretches.
-
-    A head of few products is left out: its values are all there when the backward pass begins, kept or made
-    again.
 
     Args:
       stretches: of `list_stretches`.
@@ -95,8 +89,6 @@ def cut_stretches(
     found: list[Run] = []
     for stretch in stretches:
         if sum(nbytes[stretch.start : stretch.end]) < max(_LEAST_SHARE * total, LEAST_NBYTES):
-            continue
-        if stretch.is_last and sum(product_flops(eqns[i]) > 0 for i in stretch.layer(0)) < _LEAST_PRODUCTS:
             continue
         found += _cut(stretch, least, nbytes, eqns, last_reads)
     return found
