@@ -44,9 +44,9 @@ class Program:
     arguments: tuple[str, ...]
     variables: tuple[tuple[str, str], ...] = ()
 
-    def shorter(self, *options: str) -> Program:
-        """The same command, made quick, with `options`: a later option wins over an earlier."""
-        return dataclasses.replace(self, arguments=self.arguments + SHORTER.get(self.module, ()) + options)
+    def shorter(self) -> Program:
+        """The same command, made quick: a later option wins over an earlier."""
+        return dataclasses.replace(self, arguments=self.arguments + SHORTER.get(self.module, ()))
 
 
 def split(code: str, language: str) -> Iterator[list[str]]:
