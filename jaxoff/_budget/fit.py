@@ -309,8 +309,8 @@ class _Search[P]:
         if not self._form.pairs:
             kept += (
                 ": no layers were found, neither a loop over layers (jax.lax.scan) with a loop of its "
-                "backward pass nor alike layers one after the other. Layers that differ in shape from each "
-                "other are not placed, nor a jax.shard_map that is differentiated from outside"
+                "backward pass nor layers one after the other with products. A jax.shard_map that is "
+                "differentiated from outside is not placed"
             )
         return BudgetError(
             f"no program fits {budget} of device memory. The least of {len(self.tried)} tried takes "

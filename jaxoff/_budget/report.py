@@ -139,7 +139,7 @@ class Plan:
         rows.append(f"step about {self.step_ms:.1f} ms on {self.device}")
         if self.programs and not self.values:
             rows.append(
-                "No value is placed: the step has no alike layers with a backward pass. A loss is planned as "
+                "No value is placed: the step has no layers with a backward pass. A loss is planned as "
                 "jax.value_and_grad(loss)."
             )
         return "\n".join(rows)

@@ -103,7 +103,9 @@ def test_layers_in_a_python_loop_fit_each_budget():
     assert peaks[0] > 1.5 * peaks[1]
 
 
-@pytest.mark.parametrize("widths", [[1024] * 7, [1024, 1536, 1024, 768, 1280, 1024, 512]])
+@pytest.mark.parametrize(
+    "widths", [pytest.param([1024] * 7, marks=pytest.mark.long), [1024, 1536, 1024, 768, 1280, 1024]]
+)
 def test_the_least_without_an_embedding_or_a_repeat_is_that_of_checkpointed_layers(widths):
     """The first layer behind the data, and layers that all differ, are placed as well."""
 

@@ -86,7 +86,10 @@ def meshes():
 
 @pytest.mark.parametrize(
     ("mesh", "virtual"),
-    [("fsdp=2,expert=2,pipe=2", 2), pytest.param("data=2,pipe=4", 1, marks=pytest.mark.long)],
+    [
+        pytest.param(*mesh, marks=pytest.mark.long)
+        for mesh in (("fsdp=2,expert=2,pipe=2", 2), ("data=2,pipe=4", 1))
+    ],
 )
 def test_loss_and_gradients_with_offload(mesh, virtual):
     simple = dict(mtp_layers=0, d_shared=0)  # the long tests have all parts, and order the copies

@@ -46,7 +46,7 @@ def test_vmap_equals_a_loop():
             np.testing.assert_allclose(g[i], w, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_vmap_launches_each_kernel_once_and_lowers has the kernels
 def test_vmap_of_the_kernels_equals_a_loop():
     """Without probs and biases: the other whole-op tests of the kernels have both."""
     batch = [make([5, 2, 1], 8, jnp.bfloat16, width=64, hidden=64, seed=seed) for seed in range(2)]
@@ -144,7 +144,9 @@ def test_shard_map_sums_the_weights_gradients_over_devices():
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulators"])
+@pytest.mark.parametrize(
+    "accumulate", [pytest.param(False, id="", marks=pytest.mark.long), pytest.param(True, id="accumulators")]
+)
 def test_shard_map_over_the_kernels_lowers_and_sums_the_weights_gradients(accumulate):
     """The interpreter runs one device only; the sum over devices stands in the program."""
     x, w1, w2, probs, b1, b2, _ = make([5, 2, 1], 16, jnp.bfloat16, width=64, hidden=64)

@@ -102,7 +102,7 @@ def moved_bytes(workload, variant):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[pytest.mark.long] * (kind == "nano"))
+        pytest.param(kind, marks=[pytest.mark.long] * (kind != "dense"))
         for kind in sorted(KINDS.keys() - {"mixtral"})  # tiny, that is nano
     ],
 )
@@ -114,6 +114,7 @@ def test_every_way_to_offload_moves_as_much(kind):
         assert moved_bytes(workload, variant) == want, variant
 
 
+@pytest.mark.long
 def test_the_narrow_values_of_the_moe_block_are_what_the_link_can_take():
     workload = Workload.parse("nano-b4-l1")
     assert moved_bytes(workload, "captured") == 16384 * 2 * (2688 + 4096 + 2688)
