@@ -10,6 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
+# Bounds of a search. It takes a few nodes and 0.1 s as a rule; many values of one size can make it endless.
+# Nodes first, as their number does not depend on the machine.
+_NODES = 5000
+_SECONDS = 20.0
+
 # Index of a variable -> its coefficient in a linear expression.
 type Terms = Mapping[int, float]
 
@@ -51,7 +56,10 @@ class IntegerProgram:
         self.add_upper_bound([*terms, (variable, -1.0)], -constant)
 
     def minimise(self, cost: Terms) -> np.ndarray | None:
-        """Returns the values of all variables at minimal cost, or None if no values meet the constraints."""
+        """Returns the values of all variables at minimal cost, or None if no values meet the constraints.
+
+        A search that reaches its bounds returns the best values found.
+        """
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
@@ -68,7 +76,7 @@ class IntegerProgram:
                 integrality=np.array(self._integer, int),
                 bounds=Bounds(np.array(self._lower), np.array(self._upper)),  # pyright: ignore
                 constraints=LinearConstraint(matrix, ub=np.array(bounds)),  # pyright: ignore
-                options={"mip_rel_gap": 1e-9},
+                options={"mip_rel_gap": 1e-9, "node_limit": _NODES, "time_limit": _SECONDS},
             )
         return found.x
 

@@ -109,6 +109,13 @@ def test_less_memory_never_costs_less_time(costs):
     assert times == sorted(times)
 
 
+def test_a_search_that_reaches_its_bounds_returns_the_best_found(costs, monkeypatch):
+    monkeypatch.setattr("jaxoff._budget.integer_program._NODES", 1)
+    found = choose_placements(costs, H200, 1e8)
+    assert found is not None
+    assert saved_nbytes(costs, found[0]) <= 1e8 * (1 + 1e-6)
+
+
 def test_host_memory_is_a_budget_of_its_own(costs):
     def host(placements):
         return LAYERS * sum(costs[0].nbytes[costs[0].pair.values[i]] for i in placements[0].offloaded)
