@@ -15,7 +15,6 @@ from bench.client_steps import PROGRAMS
 # With these options each program rounds every value, so that results are equal to the bit.
 ROUNDED = {"xla_allow_excess_precision": False, "xla_disable_hlo_passes": "algsimp"}
 
-SLOW = {"groups"}
 # Styles close to another's: bits of whole steps on demand.
 LONG = {
     "accumulation",
@@ -23,6 +22,7 @@ LONG = {
     "dpo",
     "encoder-decoder",
     "equinox",
+    "groups",
     "inner-jit",
     "layer-axis",
     "linen-scan",
@@ -57,10 +57,7 @@ def run(step, transform, state):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW) + [pytest.mark.long] * (name in LONG))
-        for name in PROGRAMS
-    ],
+    [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in PROGRAMS],
 )
 def test_a_step_keeps_its_bits_and_its_function_runs_once(name):
     offloading, calls = build(name), []

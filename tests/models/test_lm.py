@@ -128,6 +128,7 @@ def check_placements(config, policies):
         assert bits(loss_and_gradients(config, policy)) == bits(saved), name
 
 
+@pytest.mark.long
 def test_placement_changes_no_bit_of_loss_and_gradients():
     config = Config.preset("tiny", dtype="float32", **TWO_OF_EXPERTS)
     check_placements(config, FEW)

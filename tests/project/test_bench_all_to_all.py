@@ -13,6 +13,7 @@ from bench import all_to_all
 TINY = ["--rows", "32", "--width", "8", "--turns", "2", "--repeats", "3", "--capacities", "1.1", "2"]
 
 
+@pytest.mark.long  # test_a_ragged_collective_brings_the_rows_of_a_padded_one runs both
 def test_padded_collectives_are_timed_and_bring_rows_back(tmp_path):
     all_to_all.main(["--out", str(out := tmp_path / "a.json"), *TINY])
     result = json.loads(out.read_text())

@@ -289,6 +289,7 @@ def test_one_bit_and_one_nan_are_found(programs):
     assert not found["ok"] and not found["finite"]
 
 
+@pytest.mark.long
 def test_the_two_orders_differ_in_the_mode_alone():
     steps = step_checks.order_steps(DENSE, VARIANTS["captured"])
     assert "SERIALIZE" in steps["serialize"].options

@@ -103,6 +103,7 @@ def test_the_options_of_jaxoff_jit_are_taken():
         jaxoff.nnx_jit(lambda model: model, device="h200")
 
 
+@pytest.mark.long  # README has such a step
 def test_a_step_within_a_budget_is_planned_and_trains():
     losses, state, step, _ = train(jaxoff.nnx_jit, device_bytes="1MB", host_bytes=0.5e6)
     want, want_state, _, _ = train(nnx.jit)
