@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, variables
@@ -49,7 +49,7 @@ class JointGraph:
     names: Mapping[Var, str]
     has_stacks: bool
     position: int
-    is_section: bool = False
+    is_section: ClassVar[bool] = False
 
     @functools.cached_property
     def values(self) -> tuple[Var, ...]:

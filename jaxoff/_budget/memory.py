@@ -80,4 +80,4 @@ def _count_inner(eqn: JaxprEqn) -> int:
 
 
 def _nbytes(v: Any) -> int:
-    return compat.nbytes(v.aval) if hasattr(v.aval, "shape") and not compat.is_host(v.aval) else 0
+    return 0 if compat.is_host(v.aval) else compat.nbytes(v.aval)

@@ -254,7 +254,7 @@ class _Growth:
 
 
 def _nbytes(v: Var) -> int:
-    return compat.nbytes(v.aval) if hasattr(v.aval, "shape") else 0
+    return compat.nbytes(v.aval)
 
 
 def _count_parts(rows: int, products: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
 
 from jaxoff._budget.repeats import Run
 from jaxoff._device.flops import product_flops
@@ -80,7 +79,7 @@ def cut_stretches(
       eqns: the equations, those of the backward pass with values of the forward pass as operands.
       needed: the values read by the backward pass.
     """
-    nbytes = [sum(size(v) for v in eqn.outvars if v in needed) for eqn in eqns]
+    nbytes = [compat.nbytes_of(v for v in eqn.outvars if v in needed) for eqn in eqns]
     total = sum(n for eqn, n in zip(eqns, nbytes, strict=True) if not is_transposed(eqn))
     in_layers = (sum(nbytes[i] for i in run.layer(run.count // 2)) for run in runs)
     least = max(_SECTION_SHARE * total, *in_layers, 1)
@@ -115,7 +114,7 @@ def _cut(
         held += nbytes[i]
         if held >= least:
             made = (v for eqn in eqns[start : i + 1] for v in eqn.outvars)
-            passed = sum(size(v) for v in made if last_reads.get(v, i) > i)
+            passed = compat.nbytes_of(v for v in made if last_reads.get(v, i) > i)
             ends.append((passed > _PASSED_SHARE * held, passed, i, held))
         if not ends:
             continue
@@ -126,8 +125,3 @@ def _cut(
             start, held, ends = end + 1, held - nbytes_there, []
     if start < stretch.end:
         yield Run(start, stretch.end - start, 1)
-
-
-def size(v: Any) -> int:
-    """Bytes of a value; 0 for what is no array."""
-    return compat.nbytes(v.aval) if hasattr(v.aval, "shape") else 0

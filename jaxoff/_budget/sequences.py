@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxoff._budget.inner_loops import InnerLoops
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.numbering import Numbering
 from jaxoff._budget.repeats import Run, find_runs
-from jaxoff._budget.sections import LEAST_NBYTES, cut_stretches, list_stretches, size
+from jaxoff._budget.sections import LEAST_NBYTES, cut_stretches, list_stretches
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import mark_dependents, variables
@@ -93,10 +93,11 @@ class Section(LayerSequence):
         and other control flow.
     """
 
+    is_section: ClassVar[bool] = True
     fixed: frozenset[Any]
 
     def list_passed(self) -> list[Any]:
-        """As for layers."""
+        """The fixed values."""
         return list(self.fixed)
 
     def split(self) -> list[LayerSequence]:
@@ -135,16 +136,17 @@ class Sequenced:
     def all_values(self) -> frozenset[Var]:
         """The values of the layers and sections, forward and backward, repeated ones included."""
         indices = set(self.repeated)
-        sections = [section for section in self.sequences if section.is_section]
-        placed = {v for section in sections for eqn in (*section.eqns, *section.rest) for v in eqn.outvars}
+        in_sections: list[JaxprEqn] = []
         for sequence in self.sequences:
             if sequence.is_section:
+                in_sections += (*sequence.eqns, *sequence.rest)
                 continue
             first, second, *_ = sequence.first_reads
             # The backward pass of the first layer takes as many equations as the second layer's.
             end = min(2 * first - second, len(self.eqns))
             indices.update(range(sequence.first_reads[-1], end))
-        return self.values | placed.union(v for i in indices for v in self.eqns[i].outvars)
+        eqns = (*in_sections, *(self.eqns[i] for i in indices))
+        return self.values.union(v for eqn in eqns for v in eqn.outvars)
 
 
 def find_sequences(jaxpr: Jaxpr) -> Sequenced | None:
@@ -152,13 +154,13 @@ def find_sequences(jaxpr: Jaxpr) -> Sequenced | None:
     eqns, outvars, names = _drop_names(jaxpr)
     if not any(map(is_pure_backward, eqns)):
         return None
-    runs = _find_layers(jaxpr, eqns, names)
-    stretches = list_stretches(eqns, runs)
-    joint = _Joint(jaxpr, eqns, [*runs, *stretches])
-    sections = cut_stretches(stretches, runs, joint.eqns, joint.list_needed())
-    if not runs and not sections:
-        return None
-    joint = _Joint(jaxpr, eqns, [*runs, *sections])
+    runs, joint = _find_layers(jaxpr, eqns, names)
+    sections: list[Run] = []
+    if stretches := list_stretches(eqns, runs):
+        whole = _Joint(jaxpr, eqns, [*runs, *stretches])
+        sections = cut_stretches(stretches, runs, whole.eqns, whole.list_needed())
+    if sections:
+        joint = _Joint(jaxpr, eqns, [*runs, *sections])
     sequences = [joint.make_sequence(run, names) for run in runs]
     sequences += [joint.make_section(section, names) for section in sections]
     outs = tuple(resolve(joint.renamed, v) for v in outvars)
@@ -166,14 +168,16 @@ def find_sequences(jaxpr: Jaxpr) -> Sequenced | None:
     return Sequenced(tuple(joint.eqns), frozenset(joint.repeated), outs, found) if found else None
 
 
-def _find_layers(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], names: Mapping[Var, str]) -> list[Run]:
-    """The runs of layers whose values the backward pass reads in reverse order."""
+def _find_layers(
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], names: Mapping[Var, str]
+) -> tuple[list[Run], _Joint]:
+    """The runs of layers whose values the backward pass reads in reverse order, and their joint program."""
     runs = find_runs(eqns)
     while True:
         joint = _Joint(jaxpr, eqns, runs)
         good = [run for run in runs if joint.make_sequence(run, names)]
         if good == runs:
-            return runs
+            return runs, joint
         runs = good
 
 
@@ -263,7 +267,7 @@ class _Joint:
         made = {v for eqn in eqns for v in eqn.outvars}
         ahead = {v for eqn in self.eqns[: section.start] if not is_transposed(eqn) for v in eqn.outvars}
         read = dict.fromkeys(v for eqn in eqns for v in variables(eqn) if v in ahead)
-        own = tuple(v for v in read if size(v) >= LEAST_NBYTES)
+        own = tuple(v for v in read if compat.nbytes_of([v]) >= LEAST_NBYTES)
         self._arguments[section, 0] = own
         self._passed_to.update(dict.fromkeys(own, (section, 0)))
         self._dependent |= made
@@ -385,7 +389,7 @@ class _Joint:
         others = [eqn for i, eqn in enumerate(self.eqns) if i not in is_own and i not in self.repeated]
         by_control = {v for eqn in others if compat.control_flow(eqn) is not None for v in variables(eqn)}
         forward = {v for eqn in eqns for v in eqn.outvars}
-        small = {v for v in forward if size(v) < LEAST_NBYTES}
+        small = {v for v in forward if compat.nbytes_of([v]) < LEAST_NBYTES}
         fixed = small | (own & (by_control | self._outs) & {*arguments, *forward})
         operands = {v for eqn in (*eqns, *only_backward) for v in variables(eqn)} - made - {*arguments}
         read_forward = {v for eqn in others if not is_pure_backward(eqn) for v in variables(eqn)} | self._outs
@@ -404,7 +408,6 @@ class _Joint:
             names=names,
             has_stacks=False,
             position=run.start,
-            is_section=True,
             layers=(Layer(eqns, arguments, only_backward),),
             first_reads=(reads[0],),
             fixed=frozenset(fixed),

@@ -85,8 +85,8 @@ def shape_of(aval: Any) -> tuple[int, ...]:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of an abstract array."""
-    return math.prod(aval.shape) * aval.dtype.itemsize
+    """Bytes of an abstract array; 0 for a value that is no array."""
+    return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") else 0
 
 
 def nbytes_of(values: Iterable[Any]) -> int:

@@ -1,7 +1,5 @@
 """Sections: stretches of a forward pass outside of layers in a row."""
 
-import random
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +8,6 @@ from hypothesis import strategies as st
 
 import jaxoff
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
-from jaxoff._budget.joint_graph import Placements
 from jaxoff._budget.placements import list_joint_graphs, write_placed
 from jaxoff._device.profile import Device
 from tests.jaxoff.budget.test_sequences import (
@@ -21,6 +18,7 @@ from tests.jaxoff.budget.test_sequences import (
     feed,
     keep_all,
     keep_inputs,
+    make_drawing,
     make_step,
 )
 
@@ -108,15 +106,8 @@ def test_the_first_layer_behind_the_data_is_a_section():
     seed=st.integers(0, 1 << 16),
 )
 def test_random_nets_have_the_same_results_under_random_placements(checkpoint, widths, seed):
-    draw = random.Random(seed)
-
-    def decide(graph):
-        inputs = range(len(graph.carried))
-        drawn = [i for i in range(len(inputs), len(graph.values)) if draw.random() < 0.3]
-        return Placements((*(inputs if draw.random() < 0.5 else ()), *drawn[::2]), tuple(drawn[1::2]))
-
     step, args = make_net(jax.random.key(1), checkpoint, widths)
-    assert_placed_alike(step, args, decide, rtol=1e-3)  # XLA fuses, and so rounds, elsewhere
+    assert_placed_alike(step, args, make_drawing(seed), rtol=1e-3)  # XLA fuses, and so rounds, elsewhere
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -146,7 +137,7 @@ def test_what_a_loop_reads_stays_on_the_device():
     assert len(sections) < len(graphs)
     carried = {v for graph in sections for v in graph.carried}
     assert any(graph.fixed & {v for eqn in graph.eqns for v in eqn.outvars} - carried for graph in sections)
-    assert_placed_alike(jax.grad(loss), (params, x), lambda graph: keep_inputs(graph), rtol=1e-5)
+    assert_placed_alike(jax.grad(loss), (params, x), keep_inputs, rtol=1e-5)
 
 
 def test_memory_is_counted_when_the_backward_pass_of_a_section_runs():

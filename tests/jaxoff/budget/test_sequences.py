@@ -111,6 +111,18 @@ def offload_inputs(graph):
     return Placements((), tuple(range(len(graph.carried))))
 
 
+def make_drawing(seed):
+    """A function that draws the placements of each graph."""
+    draw = random.Random(seed)
+
+    def decide(graph):
+        inputs = range(len(graph.carried))
+        drawn = [i for i in range(len(inputs), len(graph.values)) if draw.random() < 0.3]
+        return Placements((*(inputs if draw.random() < 0.5 else ()), *drawn[::2]), tuple(drawn[1::2]))
+
+    return decide
+
+
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_the_layers_are_found_whatever_was_kept(checkpoint):
     step, args = make_step(block, checkpoint)
@@ -163,15 +175,8 @@ def test_random_layers_have_the_same_results_under_random_placements(stages, che
             x = stage(x, w)
         return x
 
-    draw = random.Random(seed)
-
-    def decide(graph):
-        inputs = range(len(graph.carried))
-        drawn = [i for i in range(len(inputs), len(graph.values)) if draw.random() < 0.3]
-        return Placements((*(inputs if draw.random() < 0.5 else ()), *drawn[::2]), tuple(drawn[1::2]))
-
     step, args = make_step(layer, checkpoint, layers)
-    assert_placed_alike(step, args, decide, rtol=1e-3)  # XLA fuses, and so rounds, elsewhere
+    assert_placed_alike(step, args, make_drawing(seed), rtol=1e-3)  # XLA fuses, and so rounds, elsewhere
 
 
 def test_layers_of_two_kinds_in_turn_are_one_layer_of_both():
