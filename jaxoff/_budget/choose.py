@@ -9,6 +9,7 @@ import dataclasses
 import fnmatch
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
-from jaxoff._jaxpr.kernels import KernelGraph
+from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, find_stored
 from jaxoff._jaxpr.primitives import VIEWS, is_compute, is_fused
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._report.near_miss import near_miss
@@ -41,6 +42,8 @@ _SAVING_SHARE = 0.02
 # Passes of memory over a value to compress it and to restore it: 1.5 of its bytes each.
 _COMPRESSING_PASSES = 3.0
 _MB = 1e6
+# Part of the least memory that may be added to it, for time.
+_LEAST_SLACK = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Costs:
       ready_ms: value to keep -> the compute of a forward iteration before and in the value's kernel.
       forward_ms, backward_ms: compute of an iteration, without repetitions.
       kernels: the number of kernels of an iteration, forward and backward.
+      inner_nbytes: bytes of the layer's values in memory when its backward pass runs. Values between
+        elementwise kernels are not: XLA computes them in their readers.
       compressible: value that may be kept in float8 -> its bytes there.
     """
 
@@ -66,6 +71,7 @@ class Costs:
     forward_ms: float
     backward_ms: float
     kernels: int
+    inner_nbytes: float
     compressible: Mapping[Var, int] = dataclasses.field(default_factory=dict)
 
     @staticmethod
@@ -88,11 +94,12 @@ class Costs:
         ready = dict.fromkeys(pair.carried, 0.0)
         for eqn, ms in zip(pair.eqns, itertools.accumulate(forward), strict=True):
             ready.update(dict.fromkeys(eqn.outvars, ms))
-        into_kernels, makers = _find_operands_of_kernels(pair.rest), map_makers(pair.eqns)
+        into_kernels, makers = find_compute_operands(pair.rest), map_makers(pair.eqns)
         stored = frozenset(v for i in graph.kernels for v in pure[i].outvars)
         count_passes = _count_passes if pair.has_stacks else functools.partial(_count_stores, stored)
         saving = {v: count_passes(v, makers, into_kernels) * device.pass_ms(n) for v, n in nbytes.items()}
-        into_kernels |= _find_operands_of_kernels(pure)
+        into_kernels |= find_compute_operands(pure)
+        inner = sum(nbytes.get(v, 0) for v in find_stored(pair.needed, (*pure, *pair.rest)))
         for i, eqn in enumerate(pure):
             if is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars):
                 times[i] = 0.0  # inside of its readers
@@ -105,6 +112,7 @@ class Costs:
             sum(forward),
             sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
             len(graph.kernels) + len(rest.kernels),
+            inner,
             _find_compressible(pair, nbytes, compress),
         )
 
@@ -142,18 +150,6 @@ def refuse_unmatched(costs: Sequence[Costs], patterns: Sequence[str]) -> None:
             )
 
 
-def _find_operands_of_kernels(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """The operands of products, attention and the like, and the values of which the operands are views."""
-    found, makers = set(), map_makers(eqns)
-    todo = [v for eqn in eqns if is_compute(eqn) for v in variables(eqn)]
-    while todo:
-        v = todo.pop()
-        found.add(v)
-        if v in makers and makers[v].primitive.name in VIEWS:
-            todo += variables(makers[v])
-    return found
-
-
 def _count_passes(v: Var, makers: Mapping[Var, JaxprEqn], into_kernels: set[Var]) -> int:
     """How often memory takes a row of a value's stack: written in the forward, read in the backward loop.
 
@@ -182,14 +178,15 @@ def _count_stores(stored: frozenset[Var], v: Var, makers: Mapping[Var, JaxprEqn]
 
 
 def choose_placements(
-    costs: Sequence[Costs], device: Device, device_nbytes: float, host_nbytes: float | None = None
+    costs: Sequence[Costs], device: Device, device_nbytes: float | None, host_nbytes: float | None = None
 ) -> tuple[list[Placements], float] | None:
     """The fastest placements within a memory, by the model.
 
     Args:
       costs: of each pair of loops.
       device: rates.
-      device_nbytes: the most memory of kept values on the device, as counted by `saved_nbytes`.
+      device_nbytes: the most memory of kept values on the device, as counted by `saved_nbytes`; None for the
+        least.
       host_nbytes: the most memory of kept values on the host; None for any.
 
     Returns:
@@ -201,11 +198,17 @@ def choose_placements(
     memory: list[list[tuple[int, float]]] = [[] for _ in costs]
     host: list[tuple[int, float]] = []
     chosen = [_add_pair(program, cost, device, own, host) for cost, own in zip(costs, memory, strict=True)]
-    for peak in _list_peaks(costs):
-        held = [term for i in peak.held for term in memory[i]]
-        program.add_upper_bound(held, (device_nbytes - peak.nbytes) / _MB)
     if host_nbytes is not None:
         program.add_upper_bound(host, host_nbytes / _MB)
+    most = program.add_variable(upper=math.inf)
+    for peak in _list_peaks(costs):
+        held = [term for i in peak.held for term in memory[i]]
+        program.add_lower_bound(most, held, peak.nbytes / _MB)
+    if device_nbytes is None:
+        if (found := program.minimise({most: 1.0})) is None:
+            return None
+        device_nbytes = (1 + _LEAST_SLACK) * found[most] * _MB
+    program.add_upper_bound([(most, 1.0)], device_nbytes / _MB)
     found = program.minimise(program.cost)
     if found is None:
         return None
@@ -253,15 +256,14 @@ def _list_peaks(costs: Sequence[Costs]) -> list[_Peak]:
     sections = [i for i, cost in enumerate(costs) if cost.pair.is_section]
     layers = [i for i, cost in enumerate(costs) if not cost.pair.is_section]
     # A layer's own values are no part of the count: compilation teaches what they take.
-    inner = [sum(cost.nbytes.get(v, 0) for v in cost.pair.needed) for cost in costs]
-    usual = max((inner[i] for i in layers or sections), default=0)
+    usual = max((costs[i].inner_nbytes for i in layers or sections), default=0)
 
     def list_ahead(position: int) -> tuple[int, ...]:
         return tuple(i for i, cost in enumerate(costs) if cost.pair.position < position)
 
     # Behind the last section are the last layers, or the loss.
     peaks = [_Peak(tuple(range(len(costs))), 0.0)]
-    peaks += [_Peak(list_ahead(costs[i].pair.position), inner[i] - usual) for i in sections]
+    peaks += [_Peak(list_ahead(costs[i].pair.position), costs[i].inner_nbytes - usual) for i in sections]
     return peaks
 
 

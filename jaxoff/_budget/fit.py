@@ -250,7 +250,7 @@ class _Search[P]:
                 break
             costs, fastest = self._form.costs, self._form.fastest[0]
             chosen = choose_placements(costs, self._device, self._room, host_nbytes)
-            chosen = chosen or _choose_least(costs, self._device, host_nbytes)
+            chosen = chosen or choose_placements(costs, self._device, None, host_nbytes)
             if chosen is None:
                 break
             alike = [t for t in mine if t.regions == self._form.regions]
@@ -278,7 +278,7 @@ class _Search[P]:
             self._room = _correct(costs, [t for t in mine if t.regions == self._form.regions], limit)
         if all(t.nbytes > limit for t in mine):
             # Less kept may take more memory: the least of an error is the least of all budgets.
-            least = _choose_least(self._form.costs, self._device, host_nbytes)
+            least = choose_placements(self._form.costs, self._device, None, host_nbytes)
             if least is not None and all(t.placements != tuple(least[0]) for t in mine):
                 mine.append(self._try(*least))
         return min((t for t in mine if t.nbytes <= limit), key=lambda t: t.added_ms, default=None)
@@ -338,22 +338,6 @@ def _correct(costs: Sequence[Costs], tried: Sequence[Tried[Any]], device_nbytes:
     over = nearest.nbytes - device_nbytes
     # Down by a little more than the excess, up by a little less than the rest.
     return max(0.0, saved_nbytes(costs, nearest.placements) - over - abs(over) * 0.05)
-
-
-def _choose_least(
-    costs: Sequence[Costs], device: Device, host_nbytes: float | None
-) -> tuple[list[Placements], float] | None:
-    """Placements with as little kept on the device as the model knows; None without such placements."""
-    low, high = 0.0, sum(c.pair.count * sum(c.nbytes.values()) for c in costs) + 1.0
-    found = choose_placements(costs, device, high, host_nbytes)
-    for _ in range(16):
-        middle = (low + high) / 2
-        chosen = choose_placements(costs, device, middle, host_nbytes)
-        if chosen is None:
-            low = middle
-        else:
-            found, high = chosen, middle
-    return found
 
 
 def _describe(values: Sequence[PlacedValue]) -> str:

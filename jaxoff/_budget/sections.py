@@ -1,19 +1,22 @@
 """Sections of a forward pass outside of layers in a row: its stem, or a model whose layers all differ.
 
-A section is to the plan a layer that does not repeat. Sections end where few bytes pass from one to the next,
-and are so small that a recomputed section takes little room beside the kept values.
+A section is to the plan a layer that does not repeat. Sections are cut for the least memory of a step that
+keeps what one section passes to the next, and recomputes the rest a section at a time.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+
+import numpy as np
 
 from jaxoff._budget.repeats import Run
 from jaxoff._device.flops import product_flops
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import variables
+from jaxoff._jaxpr.kernels import find_stored
 from jaxoff._jaxpr.scopes import is_transposed
 
 # Values from this size on are placed. Smaller values stay on the device.
@@ -22,13 +25,10 @@ LEAST_NBYTES = 1 << 16
 _LEAST_SHARE = 0.05
 # A stretch behind layers with fewer products and the like is a head.
 _LEAST_PRODUCTS = 3
-# A section has at least this part of those values, and no less than the largest layer.
-_SECTION_SHARE = 1 / 32
-# A section ends where at most this part of its bytes passes to the next, the best place up to this many times
-# the bytes ahead of the place, and in any case from this many times the least bytes on.
-_PASSED_SHARE = 1 / 6
-_LOOKAHEAD = 1.25
-_LARGEST = 8
+# Places to cut a stretch at, at most.
+_PLACES = 200
+# Part of a stretch's values to which the least peak is found.
+_PEAK_SHARE = 1e-3
 
 
 def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Run]:
@@ -79,49 +79,93 @@ def cut_stretches(
       eqns: the equations, those of the backward pass with values of the forward pass as operands.
       needed: the values read by the backward pass.
     """
-    nbytes = [compat.nbytes_of(v for v in eqn.outvars if v in needed) for eqn in eqns]
+    needed = find_stored(needed, eqns)
+    nbytes = np.array([compat.nbytes_of(v for v in eqn.outvars if v in needed) for eqn in eqns])
     total = sum(n for eqn, n in zip(eqns, nbytes, strict=True) if not is_transposed(eqn))
-    in_layers = (sum(nbytes[i] for i in run.layer(run.count // 2)) for run in runs)
-    least = max(_SECTION_SHARE * total, *in_layers, 1)
+    in_layers = max((sum(nbytes[i] for i in run.layer(run.count // 2)) for run in runs), default=0)
     forward = [i for i, eqn in enumerate(eqns) if not is_transposed(eqn)]
     last_reads = {v: i for i in forward for v in variables(eqns[i])}
     found: list[Run] = []
     for stretch in stretches:
-        if sum(nbytes[stretch.start : stretch.end]) < max(_LEAST_SHARE * total, LEAST_NBYTES):
+        if nbytes[stretch.start : stretch.end].sum() < max(_LEAST_SHARE * total, LEAST_NBYTES):
             continue
-        found += _cut(stretch, least, nbytes, eqns, last_reads)
+        reads = [
+            (i, min(last_reads.get(v, i), stretch.end), compat.nbytes_of([v]))
+            for i in range(stretch.start, stretch.end)
+            for v in eqns[i].outvars
+        ]
+        found += _cut(stretch, reads, nbytes, in_layers)
     return found
 
 
 def _cut(
-    stretch: Run,
-    least: float,
-    nbytes: Sequence[int],
-    eqns: Sequence[JaxprEqn],
-    last_reads: Mapping[Var, int],
+    stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray, floor: float
 ) -> Iterator[Run]:
-    """Sections of a stretch that end where few bytes pass to the next.
+    """The sections of a stretch with the least peak of its backward pass, where all is recomputed.
+
+    The backward pass of a section holds what the sections ahead pass on and the values of its own.
 
     Args:
       stretch: the stretch.
-      least: bytes of a section's values, at least.
-      nbytes: bytes of the values of each equation.
-      eqns: the equations.
-      last_reads: value -> index of its last reader in the forward pass.
+      reads: of each value, the indices of its equation and of its last reader, and its bytes.
+      nbytes: bytes of the values of each equation that are read by the backward pass.
+      floor: bytes below which the peak is some other place's.
     """
-    start, held, ends = stretch.start, 0, list[tuple[bool, int, int, int]]()
-    for i in range(stretch.start, stretch.end):
-        held += nbytes[i]
-        if held >= least:
-            made = (v for eqn in eqns[start : i + 1] for v in eqn.outvars)
-            passed = compat.nbytes_of(v for v in made if last_reads.get(v, i) > i)
-            ends.append((passed > _PASSED_SHARE * held, passed, i, held))
-        if not ends:
-            continue
-        is_dear, _, end, nbytes_there = min(ends)
-        is_full = held >= max(2 * least, _LOOKAHEAD * nbytes_there) and not is_dear
-        if is_full or held >= _LARGEST * least or i + 1 == stretch.end:
-            yield Run(start, end + 1 - start, 1)
-            start, held, ends = end + 1, held - nbytes_there, []
-    if start < stretch.end:
-        yield Run(start, stretch.end - start, 1)
+    places = _list_places(stretch, reads, nbytes)
+    inner = np.concatenate([[0], np.cumsum(nbytes)])[places]
+    inner = np.maximum(inner[None, :] - inner[:, None], floor)  # of the section from a place to a place
+    # Of values made from place a on, ahead of place b, and read from place b on.
+    change = np.zeros((len(places) + 1, len(places) + 1))
+    for i, last, size in reads:
+        made, read = np.searchsorted(places, [i, last], side="right")
+        if made < read:
+            change[0, made] += size
+            change[made, made] -= size
+            change[0, read] -= size
+            change[made, read] += size
+    passed = change.cumsum(0).cumsum(1)[:-1, :-1] + LEAST_NBYTES  # the fewer sections, the better
+    low, high = floor, float(inner[0, -1])
+    best = [0, len(places) - 1]
+    while high - low > _PEAK_SHARE * inner[0, -1]:
+        middle = (low + high) / 2
+        ends = _find_ends(passed, inner, middle)
+        low, high, best = (middle, high, best) if ends is None else (low, middle, ends)
+    for start, end in itertools.pairwise(best):
+        yield Run(int(places[start]), int(places[end] - places[start]), 1)
+
+
+def _list_places(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray) -> np.ndarray:
+    """The indices of equations ahead of which a stretch may be cut: its start, its end, and of parts with
+    like bytes the places where the fewest bytes pass.
+    """
+    change = np.zeros(stretch.length + 1)
+    for i, last, size in reads:
+        change[i + 1 - stretch.start] += size if last > i else 0
+        change[min(last + 1 - stretch.start, stretch.length)] -= size if last > i else 0
+    live = change.cumsum()
+    parts = (_PLACES - 2) * np.cumsum(nbytes[stretch.start : stretch.end - 1])
+    parts = parts // max(1, nbytes[stretch.start : stretch.end].sum())
+    lowest = {part: i for i, part in sorted(enumerate(parts, 1), key=lambda p: -live[p[0]])}
+    return stretch.start + np.array([0, *sorted(lowest.values()), stretch.length])
+
+
+def _find_ends(passed: np.ndarray, inner: np.ndarray, peak: float) -> list[int] | None:
+    """The places that cut a stretch so that its sections pass on the fewest bytes within a peak, or None.
+
+    Args:
+      passed, inner: bytes passed on, and bytes of values, by the section from a place to a place.
+      peak: the most bytes that a section's backward pass may hold.
+    """
+    held, origin = np.full(len(passed), np.inf), np.zeros(len(passed), int)
+    held[0] = 0
+    for end in range(1, len(passed)):
+        fits = held[:end] + inner[:end, end] <= peak
+        there = np.where(fits, held[:end] + passed[:end, end], np.inf)
+        origin[end] = there.argmin()
+        held[end] = there[origin[end]]
+    if np.isinf(held[-1]):
+        return None
+    ends = [len(passed) - 1]
+    while ends[-1]:
+        ends.append(int(origin[ends[-1]]))
+    return ends[::-1]

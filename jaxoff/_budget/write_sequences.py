@@ -52,7 +52,9 @@ class _Writer:
         self._reloaded: Renamed = {}
         self._made: dict[tuple[int, int | None], Renamed] = {}  # values made again, by sequence and layer
         self._delayed: dict[tuple[int, int | None], Renamed] = {}  # kept values behind a barrier, likewise
-        self._position: dict[Var, int] = {}  # of the values outside of layers, in the order of writing
+        # Of the values outside of layers, but for constants, in the order of writing.
+        self._position: dict[Var, int] = {}
+        self._constants: set[Var] = set()
         for group, placed in decided:
             for layer in group.layers:
                 for places, kept in ((placed.saved, self._saved), (placed.offloaded, self._offloaded)):
@@ -85,7 +87,10 @@ class _Writer:
         latest = max(others, key=lambda v: self._position[v], default=None)
         operands = [self.read(v, i, latest) if backward or self.is_late(v) else v for v in eqn.invars]
         self.eqns.append(eqn.replace(invars=operands))
-        self._position.update(dict.fromkeys(eqn.outvars, len(self.eqns)))
+        if self._constants.issuperset(variables(eqn)):  # nothing could wait for it
+            self._constants.update(eqn.outvars)
+        else:
+            self._position.update(dict.fromkeys(eqn.outvars, len(self.eqns)))
 
     def _send(self, v: Var, like: JaxprEqn) -> None:
         """Copies a value to the host, if it is to be there and is not yet."""

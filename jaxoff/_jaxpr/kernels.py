@@ -10,9 +10,11 @@ from jaxoff._jaxpr.dataflow import index_makers, index_readers, map_makers, vari
 from jaxoff._jaxpr.primitives import (
     ARGUMENT_VIEWS,
     ROUNDING,
+    VIEWS,
     KernelClass,
     classify_kernel,
     is_compute,
+    is_fused,
     is_narrowing,
 )
 
@@ -205,6 +207,39 @@ def _find_fused_to_store(eqns: Sequence[JaxprEqn], kernels: set[int], made: set[
         for v in variables(eqn):
             needed_by.setdefault(v, set()).update({i} if i in kernels or i in more else needs)
     return more
+
+
+def find_compute_operands(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The operands of products, attention and the like, and the values of which the operands are views."""
+    found, makers = set(), map_makers(eqns)
+    todo = [v for eqn in eqns if is_compute(eqn) for v in variables(eqn)]
+    while todo:
+        v = todo.pop()
+        found.add(v)
+        if v in makers and makers[v].primitive.name in VIEWS:
+            todo += variables(makers[v])
+    return found
+
+
+def find_stored(values: Iterable[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The values in memory from which `values` are read: themselves, or what elementwise kernels make them of.
+
+    Args:
+      values: values of the equations, and arguments.
+      eqns: the equations.
+    """
+    makers, operands = map_makers(eqns), find_compute_operands(eqns)
+    found, seen, todo = set(), set(), list(values)
+    while todo:
+        v = todo.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        if v in makers and v not in operands and is_fused(makers[v]):
+            todo += variables(makers[v])
+        else:
+            found.add(v)
+    return found
 
 
 def converts_all_slices(eqns: Iterable[JaxprEqn], large_nbytes: int) -> bool:
