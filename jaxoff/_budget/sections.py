@@ -135,8 +135,10 @@ def _cut(
 
 
 def _list_places(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray) -> np.ndarray:
-    """The indices of equations ahead of which a stretch may be cut: its start, its end, and of parts with
-    like bytes the places where the fewest bytes pass.
+    """The indices of equations ahead of which a stretch may be cut.
+
+    They are its start, its end, and in each of many parts with about as many bytes of values the place where
+    the fewest bytes pass.
     """
     change = np.zeros(stretch.length + 1)
     for i, last, size in reads:

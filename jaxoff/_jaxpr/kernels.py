@@ -222,7 +222,7 @@ def find_compute_operands(eqns: Sequence[JaxprEqn]) -> set[Var]:
 
 
 def find_stored(values: Iterable[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """The values in memory from which `values` are read: themselves, or what elementwise kernels make them of.
+    """The values in memory that are read for `values`: themselves, or what elementwise kernels make them of.
 
     Args:
       values: values of the equations, and arguments.

@@ -1,7 +1,10 @@
 """Sections: stretches of a forward pass outside of layers in a row."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,7 +12,10 @@ from hypothesis import strategies as st
 import jaxoff
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.placements import list_joint_graphs, write_placed
+from jaxoff._budget.repeats import Run
+from jaxoff._budget.sections import _cut
 from jaxoff._device.profile import Device
+from jaxoff._jaxpr.dataflow import variables
 from tests.jaxoff.budget.test_sequences import (
     CHECKPOINTS,
     assert_placed_alike,
@@ -157,6 +163,54 @@ def test_memory_is_counted_when_the_backward_pass_of_a_section_runs():
     assert ms > 0
     assert saved_nbytes(costs, placements) <= 0.5 * saved_nbytes(costs, everything)
     assert max(inner) < sum(inner) / 2
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_other_sections_have_a_lower_peak(data):
+    """Beside all ways to cut a stretch of up to seven equations."""
+    length = data.draw(st.integers(2, 7))
+    sizes = st.integers(1, 40)
+    nbytes = np.array(data.draw(st.lists(sizes, min_size=length, max_size=length)))
+    reads = [(i, data.draw(st.integers(i, length)), data.draw(sizes)) for i in range(length)]
+    floor = data.draw(st.integers(0, 60))
+
+    def peak_of(ends):
+        held, peaks = 0, []
+        for a, b in itertools.pairwise(ends):
+            peaks.append(held + max(floor, nbytes[a:b].sum()))
+            held += sum(size for i, last, size in reads if a <= i < b <= last)
+        return max(peaks)
+
+    sections = list(_cut(Run(0, length, 1), reads, nbytes, floor))
+    ends = [0, *(section.end for section in sections)]
+    assert [section.start for section in sections] == ends[:-1]
+    assert ends[-1] == length
+    inner = range(1, length)
+    ways = [[0, *some, length] for k in range(length) for some in itertools.combinations(inner, k)]
+    count = len(sections)  # each counts LEAST_NBYTES, here one byte
+    assert peak_of(ends) <= min(map(peak_of, ways)) + count + 1
+
+
+def test_a_section_is_made_again_once_a_gradient_of_its_is_there():
+    """A barrier that waits for a constant, as the zeros of a ReLU, lets XLA make values ahead of time."""
+
+    def loss(params, x):
+        for w in params:
+            x = jax.nn.relu(jnp.tanh(x @ w["in"]) @ w["out"] + x @ w["skip"])
+        return x.var()
+
+    _, args = make_net(jax.random.key(0))
+    closed = write_placed(jax.make_jaxpr(jax.grad(loss))(*args), keep_inputs)
+    made = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
+
+    def is_constant(v):
+        return v in made and all(map(is_constant, variables(made[v])))
+
+    barriers = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    waiting = [eqn.invars[1] for eqn in barriers if len(eqn.invars) == 2]
+    assert len(waiting) >= len(args[0]) - 1
+    assert not any(map(is_constant, waiting))
 
 
 def test_a_net_without_repeats_runs_within_its_budget():
