@@ -34,8 +34,8 @@ _STRIP = 8
 # blocks are faster in strips of 4 and 8 blocks row by row, in fc2 and grad_x: bench/LOG.md, 2026-11-26.
 _STRIPS_OF_PRODUCTS = {"NVIDIA H100 80GB HBM3": (12, 4)}
 
-# Device -> blocks of columns in a strip of a weight gradient whose expert's rows stay in the L2 cache. A device
-# without an entry walks as in products. Measured on an H100 at 512 to 2048 rows per expert: bench/LOG.md, 2026-11-26.
+# Device -> blocks of columns in a strip of a weight gradient whose expert's rows stay in the L2 cache. Without
+# an entry: as in products. Measured on an H100 at 512 to 2048 rows per expert: bench/LOG.md, 2026-11-26.
 _STRIP_OF_WEIGHTS = {"NVIDIA H100 80GB HBM3": 2}
 
 # Bytes. An expert's rows up to this size stay in the L2 cache while a weight gradient walks over them; larger
