@@ -116,10 +116,9 @@ def grad_act_gated(
         "dz": jax.ShapeDtypeStruct((rows, 2 * width), dtype),
         "pa": jax.ShapeDtypeStruct((rows, width), dtype),
     }
-    # The chunks of g, then those of u.
+    # The chunks of g, then those of u. The chunks of dg, du and at last `p a` replace them.
     scratch: dict[str, Any] = {"chunks": make_staging(dtype, 2 * chunks)}
     scratch["loaded"] = plgpu.Barrier(num_arrivals=2, num_barriers=2 * chunks)
-    scratch["pa_chunks"] = make_staging(dtype, config.slots)
     if probs is not None:
         inputs["p"] = pad_rows(probs)
         out_types["dp"] = jax.ShapeDtypeStruct((tiling.max_tiles, blocks, BLOCK_ROWS), jnp.float32)
@@ -144,6 +143,7 @@ def grad_act_gated(
         p, dp = None, 0.0
         if probs is not None:
             p = lax.broadcast_in_dim(early, (WG_ROWS, CHUNK), (0,))
+        scaled = []
         for chunk in range(acc.shape[1] // CHUNK):
             column = tile.block * block + chunk * CHUNK
             g_ref, u_ref = (ref["chunks"].at[wg, part * chunks + chunk] for part in range(2))
@@ -159,14 +159,18 @@ def grad_act_gated(
             # Each thread overwrites the elements of its own reads, so no barrier is needed.
             g_ref[...] = (da * u * slope).astype(dtype)
             u_ref[...] = (da * value).astype(dtype)
-            slot = chunk % config.slots
-            if chunk >= config.slots:
-                plgpu.wait_smem_to_gmem(config.slots - 1, wait_read_only=True)
-            ref["pa_chunks"][wg, slot] = a.astype(dtype)
+            scaled.append(a.astype(dtype))
             plgpu.commit_smem()
             store_ragged(g_ref, ref["dz"], tile, column)
             store_ragged(u_ref, ref["dz"], tile, width + column)
-            store_ragged(ref["pa_chunks"].at[wg, slot], ref["pa"], tile, column)
+            plgpu.commit_smem_to_gmem_group()
+        for chunk, a in enumerate(scaled):
+            # The copies of the slot's dg are complete; those of later chunks are in flight.
+            plgpu.wait_smem_to_gmem(len(scaled) - 1, wait_read_only=True)
+            slot = ref["chunks"].at[wg, chunk]
+            slot[...] = a
+            plgpu.commit_smem()
+            store_ragged(slot, ref["pa"], tile, tile.block * block + chunk * CHUNK)
             plgpu.commit_smem_to_gmem_group()
         if probs is not None:
             ref["dp"][tile.index, tile.block, pl.ds(wg * WG_ROWS, WG_ROWS)] = jnp.sum(dp, axis=1)

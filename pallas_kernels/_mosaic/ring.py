@@ -38,11 +38,11 @@ class Ring(NamedTuple):
     def release(self, step) -> None:
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
-    def multiply(self, begin, end, step, issue: Callable[[Any], None], products: int = 1):
+    def multiply(self, begin, end, step, issue: Callable[[Any], None]):
         """Issues the products of a tile's steps `begin` to `end`. Step `begin` is `step` of the ring.
 
         A step's products run while the next step's are issued. Then the slot of the earlier step is released.
-        `finish` releases the last slot. `issue` starts `products` products.
+        `finish` releases the last slot. `issue` starts one product.
 
         Returns:
           The ring's step after the products.
@@ -52,7 +52,7 @@ class Ring(NamedTuple):
             slot = self.slot(step)
             plgpu.barrier_wait(self.full.at[slot])
             issue(slot)
-            plgpu.wgmma_wait(products)
+            plgpu.wgmma_wait(1)
 
             @pl.when(k > 0)
             def _():

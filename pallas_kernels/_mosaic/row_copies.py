@@ -41,15 +41,15 @@ class RowCopies(NamedTuple):
 
     @property
     def lag(self) -> int:
-        """Steps between the start of a step's copies and the step's publication.
+        """Steps whose copies are in flight before one of them is published.
 
         A slot is free once the step after its step is multiplied, so at most `stages - 1` steps start before
-        a publication.
+        a publication. With one step less, a step is published while the slot of the next is still in use.
         """
-        return self.ring.stages - 2
+        return max(self.ring.stages - 2, 1)
 
     def start(self, step, x, columns, index, target) -> None:
-        """Starts the copies of a step, `target[i] = x[index[i], columns]`, and publishes an earlier step.
+        """Starts the copies of a step, `target[i] = x[index[i], columns]`.
 
         With `bounded`, a row with a negative index is zero, and so are columns past the last.
         """
@@ -58,9 +58,15 @@ class RowCopies(NamedTuple):
         else:
             start_row_copies(x, columns.start, index, target, self.transforms, bounded=self.bounded)
 
+    def publish_before(self, step) -> None:
+        """Publishes an earlier step, once its copies are complete. Comes before a step's claim of its slot.
+
+        After the claim, a publication would wait for the product that frees the slot.
+        """
+
         @pl.when(step >= self.lag)
         def _():
-            self._publish(step - self.lag, self.lag)
+            self._publish(step - self.lag, self.lag - 1)
 
     def finish(self, steps) -> None:
         """Publishes the last steps, after `steps` steps."""

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 # (JAX declares the transforms abstract and does not list ACC.)
+from pallas_kernels._compat import in_interpret_mode
 from pallas_kernels._implementation import count_cores
 from pallas_kernels._mosaic.ring import Ring
 from pallas_kernels._mosaic.row_copies import RowCopies, fence_rows, pad_index
@@ -42,6 +43,10 @@ _SWIZZLE = plgpu.SwizzleTransform(128)
 
 # Shared-memory layout of operands, as `wgmma` reads it.
 OPERAND = (plgpu.TilingTransform((8, 64)), _SWIZZLE)
+
+# The same layout for operands of several parts, (BLOCK_K, parts, columns): the parts of a row of tiles follow
+# each other, so a product reads them as one operand of all parts' columns.
+_PARTS_OPERAND = (plgpu.TilingTransform((8, 1, 64)), _SWIZZLE)
 
 # Shared-memory layout of stored rows: tiles of one row, so that a copy may take any number of rows.
 RAGGED = (plgpu.TilingTransform((1, 64)), _SWIZZLE)
@@ -133,8 +138,10 @@ def rows_product(
       prefetch: takes the width, the `HalfTile`, the warpgroup and the same refs. The kernel calls it halfway
         through the product, to start the loads of the epilogue.
       index: (R,) int32: row r is `x[index[r]]`, read from x by the copying warpgroup.
-      parts: number of equal parts of w's columns. A tile multiplies with the same block of columns of each
-        part.
+      parts: number of equal parts of w's columns, at most 256 columns of a tile together. A tile multiplies
+        with the same block of columns of each part, by one `wgmma` of all parts' columns: each `wgmma` reads
+        x from shared memory, whose bandwidth two of half the width would exceed. A last, narrow block is
+        multiplied with zeros up to a block's width.
       zeroed: a number of parts for each of the first outputs, (R, N) with as many times the columns of a
         tile's part. The kernel zeroes the rows past the last group of these outputs, without the epilogue.
       name: the kernel's name in profiles.
@@ -178,16 +185,19 @@ def rows_product(
                 row = pl.multiple_of(row, 8)
 
                 def load(k, step):
+                    if gathers:
+                        copies.publish_before(step)
                     slot = ring.claim(step)
                     ks = pl.ds(k * BLOCK_K, BLOCK_K)
                     rows = pl.ds(row, BLOCK_ROWS)
                     if not gathers:
                         plgpu.copy_gmem_to_smem(x_gmem.at[rows, ks], x_smem.at[slot], full.at[slot])
-                    for part in range(parts):
-                        ns = pl.ds(part * columns + at * block, block)
+                    ns = pl.ds(at * block, block)
+                    if parts > 1:
+                        source = w_gmem.at[pl.ds(expert * depth + k * BLOCK_K, BLOCK_K), :, ns]
+                    else:
                         source = w_gmem.at[expert, ns, ks] if transpose_w else w_gmem.at[expert, ks, ns]
-                        target = w_smem.at[slot, part] if parts > 1 else w_smem.at[slot]
-                        plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+                    plgpu.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
                     if index_gmem is not None:
                         copies.start(step, x_gmem, ks, index_gmem.at[rows], x_smem.at[slot])
                     return step + 1
@@ -204,28 +214,29 @@ def rows_product(
             plgpu.set_max_registers(PRODUCT_REGISTERS[gathers], action="increase")
             staging = scratch[0]
 
-            def multiply(width, tile, step, *accs):
+            def multiply(width, tile, step, acc):
                 def issue(slot):
                     if gathers:
                         fence_rows()
-                    for part, acc in enumerate(accs):
-                        if transpose_w:
-                            w_step = w_smem.at[slot, pl.ds(0, width)].transpose((1, 0))
-                        elif parts > 1:
-                            w_step = w_smem.at[slot, part, :, pl.ds(0, width)]
-                        else:
-                            w_step = w_smem.at[slot, :, pl.ds(0, width)]
-                        plgpu.wgmma(acc, x_smem.at[slot, pl.ds(wg * WG_ROWS, WG_ROWS)], w_step)
+                    x_step = x_smem.at[slot, pl.ds(wg * WG_ROWS, WG_ROWS)]
+                    if parts > 1:
+                        _multiply_parts(acc, x_step, w_smem.at[slot])
+                    elif transpose_w:
+                        plgpu.wgmma(acc, x_step, w_smem.at[slot, pl.ds(0, width)].transpose((1, 0)))
+                    else:
+                        plgpu.wgmma(acc, x_step, w_smem.at[slot, :, pl.ds(0, width)])
 
                 # Halfway through the product, the previous tile's copies have left the epilogue's buffers.
                 middle, early = 0, None
                 if prefetch is not None:
                     middle = steps_of_tile // 2
-                    step = ring.multiply(0, middle, step, issue, parts)
+                    step = ring.multiply(0, middle, step, issue)
                     early = prefetch(width, tile, wg, *in_refs, *out_refs, *scratch)
-                ring.finish(ring.multiply(middle, steps_of_tile, step, issue, parts))
-                values = [acc[...] for acc in accs]
-                return values if parts > 1 else values[0], early
+                ring.finish(ring.multiply(middle, steps_of_tile, step, issue))
+                value = acc[...]
+                if parts > 1:
+                    value = [value[:, part * block : part * block + width] for part in range(parts)]
+                return value, early
 
             def zero(width, tile):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -250,7 +261,7 @@ def rows_product(
                     def _(width=width):
                         acc, early = pl.run_scoped(
                             functools.partial(multiply, width, tile, step),
-                            *[plgpu.ACC((WG_ROWS, width), jnp.float32)] * parts,
+                            plgpu.ACC((WG_ROWS, parts * block if parts > 1 else width), jnp.float32),
                         )
                         epilogue(acc, early, tile, wg, *in_refs, *out_refs, *scratch)
 
@@ -260,7 +271,10 @@ def rows_product(
             lax.fori_loop(0, my_tiles, run_tile, (jnp.int32(0), tile_at(0)))
             plgpu.wait_smem_to_gmem(0)
 
-    w_shape = (stages, block, BLOCK_K) if transpose_w else (stages, *[parts] * (parts > 1), BLOCK_K, block)
+    w_shape, w_layout = ((block, BLOCK_K) if transpose_w else (BLOCK_K, block)), OPERAND
+    if parts > 1:
+        w = w.reshape(experts * depth, parts, columns)
+        w_shape, w_layout = (BLOCK_K, parts, block), _PARTS_OPERAND
     launch = jax.custom_jvp(
         plgpu.kernel(
             body,
@@ -272,8 +286,8 @@ def rows_product(
             kernel_name=name,
             scratch_types=[
                 plgpu.SMEM((stages, BLOCK_ROWS, BLOCK_K), x.dtype, transforms=OPERAND),
-                plgpu.SMEM(w_shape, w.dtype, transforms=OPERAND),
-                plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
+                plgpu.SMEM((stages, *w_shape), w.dtype, transforms=w_layout),
+                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
                 plgpu.Barrier(num_arrivals=2, num_barriers=stages),
                 *scratch_types,
             ],
@@ -283,6 +297,16 @@ def rows_product(
     launch.defjvp(_refuse_derivative)
     indices = [pad_index(index, BLOCK_ROWS)] if index is not None else []
     return launch(x, w, tiling.tiles, tiling.num_tiles, *indices, *inputs)
+
+
+def _multiply_parts(acc, x_step, w_step) -> None:
+    """Starts `acc += x w` for w of several parts, (BLOCK_K, parts, columns), in one `wgmma`."""
+    depth, parts, block = w_step.shape
+    if not in_interpret_mode():
+        plgpu.wgmma(acc, x_step, w_step.reshape(depth, parts * block))
+        return
+    for part in range(parts):  # the interpreter multiplies with no reshaped operand
+        plgpu.wgmma(acc.at[:, pl.ds(part * block, block)], x_step, w_step.at[:, part])
 
 
 def _refuse_derivative(primals, tangents):

@@ -30,6 +30,14 @@ _BLOCKS_OF_A_ROW = 28
 # Blocks of columns in a strip. Measured on an H200: tiles/nvidia_h200.json.
 _STRIP = 8
 
+# Device -> the same two numbers, in all products of rows but the activation's gradient. On an H100, 14 to 16
+# blocks are faster in strips of 4 and 8 blocks row by row, in fc2 and grad_x: bench/LOG.md, 2026-11-26.
+_STRIPS_OF_PRODUCTS = {"NVIDIA H100 80GB HBM3": (12, 4)}
+
+# Device -> blocks of columns in a strip of a weight gradient whose expert's rows stay in the L2 cache. Other
+# devices walk as in products. Measured on an H100 at 512 to 2048 rows per expert: bench/LOG.md, 2026-11-26.
+_STRIP_OF_WEIGHTS = {"NVIDIA H100 80GB HBM3": 2}
+
 # Bytes. An expert's rows up to this size stay in the L2 cache while a weight gradient walks over them; larger
 # groups are walked in strips. An H200 has 50 MB of L2, and 42 MB did not stay: bench/LOG.md, 2026-11-21.
 _L2_NBYTES = 32 * 2**20
@@ -76,9 +84,11 @@ class Configs:
     grad_w2: Config
 
 
-# Gated activations. Two accumulators of 128 columns fill the registers of a multiplying warpgroup.
-_GATED_FC1 = Config(128)
-_GATED_GRAD_ACT = Config(128, slots=1)
+# Gated activations. Accumulators of 128 columns of g and of u fill the registers of a multiplying warpgroup.
+# FC1 walks more than eight blocks in strips: on an H100 faster by 1 to 5% at 15 and 23 blocks. The gradient's
+# stores use the slots of its loads, which leaves room for five stages: bench/LOG.md, 2026-11-26.
+_GATED_FC1 = Config(128, width=_STRIP)
+_GATED_GRAD_ACT = Config(128, stages=5)
 
 
 def bucket_rows(rows: int, experts: int) -> int:
@@ -171,17 +181,21 @@ def apply_rule(w1_shape: tuple[int, ...], rows: int, device_kind: str = _FALLBAC
     experts, width, inner = w1_shape
     many = rows >= _MANY_ROWS * experts
     many_of_products = rows >= _MANY_ROWS_OF_PRODUCTS.get(device_kind, _MANY_ROWS) * experts
+    strips = _BLOCKS_OF_A_ROW, _STRIP
+    strips_of_products = _STRIPS_OF_PRODUCTS.get(device_kind, strips)
 
-    def product(columns, wide, narrow, many=many_of_products):
+    def product(columns, wide, narrow, many=many_of_products, strips=strips_of_products):
         exact = columns % 256 == 0
         config = wide if exact and (many or columns % 192 == 64) else narrow
+        most, strip = strips
         blocks = -(-columns // config.block_columns)
-        return config if blocks <= _BLOCKS_OF_A_ROW else dataclasses.replace(config, width=_STRIP)
+        return config if blocks <= most else dataclasses.replace(config, width=strip)
 
     def weights(columns):
-        config = product(columns, *plain)
+        config = product(columns, *plain, strips=strips)
         fits = 2 * columns * rows // experts <= _L2_NBYTES
-        return config if fits else dataclasses.replace(config, width=_STRIP)
+        strip = _STRIP_OF_WEIGHTS.get(device_kind, config.width) if fits else _STRIP
+        return dataclasses.replace(config, width=strip)
 
     plain = Config(256), Config(192, slots=3)
     activation = Config(256, stages=3, slots=1), Config(192, slots=1)
@@ -189,7 +203,7 @@ def apply_rule(w1_shape: tuple[int, ...], rows: int, device_kind: str = _FALLBAC
     return Configs(
         fc1=product(inner, *plain),
         fc2=product(width, *plain),
-        grad_act=Config(128, stages=5, slots=1) if small else product(inner, *activation, many),
+        grad_act=Config(128, stages=5, slots=1) if small else product(inner, *activation, many, strips),
         grad_x=product(width, *plain),
         grad_w1=weights(inner),
         grad_w2=weights(width),

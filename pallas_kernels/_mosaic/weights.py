@@ -143,6 +143,8 @@ def grad_weight(
                             plgpu.copy_gmem_to_smem(tile, target.at[slot], full.at[slot])
 
                 def load(k, step):
+                    if gathers:
+                        copies.publish_before(step)
                     slot = ring.claim(step)
                     pl.when(k < steps.whole)(lambda: copy(k, step, slot, whole=True))
                     pl.when(k >= steps.whole)(lambda: copy(k, step, slot, whole=False))

@@ -1,5 +1,6 @@
 """Each device's table of tiles: its origin, its entries, and the table of a device without one."""
 
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -12,6 +13,7 @@ from pallas_kernels._mosaic import tuning
 
 TABLES = list((resources.files("pallas_kernels._mosaic") / "tiles").iterdir())
 MIXTRAL = (8, 4096, 14336)
+H100 = "NVIDIA H100 80GB HBM3"
 
 
 def on(kind):
@@ -38,7 +40,7 @@ def test_a_shape_in_the_table_takes_its_entry_and_another_the_rule():
         assert tuning.choose_configs(MIXTRAL, 16384) == tuning.apply_rule(MIXTRAL, 16384)
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "interpreter", "cpu"])
+@pytest.mark.parametrize("kind", [H100, "interpreter", "cpu"])
 def test_a_device_without_a_table_takes_the_h200s(kind):
     assert tuning.load_table(kind) == tuning.load_table("NVIDIA H200")
     with on(kind):
@@ -47,14 +49,33 @@ def test_a_device_without_a_table_takes_the_h200s(kind):
 
 def test_an_h100_prefers_wide_tiles_earlier_but_for_the_activations_gradient():
     shape, rows = (128, 2048, 768), 128 * 1024
-    with on("NVIDIA H100 80GB HBM3"):
-        wide = tuning.choose_configs(shape, rows)
-        assert wide != tuning.choose_configs(shape, rows // 2) == tuning.apply_rule(shape, rows // 2)
+    with on(H100):
+        wide, few = tuning.choose_configs(shape, rows), tuning.choose_configs(shape, rows // 2)
     with on("NVIDIA H200"):
         narrow = tuning.choose_configs(shape, rows)
-    assert wide.grad_act == narrow.grad_act
+    assert wide.grad_act == few.grad_act == narrow.grad_act
     for name in ("fc1", "fc2", "grad_x", "grad_w1", "grad_w2"):
-        assert (getattr(wide, name).block_columns, getattr(narrow, name).block_columns) == (256, 192)
+        chosen = [getattr(configs, name).block_columns for configs in (wide, few, narrow)]
+        assert chosen == [256, 192, 192]
+
+
+def widths(shape, rows):
+    """The strips of each product, by name."""
+    chosen = dataclasses.asdict(tuning.choose_configs(shape, rows))
+    return {name: config["width"] for name, config in chosen.items()}
+
+
+def test_an_h100_walks_outputs_of_many_blocks_and_weight_gradients_in_strips():
+    shape, rows = (128, 2688, 1856), 128 * 768  # 14 blocks of fc2 and grad_x, 10 of the others
+    row_by_row = 64
+    with on("NVIDIA H200"):
+        assert set(widths(shape, rows).values()) == {row_by_row}
+    with on(H100):
+        found = widths(shape, rows)
+        weights = {name: found.pop(name) for name in ("grad_w1", "grad_w2")}
+        assert found == {"fc1": row_by_row, "fc2": 4, "grad_act": row_by_row, "grad_x": 4}
+        assert set(weights.values()) == {2}
+        assert widths(MIXTRAL, 16384)["grad_w1"] == 8, "rows of an expert that do not stay in the L2 cache"
 
 
 def test_gated_products_take_their_own_tiles_and_the_others_those_of_their_width():
