@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.provenance import Origin, Scope, trace_origin
+from jaxoff._jaxpr.provenance import Origin, Scope, find_line, trace_origin
 from jaxoff._jaxpr.statics import list_statics
 from jaxoff._policy.decision import Decision, Placement, Rule, RuleKind
 from jaxoff._policy.marks import key_of_tag
@@ -224,7 +224,7 @@ def _key(origin: Origin) -> tuple[Any, ...]:
 
 def line_of(origin: Origin) -> str:
     """Returns the source line behind a value, `file:line (function)`, or ''."""
-    return "" if origin.eqn is None else compat.source_line(origin.eqn)
+    return find_line(origin.scope, origin.eqn)
 
 
 def find_site(function: TracedFunction, origin: Origin) -> Site | None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.provenance import Scope
+from jaxoff._jaxpr.provenance import Scope, find_line
 from jaxoff._jaxpr.stack_slices import splits_stack
 from jaxoff._jaxpr.statics import find_statics
 from jaxoff._jaxpr.tag import Tag
@@ -47,7 +47,7 @@ class Site:
     @functools.cached_property
     def line(self) -> str:
         """The source line, `file:line (function)`."""
-        return compat.source_line(self.eqn)
+        return find_line(self.scope, self.eqn)
 
     @property
     def policy(self) -> Callable[..., Any] | None:
