@@ -47,9 +47,9 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
         f"{format_nbytes(report.recompute_bytes)} (named values)"
     )
     for t in report.traffic:
-        iteration = f" an iteration, {t.iterations} iterations" if t.source else ""
+        each = f"{t.iterations} iterations, each " if t.source else ""
         yield Text(
-            f"{t.part}: {format_nbytes(t.nbytes)}{iteration}, {t.copy_ms:.2f} ms of the link beside about "
+            f"{t.part}: {each}{format_nbytes(t.nbytes)}, {t.copy_ms:.2f} ms of the link beside about "
             f"{t.compute_ms:.2f} ms of compute"
         )
     yield from render_findings(report.findings, terminal)
