@@ -390,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say_error(error)
         return BAD_INPUT
     except _UsageError as error:
-        say_error(f"{error.format_message()} --help shows all options.")
+        say_error(f"{error.format_message().rstrip('.')}. --help shows all options.")
         return BAD_INPUT
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:

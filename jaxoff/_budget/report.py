@@ -38,7 +38,8 @@ class PlacedValue:
       count: the number of layers.
       nbytes: bytes of all layers.
       placement: "save", "offload" or "recompute".
-      source: `file:line (function)` of the code behind the value.
+      source: `file:line (function)` of the code behind the value; for an input of the layer, of its first
+        reader.
       is_named: whether `value` is a name.
     """
 
@@ -127,15 +128,19 @@ class Plan:
         for v in large:
             cells = (v.value, v.shape, str(v.count), format_nbytes(v.nbytes), v.placement)
             table.add_row(*cells, _shorten(v.source))
-        rows = [render_text(table)]
+        rows = [render_text(table)] if large else []
         if small := [v for v in self.values if v not in large]:
             nbytes = format_nbytes(sum(v.nbytes for v in small))
             rows.append(f"{len(small)} smaller value{'s' * (len(small) > 1)}: {nbytes}")
         rows += ["", *(f"in parts: {_shorten(text)}" for text in self.in_parts)]
         peak, budget = format_nbytes(int(self.peak_bytes)), format_nbytes(int(self.device_bytes))
-        programs = f"{self.programs} program{'s' * (self.programs > 1)}"
+        tried = (
+            f"{self.programs} program{'s' * (self.programs > 1)} tried"
+            if self.programs
+            else "as it is written"
+        )
         how = f"compiled peak {peak}" if self.is_compiled else f"estimated peak {peak}, not compiled,"
-        rows.append(f"{how} of {budget}; {programs} tried; host {format_nbytes(self.host_bytes)}")
+        rows.append(f"{how} of {budget}; {tried}; host {format_nbytes(self.host_bytes)}")
         rows.append(f"step about {self.step_ms:.1f} ms on {self.device}")
         if self.programs and not self.values:
             rows.append(
@@ -205,6 +210,9 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
     for placement, values in groups:
         for v in values:
             eqn, is_compressed = makers.get(v), v in compressed
+            shown = eqn or next(
+                (e for e in pair.pure if v in e.invars), None
+            )  # of an input, the first reader
             dtype = "float8_e4m3fn" if is_compressed else compat.struct_of(v.aval).dtype
             nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
             yield PlacedValue(
@@ -213,6 +221,6 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
                 pair.count,
                 pair.count * nbytes,
                 placement,
-                "" if eqn is None else compat.source_line(eqn),
+                "" if shown is None else compat.source_line(shown),
                 is_named=bool(find_name(pair, v)),
             )

@@ -137,7 +137,7 @@ def _check_copied_twice(copies: list[HostCopy]) -> Iterator[Finding]:
         if value is not None and value.invariant_in and copy.loop and copy.count != 1:
             yield Finding(
                 FindingCode.VALUE_COPIED_TWICE,
-                f"A value is to go to the host once; {copy.name} copies {format_nbytes(copy.nbytes)} in "
+                f"A value is to go to the host once; {copy.title} copies {format_nbytes(copy.nbytes)} in "
                 f"every iteration of the loop {copy.loop}, which does not change them. Name the value "
                 "outside of the loop, or do not offload it.",
                 copy.source,
@@ -188,6 +188,6 @@ def _group_by_direction(copies) -> Iterator[tuple[str, list[HostCopy]]]:
 
 def _list_copies(copies: list[HostCopy]) -> str:
     """Lists the names of the first three copies, and the bytes of all copies in a call."""
-    names = ", ".join(copy.name for copy in copies[:3]) + (" and others" if len(copies) > 3 else "")
+    names = ", ".join(copy.title for copy in copies[:3]) + (" and others" if len(copies) > 3 else "")
     total = format_nbytes(sum(copy.total_bytes for copy in copies))
     return f"{names} ({len(copies)} instruction{'s' * (len(copies) > 1)}, {total} a call)"

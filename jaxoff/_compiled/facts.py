@@ -30,7 +30,8 @@ class HostCopy:
       cut_by: an instruction between the copy's start and its end, in no CUDA graph, which keeps the copy out
         of a graph; or ''.
       source: `file:line (function)` of the code behind the value, or of the copy; '' where unknown.
-      value: identity of the value copied to the host; None for other directions.
+      value: identity of the value copied to the host, to compare copies by; None for other directions.
+      label: the name of the value by `jaxoff.name`, where `jaxoff.jit` wrote the copy; or ''.
     """
 
     name: str
@@ -45,6 +46,12 @@ class HostCopy:
     source: str
     value: ValueId | None = None
     cut_by: str = ""
+    label: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name of the value and the name of the instruction, for a sentence."""
+        return f"{self.label} ({self.name})" if self.label else self.name
 
     @property
     def total_bytes(self) -> int:

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxoff._report.tables import format_nbytes, render_findings
+from jaxoff._report.tables import format_nbytes, render_findings, shorten_source
 
 if TYPE_CHECKING:
     from jaxoff._compiled.facts import CompiledFacts, HostCopy
@@ -22,7 +22,7 @@ def render(facts: CompiledFacts, terminal: bool) -> Iterator[Any]:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, header_style="bold")
-    for heading in ("copy", "way", "count", "bytes", "via", "runs in", "beside"):
+    for heading in ("copy", "way", "count", "bytes", "via", "runs in", "beside", "source"):
         table.add_column(heading, justify="right" if heading in _RIGHT else "left", overflow="fold")
     for row, number in group_copies(facts.copies):
         table.add_row(*map(Text, _format_cells(row, number)), style=_choose_style(row) if terminal else None)
@@ -53,13 +53,14 @@ def _format_cells(copy: HostCopy, number: int) -> tuple[str, ...]:
     count = "unknown" if copy.count is None else str(copy.count * number)
     place = (f"loop {copy.loop}" if copy.loop else "entry") + (", CUDA graph" if copy.captured else "")
     return (
-        copy.name + others,
+        (copy.label or copy.name) + others,
         copy.direction,
         count,
         format_nbytes(copy.total_bytes * number),
         ("async " if copy.is_async else "sync ") + copy.via,
         place,
         _describe_overlaps(copy),
+        shorten_source(copy.source),
     )
 
 

@@ -16,8 +16,9 @@ from jaxoff._compiled.cuda_graphs import SMALL_NBYTES, GraphCapture, GraphOption
 from jaxoff._compiled.facts import CompiledFacts, HostCopy
 from jaxoff._compiled.transfers import Transfer, find_fused_body, find_transfers, is_structure
 from jaxoff._compiled.value_identity import identify_value
+from jaxoff._jaxpr.scopes import find_copied_name
 from jaxoff._residuals.report import Report
-from jaxoff._runtime.flags import parse_xla_flags
+from jaxoff._runtime.flags import parse_xla_flags, recall_options
 from jaxoff._runtime.program_memory import program_nbytes
 
 # Names of instructions by XLA's rematerialization pass, as in `fusion.3.remat2`.
@@ -58,8 +59,9 @@ def verify(
         bytes, divided by the devices.
       saved_twin: the same program with its residuals saved on the device (`Policy.on_device()`), compiled, or
         its facts.
-      compiler_options: the options of the compilation, beside the process's XLA_FLAGS. A compiled program
-        does not hold its options, and the overlap of copies depends on options.
+      compiler_options: the options of the compilation, beside the process's XLA_FLAGS. The overlap of copies
+        depends on options, and a compiled program does not hold them. None: those of a program compiled by
+        `Target.compile` or lowered by `jaxoff.jit`, which are known; none for other programs.
 
     Returns:
       The `CompiledFacts`.
@@ -82,13 +84,14 @@ def verify(
       ...     step = jax.grad(lambda w, x: loss(w, x, policy))
       ...     options = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
       ...     compiled = jaxoff.target("h200").compile(step, w, x, compiler_options=options)
-      ...     return jaxoff.verify(compiled, compiler_options=options)
+      ...     return jaxoff.verify(compiled)
     """
     if expected_host_bytes is not None and report is not None:
         raise ValueError("expected_host_bytes and report say the same thing: give one of them; got both.")
     if expected_host_bytes is not None and expected_host_bytes < 0:
         raise ValueError(f"expected_host_bytes is a number of bytes, 0 or more; got {expected_host_bytes}.")
-    graphs = GraphOptions.of({**parse_xla_flags(os.environ.get("XLA_FLAGS", "")), **(compiler_options or {})})
+    options = recall_options(compiled) if compiler_options is None else compiler_options
+    graphs = GraphOptions.of({**parse_xla_flags(os.environ.get("XLA_FLAGS", "")), **options})
     module = _parse_module(compiled)
     # A device copies all of a replicated value, and its share of a partitioned value.
     expected = expected_host_bytes or 0 if report is None else report.host_bytes // module.num_partitions
@@ -155,12 +158,14 @@ def find_recomputed(module: hlo.Module) -> tuple[str, ...]:
 def _describe_copy(transfer: Transfer, module: hlo.Module, capture: GraphCapture) -> HostCopy:
     execution = transfer.execution
     value = None if transfer.operand is None else identify_value(execution, transfer.operand)
-    source = ""
-    if value is not None:
+    label = find_copied_name(transfer.start.attributes.get("metadata", ""))
+    source = module.source_line(transfer.start) if label else ""
+    if value is not None and not label:
         maker = module.computations[value.computation].by_name.get(value.name)
         source = module.source_line(maker) if maker is not None else ""
     return HostCopy(
         name=transfer.start.name,
+        label=label,
         direction=transfer.direction,
         nbytes=transfer.nbytes,
         count=execution.count,

@@ -18,7 +18,9 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxoff._jaxpr import compat
 from jaxoff._report.near_miss import near_miss
+from jaxoff._runtime.flags import remember_options
 
 # Of a description's file in `data/`.
 _SUFFIX = ".txtpb"
@@ -194,7 +196,9 @@ class Target:
           ValueError: for arguments without any array.
         """
         lowered = self.lower(fun, *args, **kwargs)
-        return lowered.compile(dict(compiler_options) if compiler_options else None)
+        compiled = lowered.compile(dict(compiler_options) if compiler_options else None)
+        # `jaxoff.jit` chooses its options by then.
+        return remember_options(compiled, compat.compiler_options_of(fun) | dict(compiler_options or {}))
 
 
 def target(name: str | os.PathLike[str] = "h200", devices: int = 1) -> Target:

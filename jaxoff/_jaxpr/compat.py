@@ -30,13 +30,13 @@ from jax.extend.core import Primitive as _Primitive
 from jax.extend.core import Var as Var
 from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.extend.core import primitives as _primitives
+from jax.extend.source_info_util import user_context as user_context
 from jax.interpreters import mlir as _mlir
 from jax.interpreters.partial_eval import convert_constvars_jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
 
 name_p = _primitives.name_p
 remat_p = _primitives.remat_p
-
 
 # Primitives that run a Pallas kernel.
 KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
@@ -158,16 +158,6 @@ def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
     if eqn.primitive.name == "cond":
         return ControlFlow(1, tuple(map(as_open, eqn.params["branches"])))
     return None
-
-
-def find_changed_results(eqn: JaxprEqn) -> list[Var] | None:
-    """Finds the results changed by the body of a `while` loop. Returns None for another equation."""
-    if eqn.primitive.name != "while":
-        return None
-    body = eqn.params["body_jaxpr"].jaxpr
-    given = body.invars[eqn.params["body_nconsts"] :]
-    results = zip(eqn.outvars, given, body.outvars, strict=True)
-    return [v for v, before, after in results if before is not after]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -442,6 +432,12 @@ def jit_keywords(fun: Any) -> dict[str, Any]:
     info = getattr(fun, "_jit_info", None)
     names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
     return {} if info is None else {name: getattr(info, name) for name in names}
+
+
+def compiler_options_of(fun: Any) -> dict[str, Any]:
+    """The options given to `jax.jit`, or chosen by `jaxoff.jit` for its latest program; {} of others."""
+    info = getattr(fun, "_jit_info", None)
+    return dict(getattr(fun, "options", {}) if info is None else info.compiler_options_kvs)
 
 
 def statics_of(fun: Any) -> dict[str, Any]:

@@ -66,6 +66,19 @@ class Scope:
         return self._entered[key]
 
 
+def find_line(scope: Scope | None, eqn: compat.JaxprEqn | None) -> str:
+    """The user's line behind an equation, `file:line (function)`, or ''.
+
+    An equation in a `jax.jit` function of a library has no line in the user's code; the innermost call around
+    the equation with such a line counts.
+    """
+    while eqn is not None:
+        if line := compat.source_line(eqn):
+            return line
+        scope, eqn = (None, None) if scope is None else (scope.parent, scope.eqn)
+    return ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """The origin of a value.

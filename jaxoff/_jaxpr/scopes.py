@@ -6,12 +6,19 @@ loops with scopes for the scheduler.
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
+
+import jax
+
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn
 
 PLAIN_LOOP = "jaxoff_plain"  # a loop left to XLA
 _RECOMPUTED = "rematted_computation"  # JAX's own
 LAYER_LOOP = "jaxoff_layers"  # a loop for `jaxoff.jit` to rewrite
+_MOVED = re.compile(r"offload\[(.*?)\](?:/|$)")  # the copies of a named value
 
 
 def is_layer_loop(eqn: JaxprEqn) -> bool:
@@ -37,6 +44,23 @@ def is_transposed(eqn: JaxprEqn) -> bool:
 def is_recomputed(eqn: JaxprEqn) -> bool:
     """Whether an equation of a backward pass recomputes a value of a `jax.checkpoint`."""
     return _RECOMPUTED in _read_scopes(eqn)
+
+
+@contextlib.contextmanager
+def copying(eqn: JaxprEqn, name: str | None) -> Iterator[None]:
+    """A context whose equations have the source line of an equation, and the scope of a named value's copies.
+
+    XLA keeps both as metadata of its instructions.
+    """
+    scope = jax.named_scope(f"offload[{name}]") if name else contextlib.nullcontext()
+    with compat.user_context(eqn.source_info.traceback), scope:
+        yield
+
+
+def find_copied_name(scopes: str) -> str:
+    """The name of the value that an instruction copies, by its scopes; '' for any other instruction."""
+    found = _MOVED.search(scopes)
+    return found[1] if found else ""
 
 
 def _read_scopes(eqn: JaxprEqn) -> str:

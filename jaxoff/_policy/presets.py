@@ -217,12 +217,13 @@ def _call_factory(preset: str, options: dict[str, Any]) -> Policy:
             "jaxoff.register adds more."
         )
     factory = _PRESETS[preset]
+    signature = inspect.signature(factory)
     try:
-        inspect.signature(factory).bind(**options)
+        signature.bind(**options)
     except TypeError as error:
-        raise TypeError(
-            f"The preset {preset!r} takes {inspect.signature(factory)}, got {options!r}: {error}."
-        ) from None
+        takes = " and ".join(signature.parameters) or "no option"
+        got = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "none"
+        raise TypeError(f"The preset {preset!r} takes {takes}, got {got}: {error}.") from None
     made = factory(**options)
     if not isinstance(made, Policy):
         raise TypeError(f"A preset's factory returns a jaxoff.Policy, got {made!r} from {preset!r}.")

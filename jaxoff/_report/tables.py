@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,12 @@ def format_nbytes(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes} B"
+
+
+def shorten_source(source: str) -> str:
+    """A source line without the folders of its file."""
+    path, _, rest = source.partition(":")
+    return f"{os.path.basename(path)}:{rest}" if rest else source
 
 
 def render_text(value: Any) -> str:

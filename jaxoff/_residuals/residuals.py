@@ -7,8 +7,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.provenance import Origin, Scope, trace_origin
+from jaxoff._jaxpr.provenance import Origin, Scope, find_line, trace_origin
 from jaxoff._jaxpr.statics import list_statics
 from jaxoff._policy.decision import Decision, Placement, Rule, RuleKind
 from jaxoff._policy.marks import key_of_tag
@@ -189,9 +191,18 @@ def _position_of(origin: Origin) -> tuple[int, ...]:
     return tuple(reversed(path))
 
 
-def save_names(prim, *_, **__) -> bool:
-    """A checkpoint policy: named values are saved, other values recomputed."""
-    return compat.is_name(prim)
+def keep(in_avals):
+    """The answer of a checkpoint policy for a kept value, by the operands of its equation.
+
+    Complex values are offloaded: `jax.checkpoint` cannot save them.
+    """
+    is_complex = any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in in_avals)
+    return compat.Offloadable("device", "pinned_host") if is_complex else True
+
+
+def keep_names(prim, *in_avals, **_):
+    """A checkpoint policy: named values are kept, other values recomputed."""
+    return compat.is_name(prim) and keep(in_avals)
 
 
 def _list_recomputed(function: TracedFunction, kept: list[Row]) -> list[Row]:
@@ -204,7 +215,7 @@ def _list_recomputed(function: TracedFunction, kept: list[Row]) -> list[Row]:
         return []
     already = collections.Counter(_key(row.origin) for row in kept)
     rows = []
-    candidates = function.trace_kept(save_names)
+    candidates = function.trace_kept(keep_names)
     for var in candidates.values:
         origin = trace_origin(candidates.live, var)
         if origin.tag is None or origin.eqn is None:
@@ -224,7 +235,7 @@ def _key(origin: Origin) -> tuple[Any, ...]:
 
 def line_of(origin: Origin) -> str:
     """Returns the source line behind a value, `file:line (function)`, or ''."""
-    return "" if origin.eqn is None else compat.source_line(origin.eqn)
+    return find_line(origin.scope, origin.eqn)
 
 
 def find_site(function: TracedFunction, origin: Origin) -> Site | None:

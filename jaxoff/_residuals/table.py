@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxoff._report.tables import format_nbytes, render_findings
+from jaxoff._report.tables import format_nbytes, render_findings, shorten_source
 from jaxoff._residuals.residuals import Residual
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
             format_nbytes(r.nbytes),
             r.placement,
             r.rule,
-            _short(r.source),
+            shorten_source(r.source),
         )
         table.add_row(*map(Text, cells), style=_COLOURS[r.placement] if terminal else None)
     if report.residuals:
@@ -48,9 +47,9 @@ def render(report: Report, terminal: bool) -> Iterator[Any]:
         f"{format_nbytes(report.recompute_bytes)} (named values)"
     )
     for t in report.traffic:
-        iteration = f" an iteration, {t.iterations} iterations" if t.source else ""
+        each = f"{t.iterations} iterations, each " if t.source else ""
         yield Text(
-            f"{t.part}: {format_nbytes(t.nbytes)}{iteration}, {t.copy_ms:.2f} ms of the link beside about "
+            f"{t.part}: {each}{format_nbytes(t.nbytes)}, {t.copy_ms:.2f} ms of the link beside about "
             f"{t.compute_ms:.2f} ms of compute"
         )
     yield from render_findings(report.findings, terminal)
@@ -67,8 +66,3 @@ def merge_layers(residuals: tuple[Residual, ...]) -> list[Residual]:
             )
         groups[key] = r
     return list(groups.values())
-
-
-def _short(source: str) -> str:
-    path, _, rest = source.partition(":")
-    return f"{os.path.basename(path)}:{rest}" if rest else source

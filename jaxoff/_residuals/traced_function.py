@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.provenance import Scope
+from jaxoff._jaxpr.provenance import Scope, find_line
 from jaxoff._jaxpr.stack_slices import splits_stack
 from jaxoff._jaxpr.statics import find_statics
 from jaxoff._jaxpr.tag import Tag
@@ -47,7 +47,7 @@ class Site:
     @functools.cached_property
     def line(self) -> str:
         """The source line, `file:line (function)`."""
-        return compat.source_line(self.eqn)
+        return find_line(self.scope, self.eqn)
 
     @property
     def policy(self) -> Callable[..., Any] | None:
@@ -233,7 +233,11 @@ class TracedFunction:
         return [compat.struct_of(v.aval) for v in compat.as_open(self.primal).invars]
 
     def _vjp(self, primal: compat.ClosedJaxpr, leaves: Sequence[Any]):
-        """Returns the outputs, their pullback to the differentiated leaves, and the auxiliary outputs."""
+        """Returns the outputs, their pullback to the differentiated leaves, and the auxiliary outputs.
+
+        Raises:
+          TypeError: for a checkpoint that saves a complex value.
+        """
         run = compat.jaxpr_as_fun(primal)
 
         def run_free(*free):
@@ -244,7 +248,16 @@ class TracedFunction:
             return out[:split], out[split:]
 
         free = [x for x, d in zip(leaves, self.differentiated, strict=True) if d]
-        return jax.vjp(run_free, *free, has_aux=True)
+        try:
+            return jax.vjp(run_free, *free, has_aux=True)
+        except TypeError as error:
+            if "reduce_precision does not accept dtype complex" not in str(error):
+                raise
+            raise TypeError(
+                "The function has no gradient, which jax.grad refuses, too: jax.checkpoint cannot save "
+                "complex values, and a policy here saves some. Offload or recompute them, or name and save "
+                "their real and imaginary parts."
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jaxoff._jaxpr.inline import inline_calls
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import holds_copies, is_compute
 from jaxoff._report.finding import Finding, FindingCode
+from jaxoff._report.tables import format_nbytes
 
 _NEGLIGIBLE_MS = 1.0
 """ms. Shorter waits in a whole step are below the precision of the estimates."""
@@ -67,8 +68,8 @@ def find_slow_links(traffic: Iterable[Traffic]) -> Iterator[Finding]:
             way = "to the host" if t.part == "forward" else "back"
             yield Finding(
                 FindingCode.LINK_TOO_SLOW,
-                f"In the {t.part} pass, {where} copies {t.nbytes / 1e6:.0f} MB {way}, {t.copy_ms:.2f} ms of "
-                f"the link, and computes for about {t.compute_ms:.2f} ms: the step will wait about "
+                f"In the {t.part} pass, {where} copies {format_nbytes(t.nbytes)} {way}, {t.copy_ms:.2f} ms "
+                f"of the link, and computes for about {t.compute_ms:.2f} ms: the step will wait about "
                 f"{t.exposed_ms:.1f} ms. Offload fewer or smaller values, or give an iteration more work.",
                 t.source,
             )

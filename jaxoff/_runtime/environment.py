@@ -110,11 +110,17 @@ def collect(*, link: bool = True) -> Environment:
         nvidia_gpu=any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists(),
         host_bytes=_host_bytes(),
         xla_flags=parse_xla_flags(os.environ.get("XLA_FLAGS", "")),
-        config={name: str(jax.config.values[name]) for name in CONFIG if name in jax.config.values},
+        config={name: value for name in CONFIG if (value := _read_option(name)) is not None},
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         link=speed,
         link_skipped=skipped,
     )
+
+
+def _read_option(name: str) -> str | None:
+    """The value of an option of jax, or None where it has none; jax calls a level that is not set UNKNOWN."""
+    value = str(jax.config.values.get(name, "UNKNOWN"))
+    return None if value == "UNKNOWN" else value
 
 
 def _find_devices() -> tuple[list[Any], str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,19 @@ _REMATERIALIZATION = "rematerialization"
 # During buffer assignment a barrier is a tuple, which keeps the order. From jaxlib 0.12 on this pass removes
 # these tuples before; no other pass needs their removal.
 _TUPLES = "tuple-simplifier"
+# Compiled program -> compiler options. A program does not hold its options, which `verify` needs.
+_OPTIONS: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def remember_options[C](compiled: C, options: Mapping[str, Any]) -> C:
+    """Notes the options of a compiled program, as long as the program lives; returns the program."""
+    _OPTIONS[compiled] = dict(options)
+    return compiled
+
+
+def recall_options(compiled: Any) -> Mapping[str, Any]:
+    """The options by which a program was compiled, where they were noted; {} elsewhere."""
+    return _OPTIONS.get(compiled, {})
 
 
 def parse_xla_flags(text: str) -> dict[str, str]:

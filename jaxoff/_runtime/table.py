@@ -70,7 +70,10 @@ def _facts_of(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     if environment.devices:
         yield "memory kinds", ", ".join(environment.devices[0].memory_kinds) or "none"
     host = f"{environment.host_bytes / GIB:.0f} GiB" if environment.host_bytes is not None else "unknown"
-    yield "pinned pool", f"at most {diagnosis.pinned_pool_bytes / GIB:.0f} GiB of {host} host memory"
+    if environment.backend == "gpu":
+        yield "pinned pool", f"at most {diagnosis.pinned_pool_bytes / GIB:.0f} GiB of {host} host memory"
+    else:  # there is no pool
+        yield "host memory", host
     yield "link", _describe_link(environment)
 
 

@@ -112,18 +112,18 @@ class Jitted:
         call = self._call(args, kwargs)
         if call.key in self._chosen or self._budget is not None:
             with self._settle(call) as jitted:
-                return jitted.lower(*args, **kwargs)
+                return LoweredByRecipe.of(jitted.lower(*args, **kwargs), self.options)
         with self._probe(call) as traced:
             settings = self._list_settings(call, traced)
             self._latest = settings[0]
             lowered = self._lower(call, settings[0])
         if len(settings) == 1:
-            return lowered
+            return LoweredByRecipe.of(lowered, self.options)
         mesh = meshes.current_mesh()
 
-        def lower_chosen() -> jax.stages.Lowered:
+        def lower_chosen() -> tuple[jax.stages.Lowered, dict[str, Any]]:
             with meshes.under_mesh(mesh), self._settle(call, traced) as jitted:
-                return jitted.lower(*args, **kwargs)
+                return jitted.lower(*args, **kwargs), self.options
 
         return LoweredByRecipe(lowered, lower_chosen)
 

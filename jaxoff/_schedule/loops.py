@@ -13,6 +13,7 @@ iteration. In a while loop:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,11 +31,13 @@ from jaxoff._jaxpr.dataflow import count_reads, index_makers, mark_dependents
 from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
 from jaxoff._jaxpr.kernels import trace_to_kernel
 from jaxoff._jaxpr.primitives import is_compute
+from jaxoff._jaxpr.provenance import Scope, trace_origin
 from jaxoff._jaxpr.stack_slices import StackSlices
 from jaxoff._schedule.collectives import cast_before_gathers
 from jaxoff._schedule.decide import decide, estimate_copies
 from jaxoff._schedule.dependency_kernels import copy_aside
 from jaxoff._schedule.emit import emit
+from jaxoff._schedule.host_stack import HostStack
 from jaxoff._schedule.loop_shardings import LoopShardings, pin
 from jaxoff._schedule.problem import OrderProblem, SpareRow
 
@@ -128,33 +131,6 @@ class Loop:
         return OrderProblem(tuple(self.body.eqns), results, tuple(in_order), waits_for_sends=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class HostStack:
-    """A stack in host memory which one loop writes and another loop reads in the opposite direction.
-
-    Attributes:
-      writer, reader: indices of the equations of the two loops.
-      ys, xs: index of the stack among the ys of the writer, and among the xs of the reader.
-      prefetched: iteration i of the reader reloads the row of iteration i+1.
-      send_deferred: iteration i of the writer sends the value of iteration i-1, because the send would not
-        finish in its own iteration. Implies `prefetched`: the last value stays on the device and starts the
-        reader.
-      overwrites: with `send_deferred`, whether the writer's kernel writes the new value into the buffer of
-        the previous value, which is sent before. Otherwise the device copies the new value there after the
-        send.
-      row_offset: number of rows before the first layer's row: 1 if the spare row is first, 0 if it is last.
-    """
-
-    writer: int
-    ys: int
-    reader: int
-    xs: int
-    prefetched: bool
-    send_deferred: bool
-    overwrites: bool
-    row_offset: int
-
-
 def find_host_stacks(
     loops: Mapping[int, Loop], eqns: list[JaxprEqn], outvars: Iterable[Any], device: Device, large_nbytes: int
 ) -> Iterator[HostStack]:
@@ -187,7 +163,9 @@ def find_host_stacks(
             # A prefetching reader reads the row after its last row. Another reader writes into the previous
             # iteration's row, and needs a row before its first row.
             is_spare_first = (loop.step < 0) == prefetched
-            yield HostStack(writer, ys, i, k, prefetched, send_deferred, overwrites, int(is_spare_first))
+            value = trace_origin(Scope(loops[writer].body), loops[writer].find_sends()[ys].invars[0])
+            row_offset = int(is_spare_first)
+            yield HostStack(writer, ys, i, k, prefetched, send_deferred, overwrites, row_offset, value)
 
 
 def count_row_nbytes(loop: Loop, xs: int) -> int:
@@ -383,7 +361,8 @@ class _Iteration:
         }
         for k, stack in host_stacks.items():
             if k not in self.prefetched:
-                inputs[k] = _read_row(stack, index + self._reloaded_stacks[k].row_offset)
+                with self._reloaded_stacks[k].copying():
+                    inputs[k] = _read_row(stack, index + self._reloaded_stacks[k].row_offset)
         pinned, rows = self._shardings or LoopShardings(), zip(self.prefetched, state.prefetched, strict=True)
         inputs |= {k: pin(row, pinned.xs, k) for k, row in rows}
         carry = [pin(value, pinned.carry, k) for k, value in enumerate(state.carry)]
@@ -398,19 +377,21 @@ class _Iteration:
             if k in deferred and not self._sent_stacks[k].overwrites:
                 retained[j] = copy_aside(retained[j], state.count)
         for k, y in enumerate(out[: len(stacks)]):
-            at = index + (self._sent_stacks[k].row_offset if k in self._sent_stacks else 0)
+            sent = self._sent_stacks.get(k)
+            at = index + (sent.row_offset if sent else 0)
             at += written[k].offset if k in written else 0
             if k in self._read_inside:  # XLA would run the kernel twice: for the stack and for the readers
                 y = copy_aside(y, state.count)
-            if k in deferred:  # the first iteration writes arbitrary contents into the spare row
-                value = state.retained[self.retained.index(k)]
-                y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
-            stacks[k] = _write_row(stacks[k], y, at)
-        next_rows = (
-            _read_row(host_stacks[k], index + loop.step + self._reloaded_stacks[k].row_offset)
-            for k in self.prefetched
-        )
-        prefetched = [jax.device_put(row, jax.memory.Space.Device) for row in next_rows]
+            with sent.copying() if sent else contextlib.nullcontext():
+                if k in deferred:  # the first iteration writes arbitrary contents into the spare row
+                    value = state.retained[self.retained.index(k)]
+                    y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
+                stacks[k] = _write_row(stacks[k], y, at)
+        prefetched = []
+        for k in self.prefetched:
+            with (stack := self._reloaded_stacks[k]).copying():
+                row = _read_row(host_stacks[k], index + loop.step + stack.row_offset)
+                prefetched.append(jax.device_put(row, jax.memory.Space.Device))
         new_state = _State(state.count + 1, carry, stacks, retained, state.host_stacks, prefetched)
         return new_state, list(copies.values())
 

@@ -101,8 +101,11 @@ class NnxJitted:
         given = {key: value for key, value in kwargs.items() if key in _HANDED_ON}
         self._jitted = jit(pure, **ours, **given, **_find_shardings(wrapped, pure, kwargs))
         wrapped.jitted_fn = self._jitted
-        self._wrapped = wrapped
-        functools.update_wrapper(self, wrapped.__wrapped__, updated=())
+        self._fun, self._wrapped = wrapped.__wrapped__, wrapped
+        functools.update_wrapper(self, self._fun, updated=())
+
+    def __repr__(self) -> str:
+        return f"jaxoff.nnx_jit({self._fun!r})"
 
     def __call__(self, *args, **kwargs):
         return self._wrapped(*args, **kwargs)

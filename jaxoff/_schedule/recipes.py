@@ -21,6 +21,7 @@ from jaxoff._compiled.exchange import exchanged_nbytes
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.near_miss import near_miss
 from jaxoff._report.tables import format_nbytes
+from jaxoff._runtime.flags import remember_options
 from jaxoff._runtime.program_memory import program_nbytes
 
 # A recipe may take this part more device memory than the program as given: buffer assignment varies.
@@ -182,13 +183,24 @@ def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> Finding | 
 class LoweredByRecipe:
     """A `jax.stages.Lowered` whose `compile` chooses the recipe; everything else is the first recipe's."""
 
-    def __init__(self, lowered: jax.stages.Lowered, lower_chosen: Callable[[], jax.stages.Lowered]):
+    def __init__(
+        self,
+        lowered: jax.stages.Lowered,
+        lower_chosen: Callable[[], tuple[jax.stages.Lowered, Mapping[str, Any]]],
+    ):
+        """Takes a lowered program, and a function that returns that of the chosen recipe and its options."""
         self._lowered, self._lower_chosen = lowered, lower_chosen
+
+    @classmethod
+    def of(cls, lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> LoweredByRecipe:
+        """The lowered program of a recipe that is chosen already, by its compiler options."""
+        return cls(lowered, lambda: (lowered, options))
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None, **kwargs) -> jax.stages.Compiled:
         """As `jax.stages.Lowered.compile`, of the recipe that takes no more memory than `jax.jit`."""
         options = dict(compiler_options) if compiler_options else None
-        return self._lower_chosen().compile(options, **kwargs)
+        lowered, chosen = self._lower_chosen()
+        return remember_options(lowered.compile(options, **kwargs), {**chosen, **(options or {})})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lowered, name)

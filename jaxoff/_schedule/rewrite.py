@@ -247,7 +247,7 @@ def _find_last_loop_result(jaxpr: Jaxpr) -> Var | None:
     """Finds the smallest float array on the device among the read results which the last loop changes."""
     read = {v for v in jaxpr.outvars if isinstance(v, Var)}
     for eqn in reversed(jaxpr.eqns):
-        if (changed := compat.find_changed_results(eqn)) is not None:
+        if (changed := _find_changed_results(eqn)) is not None:
             found = [v for v in changed if v in read and not compat.is_host(v.aval)]
             floats = [v for v in found if jnp.issubdtype(compat.struct_of(v.aval).dtype, jnp.inexact)]
             return min(floats, key=lambda v: compat.nbytes(v.aval), default=None)
@@ -296,3 +296,13 @@ def _find_transfers(jaxpr: Jaxpr) -> set[str]:
         elif call := compat.inlinable_call(eqn):
             found |= _find_transfers(call.jaxpr)
     return found
+
+
+def _find_changed_results(eqn: JaxprEqn) -> list[Var] | None:
+    """Finds the results changed by the body of a `while` loop. Returns None for another equation."""
+    if eqn.primitive.name != "while":
+        return None
+    body = eqn.params["body_jaxpr"].jaxpr
+    given = body.invars[eqn.params["body_nconsts"] :]
+    results = zip(eqn.outvars, given, body.outvars, strict=True)
+    return [v for v, before, after in results if before is not after]

@@ -192,3 +192,30 @@ def test_a_head_in_parts_takes_less_than_everything_recomputed():
     facts = compile_within(target, step.fun, args, 0.9 * recomputed.device_peak_bytes)
     assert facts.device_peak_bytes <= 0.9 * recomputed.device_peak_bytes
     assert not facts.copies
+
+
+def decoder_step(w, tokens):
+    def layer(x, w):
+        q, k, v = jnp.split((x @ w["qkv"]).reshape(*x.shape[:2], 24, 64), 3, axis=2)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + attended.reshape(x.shape) @ w["o"]
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+    def loss(w):
+        x, _ = lax.scan(layer, w["embedding"][tokens], w["layers"])
+        logits = (x @ w["embedding"].T).astype(jnp.float32)
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1).mean()
+
+    value, grads = jax.value_and_grad(loss)(w)
+    return jax.tree.map(lambda v, g: v - 0.01 * g, w, grads), value
+
+
+def test_a_plan_with_attention_by_xla_and_a_head_of_32000_fits():
+    shapes = {"qkv": (512, 1536), "o": (512, 512), "up": (512, 2048), "down": (2048, 512)}
+    layers = {name: jax.ShapeDtypeStruct((3, *shape), "bfloat16") for name, shape in shapes.items()}
+    w = {"layers": layers, "embedding": jax.ShapeDtypeStruct((32000, 512), "bfloat16")}
+    tokens = jax.ShapeDtypeStruct((2, 1024), "int32")
+    step = jaxoff.jit(decoder_step, donate_argnums=0)
+    plan = jaxoff.plan(step, w, tokens, device_bytes=5e8, device="h200")
+    logits = 4 * 2 * 1024 * 32000
+    assert plan.is_compiled and plan.peak_bytes <= 5e8 < 2 * logits

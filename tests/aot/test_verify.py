@@ -133,9 +133,27 @@ def test_outside_of_cuda_graphs_copies_overlap_what_stands_between_start_and_don
     assert any(copy.overlaps for copy in facts.copies if copy.direction == "D2H")
 
 
+def test_the_options_of_a_compilation_are_known(monkeypatch):
+    assert verify(compiled("scanned")).scheduling_mode == "CONCURRENT"
+    assert verify(compiled("scanned"), compiler_options={}).scheduling_mode == "LHS"
+    jitted = jax.jit(PROGRAMS["nothing between"], compiler_options=CONCURRENT)
+    assert verify(target("h200").compile(jitted, *arguments())).scheduling_mode == "CONCURRENT"
+    lowered = target("h200").lower(jaxoff.jit(PROGRAMS["scanned"]), *arguments())
+    assert verify(lowered.compile()).scheduling_mode == "CONCURRENT"
+
+
+def test_copies_have_the_names_and_lines_of_the_users_values():
+    facts = verify(target("h200").compile(jaxoff.jit(step(scanned(BOTH))), *arguments()))
+    assert sorted((c.label, c.direction) for c in facts.copies) == [
+        (name, direction) for name in ("act", "x_in") for direction in ("D2H", "H2D")
+    ]
+    assert all("programs.py:" in copy.source for copy in facts.copies)
+    assert "\nx_in  H2D" in str(facts) and "start" not in str(facts).partition("to the host")[0]
+
+
 def test_the_processs_flags_are_read_beneath_the_options(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
-    assert verify(compiled("scanned")).findings == ()
+    assert verify(compiled("scanned"), compiler_options={}).findings == ()
     options = {"xla_gpu_command_buffer_scheduling_mode": "LHS"}
     assert codes(verify(compiled("scanned"), compiler_options=options)) == ["copy-not-overlapped"]
 
@@ -240,7 +258,7 @@ def test_the_peak_counts_donated_arguments_once():
 def test_facts_print_as_a_table_and_convert_to_json():
     facts = facts_of("scanned", concurrent=False, saved_twin=compiled("scanned, saved", concurrent=False))
     lines = str(facts).splitlines()
-    assert lines[0].split() == ["copy", "way", "count", "bytes", "via", "runs", "in", "beside"]
+    assert lines[0].split() == ["copy", "way", "count", "bytes", "via", "runs", "in", "beside", "source"]
     assert sum("async dma" in line for line in lines) == 4
     assert "to the host 12.58 MB, back 12.58 MB; host memory 12.58 MB" in str(facts)
     assert "saved twin" in str(facts) and "! copy-not-overlapped" in str(facts)

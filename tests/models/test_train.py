@@ -223,7 +223,7 @@ def test_a_run_that_keeps_no_checkpoint_writes_none(arguments, whole: Ended, tmp
         (["--set", "num_layers=x"], "a whole number"),
         (["--set", "vocab_size=100"], "vocab_size >= 256"),
         (["--steps", "0"], "--steps is at least 1"),
-        (["--steps", "many"], "--steps"),
+        (["--steps", "many"], "integer. --help shows all options."),
         (["--stepps", "5"], "--stepps"),
         (["surplus"], "surplus"),
         (["--resume"], "--resume needs a folder that holds a run"),

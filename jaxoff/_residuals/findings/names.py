@@ -18,7 +18,7 @@ from jaxoff._residuals.findings.finding import (
     list_offloaded,
     policies_in,
 )
-from jaxoff._residuals.residuals import Analysis, Row
+from jaxoff._residuals.residuals import Analysis, Row, keep
 from jaxoff._residuals.traced_function import Site, collect_labels, iterate_sites
 
 
@@ -109,7 +109,7 @@ def find_unnamed_originals(analysis: Analysis) -> Iterator[Finding]:
     if not originals:
         return
     kept = analysis.function.trace_kept(
-        _SaveNamesAnd(frozenset(_signature(o.eqn) for o in originals if o.kind == "op"))
+        _KeepNamesAnd(frozenset(_signature(o.eqn) for o in originals if o.kind == "op"))
     )
     raw = {o.identity for o in (trace_origin(kept.live, var) for var in kept.values) if o.tag is None}
     for site in iterate_sites(kept.live):
@@ -125,8 +125,8 @@ def find_unnamed_originals(analysis: Analysis) -> Iterator[Finding]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _SaveNamesAnd:
-    """A checkpoint policy: names and the outputs of some equations are saved, other values recomputed.
+class _KeepNamesAnd:
+    """A checkpoint policy: names and the outputs of some equations are kept, other values recomputed.
 
     Attributes:
       signatures: primitive and input types of the equations.
@@ -135,7 +135,8 @@ class _SaveNamesAnd:
     signatures: frozenset[Any]
 
     def __call__(self, prim, *in_avals, **_):
-        return compat.is_name(prim) or (prim, tuple(map(str, in_avals))) in self.signatures
+        is_kept = compat.is_name(prim) or (prim, tuple(map(str, in_avals))) in self.signatures
+        return is_kept and keep(in_avals)
 
 
 def _has_used_original(site: Site) -> bool:

@@ -17,7 +17,7 @@ from jaxoff._residuals.findings.finding import (
     list_offloaded,
     policies_in,
 )
-from jaxoff._residuals.residuals import Analysis, find_site
+from jaxoff._residuals.residuals import Analysis, Row, find_site
 
 
 def find_refused_offloads(analysis: Analysis) -> Iterator[Finding]:
@@ -132,9 +132,20 @@ def find_large_unnamed(analysis: Analysis) -> Iterator[Finding]:
                 FindingCode.LARGE_UNNAMED_RESIDUAL,
                 f"An un-named {row.residual.dtype}{list(row.residual.shape)} made by {row.residual.made_by} "
                 f"stays on the device: {size:,} bytes, {row.residual.count} times ({row.residual.rule}). "
-                "Name the value and list the name, or recompute the value.",
+                f"{_advise(row)}",
                 row.residual.source,
             )
+
+
+def _advise(row: Row) -> str:
+    """The remedy for a large value without a name."""
+    eqn = row.origin.eqn
+    if row.origin.kind != "op" or eqn is None or compat.source_line(eqn):
+        return "Name the value and list the name, or recompute the value."
+    return (
+        "Library code makes the value, where no name can be put: put the code around the call under "
+        "jax.checkpoint, or give jaxoff.jit a budget (device_bytes=), which runs a model's head in parts."
+    )
 
 
 def find_inner_gradients(analysis: Analysis) -> Iterator[Finding]:

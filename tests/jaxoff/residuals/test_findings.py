@@ -302,6 +302,20 @@ def test_large_unnamed_input():
     assert codes(stack(layer, jaxoff.policy("recompute_all", save=["a"], min_bytes=96)), W, X) == set()
 
 
+def test_a_value_of_library_code_is_shown_at_the_line_of_its_call():
+    def loss(w, x):
+        x = jax.checkpoint(layer, policy=OFFLOAD_A)(x, w[0])
+        logits = jnp.tile(x, 1 << 14)
+        return jax.nn.log_softmax(logits)[:, 0].sum() + lax.sin(logits).sum()
+
+    report = jaxoff.explain(loss, W, X)
+    rows = {r.made_by: r.source for r in report.residuals if "test_findings.py" in r.source}
+    assert rows["exp"].endswith("loss)") and len(rows) == len(report.residuals)
+    found = {f.message.split("made by ")[1].split()[0]: f for f in report.findings}
+    assert "budget (device_bytes=)" in found["exp"].message and found["exp"].source == rows["exp"]
+    assert "Name the value and list the name" in found["cos"].message
+
+
 def test_already_differentiated():
     loss = stack(layer, OFFLOAD_A)
     assert codes(lambda w, x: jax.grad(loss)(w, x).sum(), W, X) == {"already-differentiated"}

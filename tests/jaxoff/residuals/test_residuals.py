@@ -82,6 +82,24 @@ def test_without_a_checkpoint_autograd_decides():
     ]
 
 
+def test_complex_values_may_be_offloaded_and_recomputed():
+    w, x = W[0].astype(complex), X.astype(complex)
+
+    def loss(w, x):
+        x = jaxoff.name(x * 2, "a")
+        return jnp.abs(jnp.sin(jaxoff.name(x @ w, "b")) * jnp.cos(x)).sum()
+
+    rows = jaxoff.residuals(jax.checkpoint(loss, policy=jaxoff.policy(offload=["a"])), w, x)
+    assert [(r.name, r.placement, r.dtype) for r in rows] == [
+        ("a", "offload", "complex64"),
+        ("b", "recompute", "complex64"),
+    ]
+    report = jaxoff.explain(jax.checkpoint(loss, policy=jaxoff.policy(offload=["a"])), w, x)
+    assert (report.host_bytes, report.findings) == (x.nbytes, ())
+    with pytest.raises(TypeError, match=r"cannot save complex values.*Offload or recompute"):
+        jaxoff.explain(jax.checkpoint(loss, policy=jaxoff.policy(save=["a"])), w, x)
+
+
 def test_the_functions_inputs_and_constants_are_not_residuals():
     constant = jnp.ones((8, 16))
     (row,) = jaxoff.residuals(lambda w, x: (jnp.sin(constant) * (x @ w)).sum(), W[0], X)

@@ -25,6 +25,16 @@ def loss(w, x, policy=None):
     [
         (lambda: jaxoff.policy(["mlp.*"]), TypeError, "jaxoff.policy(offload=[...], save=[...])"),
         (lambda: jaxoff.policy(3), TypeError, "is a preset's name, one of te_v1, te_v2"),
+        (
+            lambda: jaxoff.policy("megatron"),
+            TypeError,
+            "takes modules, got none: missing a required argument",
+        ),
+        (
+            lambda: jaxoff.policy("te_v2", a=1),
+            TypeError,
+            "'te_v2' takes no option, got a=1: got an unexpected",
+        ),
         (lambda: jaxoff.policy(offload=3), TypeError, "offload is a list of names or globs"),
         (lambda: loss(W, X, "te_v2"), TypeError, "got 'te_v2'. A preset or a list of names is an argument"),
         (lambda: loss(W, X, ["a"]), TypeError, "policy is what jaxoff.policy(...) returns"),
@@ -118,4 +128,5 @@ def test_a_plan_without_layers_says_so():
 
 def test_texts_are_for_people():
     assert repr(jaxoff.jit(loss)) == f"jaxoff.jit({loss!r})"
+    assert repr(jaxoff.nnx_jit(loss)) == f"jaxoff.nnx_jit({loss!r})"
     assert "of 1.0e+30 B" in str(jaxoff.plan(loss, W, X, device_bytes=1e30))

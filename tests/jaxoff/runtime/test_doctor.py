@@ -31,7 +31,7 @@ HEALTHY = Environment(
     devices=(GPU,),
     nvidia_gpu=True,
     host_bytes=128 * 2**30,
-    config={"jax_optimization_level": "UNKNOWN", "jax_remat3": "False"},
+    config={"jax_remat3": "False"},
     link=Link(54.6, 55.1, 101.4, 512_000_000),
 )
 CPU = dataclasses.replace(
@@ -207,6 +207,8 @@ def test_optimization_levels_that_pipeline_host_copies(level):
 def test_what_overlaps_copies_is_named():
     why = setting("xla_gpu_command_buffer_scheduling_mode", HEALTHY).why
     assert "jaxoff.jit in place of jax.jit overlaps them" in why
+    given = changed(xla_flags={"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"})
+    assert "unset for jaxoff.jit" in setting("xla_gpu_command_buffer_scheduling_mode", given).why
 
 
 def test_remat3_loses_names():
@@ -257,6 +259,11 @@ def test_printed_text_is_plain_in_a_file():
     assert "device, pinned_host, unpinned_host" in text
     assert "at most 64 GiB of 128 GiB" in text
     assert text.rstrip().endswith("OK    offload is right and of use here.")
+
+
+def test_without_a_gpu_there_is_no_pinned_pool_to_compare():
+    text = printed(changed(CPU, host_bytes=24 * 2**30))
+    assert "host memory   24 GiB" in text and "pinned pool" not in text
 
 
 def test_printed_text_has_colour_on_a_terminal():
@@ -316,6 +323,8 @@ def test_collect_sees_this_process():
     assert environment.backend == jax.devices()[0].platform
     assert "pinned_host" in environment.devices[0].memory_kinds
     assert environment.config["jax_remat3"] == "False"
+    assert "jax_optimization_level" not in environment.config  # jax's word for an unset level is UNKNOWN
+    assert setting("jax_optimization_level", environment).value is None
     assert environment.host_bytes is not None
     assert environment.host_bytes > 2**30
 
