@@ -204,11 +204,13 @@ def choose_placements(
     for peak in _list_peaks(costs):
         held = [term for i in peak.held for term in memory[i]]
         program.add_lower_bound(most, held, peak.nbytes / _MB)
-    if device_nbytes is None:
-        if (found := program.minimise({most: 1.0})) is None:
-            return None
-        device_nbytes = (1 + _LEAST_SLACK) * found[most] * _MB
-    program.add_upper_bound([(most, 1.0)], device_nbytes / _MB)
+    if device_nbytes is not None:
+        limit = device_nbytes / _MB
+    elif (found := program.minimise({most: 1.0})) is not None:
+        limit = (1 + _LEAST_SLACK) * float(found[most])
+    else:
+        return None
+    program.add_upper_bound([(most, 1.0)], limit)
     found = program.minimise(program.cost)
     if found is None:
         return None
