@@ -28,6 +28,8 @@ from jaxoff._report.tables import format_nbytes
 
 # Compilations at most, of programs without copies to the host and again of programs with copies.
 TRIES = 4
+# Programs that are compiled once more, by other options, where none fits.
+_SMALLEST = 2
 # A program within this part of the budget is not followed by a further search.
 CLOSE_ENOUGH = 0.04
 # Part of the layers' time by which a program with copies must be faster, by the model, to be tried: copies
@@ -106,6 +108,7 @@ def find_fitting[P](
     compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
     *,
     devices: int = 1,
+    compile_otherwise: Callable[[ClosedJaxpr], tuple[float, P]] | None = None,
 ) -> Tried[P]:
     """Finds the fastest program within a budget, by compilations.
 
@@ -121,6 +124,8 @@ def find_fitting[P](
       devices: the number of devices of the program. Where the compiler divides the values over devices, the
         model sees a single device with the rates and the memory of all. The values in a `jax.shard_map` are
         those of one device.
+      compile_otherwise: as `compile_program`, by slower options that may take less memory: for the smallest
+        programs, if none fits.
 
     Raises:
       BudgetError: if no program fits.
@@ -130,6 +135,8 @@ def find_fitting[P](
     if search.may_win_by_copies(found):
         with_copies = search.run(copies=True)
         found = min((t for t in (found, with_copies) if t), key=lambda t: t.added_ms, default=None)
+    if found is None and compile_otherwise is not None:
+        found = search.run_again(compile_otherwise)
     if found is None:
         raise search.make_error()
     return dataclasses.replace(found, nbytes=found.nbytes / search.devices, programs=len(search.tried))
@@ -281,7 +288,20 @@ class _Search[P]:
             least = choose_placements(self._form.costs, self._device, None, host_nbytes)
             if least is not None and all(t.placements != tuple(least[0]) for t in mine):
                 mine.append(self._try(*least))
-        return min((t for t in mine if t.nbytes <= limit), key=lambda t: t.added_ms, default=None)
+        return self._find_fastest(mine)
+
+    def run_again(self, compile_program: Callable[[ClosedJaxpr], tuple[float, P]]) -> Tried[P] | None:
+        """The fastest of the smallest programs found within the budget if compiled otherwise."""
+        self._compile = compile_program
+        mine: list[Tried[P]] = []
+        for tried in sorted(self.tried, key=lambda t: t.nbytes)[:_SMALLEST]:
+            self._form = self._in_parts if tried.regions == self._in_parts.regions else self._whole
+            mine.append(self._try(tried.placements, tried.added_ms))
+        return self._find_fastest(mine)
+
+    def _find_fastest(self, tried: Sequence[Tried[P]]) -> Tried[P] | None:
+        fits = (t for t in tried if t.nbytes <= self._budget.device_nbytes)
+        return min(fits, key=lambda t: t.added_ms, default=None)
 
     def _try(self, placements: Sequence[Placements], added_ms: float) -> Tried[P]:
         left, form = iter(placements), self._form

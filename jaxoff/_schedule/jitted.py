@@ -255,12 +255,12 @@ class Jitted:
         twin, budget = traced.take_twin(), self._budget.resolve((call.args, call.kwargs))
         refusals: list[str] = []
 
-        def compile_program(closed: compat.ClosedJaxpr, *, smallest: bool) -> tuple[float, Any]:
+        def compile_program(closed: compat.ClosedJaxpr, *, preferred: bool) -> tuple[float, Any]:
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
             self._probed.traced = made = dataclasses.replace(traced, given=closed, program=program)
             settings = list_settings(program, self._given, has_twin=False)
             sizes: dict[Setting, float] = {}
-            for setting in settings if smallest else settings[:1]:
+            for setting in settings[:1] if preferred else settings[1:] or settings:
                 self._instances[call.key, setting] = self._make_instance(call, setting, made)
                 lowered = self._lower(call, setting)
                 sizes[setting] = program_nbytes_if_compiled(lowered.compile, refusals)

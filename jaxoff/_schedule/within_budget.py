@@ -68,8 +68,8 @@ def find_within(
       call, traced: of the step.
       device: rates of the device.
       budget: the memory of the device and its host.
-      compile_program: (program, whether to take the recipe of the least memory) -> bytes on the device, and
-        the compiled program's setting and function.
+      compile_program: (program, whether to take the preferred recipe, or of the others that of the least
+        memory) -> bytes on the device, and the compiled program's setting and function.
       compile_written: compiles the step as the user wrote it.
       paths: the name of each argument.
       find_donated: for each argument, whether the program may reuse its memory.
@@ -80,13 +80,10 @@ def find_within(
     """
 
     def find(closed: ClosedJaxpr, budget: Budget) -> Tried[_Made]:
-        fit = functools.partial(find_fitting, closed, device, budget, devices=call.devices)
-        try:  # the preferred recipe hides the copies best, others may take less memory
-            return fit(functools.partial(compile_program, smallest=False))
-        except BudgetError:
-            if not call.is_on_gpu:
-                raise
-            return fit(functools.partial(compile_program, smallest=True))
+        # The preferred recipe hides the copies best; others may take less memory.
+        preferred = functools.partial(compile_program, preferred=True)
+        others = functools.partial(compile_program, preferred=False) if call.is_on_gpu else None
+        return find_fitting(closed, device, budget, preferred, devices=call.devices, compile_otherwise=others)
 
     arguments = compat.nbytes_of(twin.jaxpr.invars)
     find_state = functools.cache(lambda: State.find(twin, find_donated()))
