@@ -152,11 +152,11 @@ def assert_equal(got, wanted, message: str = "") -> None:
     jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=message), got, wanted)
 
 
-def assert_close(got, wanted, message: str = "") -> None:
-    """Equal to a few float32 roundings of an array's largest entry."""
+def assert_close(got, wanted, message: str = "", *, least_scale: float = 0.0) -> None:
+    """Equal to a few float32 roundings of an array's largest entry, or of `least_scale` if that is larger."""
 
     def check(got, wanted):
-        scale = np.max(np.abs(wanted), initial=0)
+        scale = np.max(np.abs(wanted), initial=least_scale)
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=2e-6 * scale, err_msg=message)
 
     jax.tree.map(check, got, wanted)

@@ -81,7 +81,8 @@ def test_losses_and_updates_of_several_steps_are_those_of_nnx_jit(options):
     want, want_state, _, _ = train(nnx.jit, **options)
     assert losses[0] != losses[1]
     assert_close(losses, want)
-    assert_close(numbers_in(state), numbers_in(want_state))
+    # A bias ahead of a batch norm has a gradient of rounding errors.
+    assert_close(numbers_in(state), numbers_in(want_state), least_scale=1.0)
     assert int(state[0]["calls"][...]) == 4
     assert traces == 1
     assert step.findings == () and step.recipe == "ordered"
