@@ -210,9 +210,8 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
     for placement, values in groups:
         for v in values:
             eqn, is_compressed = makers.get(v), v in compressed
-            shown = eqn or next(
-                (e for e in pair.pure if v in e.invars), None
-            )  # of an input, the first reader
+            # Of an input, its first reader.
+            shown = eqn or next((reader for reader in pair.pure if v in reader.invars), None)
             dtype = "float8_e4m3fn" if is_compressed else compat.struct_of(v.aval).dtype
             nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
             yield PlacedValue(
