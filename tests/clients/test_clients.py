@@ -18,6 +18,7 @@ ROUNDED = {"xla_allow_excess_precision": False, "xla_disable_hlo_passes": "algsi
 # Styles close to another's: bits of whole steps on demand.
 LONG = {
     "accumulation",
+    "decoder-python",
     "dit",
     "dpo",
     "encoder-decoder",

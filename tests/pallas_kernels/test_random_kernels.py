@@ -51,6 +51,7 @@ DRAWS = dict(
 )
 
 
+@pytest.mark.long  # test_moe.py draws routings of the whole layer
 @settings(deadline=None, max_examples=2)
 @given(**DRAWS)
 def test_any_kernel(**draws):

@@ -52,7 +52,13 @@ def test_packages_show_examples(package):
     assert sum(len(examples(importlib.import_module(name))) for name in names) > 0
 
 
-@pytest.mark.parametrize("name", list(modules()))
+# The example trains a model, as README's command does.
+LONG = {"models.lm"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in modules()]
+)
 def test_examples_run(name):
     for test in examples(importlib.import_module(name)):
         assert failures(test) == ""

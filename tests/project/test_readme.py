@@ -88,16 +88,18 @@ def test_python_blocks_run_and_print_what_the_page_shows(page, printed):
         readme.compare(block, text)
 
 
-def test_commands_run(tmp_path):
-    """Every command of ours that needs no GPU, training for two steps.
+@pytest.mark.parametrize("is_first", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_commands_run(is_first, tmp_path):
+    """Every command of ours that needs no GPU, training for two steps, at first README's.
 
     Outputs are compared where a command runs as it is printed.
     """
     folder = commands.link_checkout(tmp_path)
     trained = []
     for block, program, alone in all_programs():
-        if not block.gpus:
-            trained += [program] * (program.module == "models.train")
+        is_training = program.module == "models.train"
+        if not block.gpus and is_first == (not is_training or not program.arguments):
+            trained += [program] * is_training
             shorter = program.shorter()
             text = commands.run_program(shorter, folder, timeout_s=240, quick_compiles=shorter != program)
             if alone and shorter == program:

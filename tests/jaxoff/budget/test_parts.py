@@ -17,7 +17,7 @@ from jaxoff._budget.parts import write_in_parts
 from jaxoff._budget.row_axes import find_operand_axes, find_result_axis, resize
 from jaxoff._jaxpr import compat
 
-PYTHON_LOOPS = {"decoder-python", "inner-jit", "nnx-list"}  # large programs
+LARGE = {"decoder-python", "inner-jit", "nnx-list", "retention", "unet"}  # programs of thousands of equations
 TOKENS, WIDTH, VOCABULARY = 64, 16, 1024
 
 
@@ -148,7 +148,7 @@ def test_the_first_axis_of_a_divided_program_stays_whole():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in PYTHON_LOOPS)) for name in PROGRAMS]
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LARGE)) for name in PROGRAMS]
 )
 def test_client_programs_in_parts_with_narrow_stacks_compute_the_same(name):
     for module in ("equinox",) if name == "equinox" else ():

@@ -162,6 +162,7 @@ STAGES = (
 )
 
 
+@pytest.mark.long  # test_sections.py draws nets whose layers are placed by the same code
 @settings(max_examples=3, deadline=None)
 @given(
     stages=st.lists(st.sampled_from(STAGES), min_size=1, max_size=3),
@@ -307,7 +308,9 @@ def test_loops_over_layers_one_after_the_other_are_loops():
     assert [type(graph).__name__ for graph in graphs] == ["LoopPair"] * 3
 
 
-@pytest.mark.parametrize("layers", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "layers", [pytest.param(2, marks=pytest.mark.long), 3, 4, pytest.param(5, marks=pytest.mark.long)]
+)
 def test_groups_of_layers_are_placed_each_on_its_own(layers):
     step, args = make_step(feed, "none", layers)
     groups = list_joint_graphs(jax.make_jaxpr(step)(*args))

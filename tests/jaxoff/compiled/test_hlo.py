@@ -214,6 +214,7 @@ def test_a_compiled_program_is_read_whole():
     assert any("test_hlo.py:" in line and "loss" in line for line in lines)
 
 
+@pytest.mark.long
 def test_megabytes_take_seconds():
     row = (
         "  %fusion.{0} = (bf16[2048,1024]{{1,0}}, f32[8]{{0:S(5)}}) fusion(%p, %p, /*index=5*/%p), "
