@@ -108,7 +108,7 @@ def find_fitting[P](
     compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
     *,
     devices: int = 1,
-    compile_otherwise: Callable[[ClosedJaxpr], tuple[float, P]] | None = None,
+    compile_otherwise: Callable[[ClosedJaxpr], tuple[float, P] | None] = lambda _: None,
 ) -> Tried[P]:
     """Finds the fastest program within a budget, by compilations.
 
@@ -124,8 +124,8 @@ def find_fitting[P](
       devices: the number of devices of the program. Where the compiler divides the values over devices, the
         model sees a single device with the rates and the memory of all. The values in a `jax.shard_map` are
         those of one device.
-      compile_otherwise: as `compile_program`, by slower options that may take less memory: for the smallest
-        programs, if none fits.
+      compile_otherwise: as `compile_program`, by slower options that may take less memory, or None where a
+        program has no others: for the smallest programs, if none fits.
 
     Raises:
       BudgetError: if no program fits.
@@ -135,8 +135,7 @@ def find_fitting[P](
     if search.may_win_by_copies(found):
         with_copies = search.run(copies=True)
         found = min((t for t in (found, with_copies) if t), key=lambda t: t.added_ms, default=None)
-    if found is None and compile_otherwise is not None:
-        found = search.run_again(compile_otherwise)
+    found = found or search.run_again(compile_otherwise)
     if found is None:
         raise search.make_error()
     return dataclasses.replace(found, nbytes=found.nbytes / search.devices, programs=len(search.tried))
@@ -170,7 +169,7 @@ def find_estimated(
         raise BudgetError(text, least) from None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Form:
     """A form of the program: whole, or with regions in parts.
 
@@ -252,12 +251,17 @@ class _Search[P]:
         limit = self._budget.device_nbytes
         host_nbytes = self._budget.host_nbytes if copies else _NO_COPIES
         mine: list[Tried[P]] = []
+
+        @functools.cache
+        def choose_least(form: _Form) -> tuple[list[Placements], float] | None:
+            return choose_placements(form.costs, self._device, None, host_nbytes)
+
         for _ in range(3 * TRIES):
             if len(mine) == TRIES:
                 break
             costs, fastest = self._form.costs, self._form.fastest[0]
             chosen = choose_placements(costs, self._device, self._room, host_nbytes)
-            chosen = chosen or choose_placements(costs, self._device, None, host_nbytes)
+            chosen = chosen or choose_least(self._form)
             if chosen is None:
                 break
             alike = [t for t in mine if t.regions == self._form.regions]
@@ -285,18 +289,21 @@ class _Search[P]:
             self._room = _correct(costs, [t for t in mine if t.regions == self._form.regions], limit)
         if all(t.nbytes > limit for t in mine):
             # Less kept may take more memory: the least of an error is the least of all budgets.
-            least = choose_placements(self._form.costs, self._device, None, host_nbytes)
+            least = choose_least(self._form)
             if least is not None and all(t.placements != tuple(least[0]) for t in mine):
                 mine.append(self._try(*least))
         return self._find_fastest(mine)
 
-    def run_again(self, compile_program: Callable[[ClosedJaxpr], tuple[float, P]]) -> Tried[P] | None:
+    def run_again(
+        self, compile_otherwise: Callable[[ClosedJaxpr], tuple[float, P] | None]
+    ) -> Tried[P] | None:
         """The fastest of the smallest programs found within the budget if compiled otherwise."""
-        self._compile = compile_program
         mine: list[Tried[P]] = []
         for tried in sorted(self.tried, key=lambda t: t.nbytes)[:_SMALLEST]:
-            self._form = self._in_parts if tried.regions == self._in_parts.regions else self._whole
-            mine.append(self._try(tried.placements, tried.added_ms))
+            form = self._in_parts if tried.regions == self._in_parts.regions else self._whole
+            compiled = compile_otherwise(self._write(form, tried.placements))
+            if compiled is not None:
+                mine.append(self._add(form, tried.placements, tried.added_ms, compiled))
         return self._find_fastest(mine)
 
     def _find_fastest(self, tried: Sequence[Tried[P]]) -> Tried[P] | None:
@@ -304,8 +311,17 @@ class _Search[P]:
         return min(fits, key=lambda t: t.added_ms, default=None)
 
     def _try(self, placements: Sequence[Placements], added_ms: float) -> Tried[P]:
-        left, form = iter(placements), self._form
-        nbytes, handle = self._compile(write_placed(form.program, lambda pair: next(left), fills=self._fills))
+        compiled = self._compile(self._write(self._form, placements))
+        return self._add(self._form, placements, added_ms, compiled)
+
+    def _write(self, form: _Form, placements: Sequence[Placements]) -> ClosedJaxpr:
+        left = iter(placements)
+        return write_placed(form.program, lambda pair: next(left), fills=self._fills)
+
+    def _add(
+        self, form: _Form, placements: Sequence[Placements], added_ms: float, compiled: tuple[float, P]
+    ) -> Tried[P]:
+        nbytes, handle = compiled
         made = form.pairs, tuple(placements), form.regions
         times, number = (added_ms, self._saved_ms), len(self.tried) + 1
         self.tried.append(Tried(*made, *times, self.devices * nbytes, number, handle))

@@ -255,19 +255,19 @@ class Jitted:
         twin, budget = traced.take_twin(), self._budget.resolve((call.args, call.kwargs))
         refusals: list[str] = []
 
-        def compile_program(closed: compat.ClosedJaxpr, *, preferred: bool) -> tuple[float, Any]:
+        def compile_program(closed: compat.ClosedJaxpr, *, preferred: bool) -> tuple[float, Any] | None:
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
             self._probed.traced = made = dataclasses.replace(traced, given=closed, program=program)
             settings = list_settings(program, self._given, has_twin=False)
             sizes: dict[Setting, float] = {}
-            for setting in settings[:1] if preferred else settings[1:] or settings:
+            for setting in settings[:1] if preferred else settings[1:]:
                 self._instances[call.key, setting] = self._make_instance(call, setting, made)
                 lowered = self._lower(call, setting)
                 sizes[setting] = program_nbytes_if_compiled(lowered.compile, refusals)
                 if not call.is_on_gpu:  # where the two memories are one
                     sizes[setting] -= made.host_argument_nbytes
-            least = min(sizes, key=lambda setting: sizes[setting])
-            return sizes[least], (least, self._instances[call.key, least])
+            least = min(sizes, key=lambda setting: sizes[setting], default=None)
+            return None if least is None else (sizes[least], (least, self._instances[call.key, least]))
 
         def compile_written() -> Written:
             self._probed.traced = traced

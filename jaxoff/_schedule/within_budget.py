@@ -52,7 +52,7 @@ def find_within(
     traced: Traced,
     device: Device,
     budget: Budget,
-    compile_program: Callable[..., tuple[float, _Made]],
+    compile_program: Callable[..., tuple[float, _Made] | None],
     compile_written: Callable[[], Written],
     paths: Sequence[str],
     find_donated: Callable[[], list[bool]],
@@ -69,7 +69,7 @@ def find_within(
       device: rates of the device.
       budget: the memory of the device and its host.
       compile_program: (program, whether to take the preferred recipe, or of the others that of the least
-        memory) -> bytes on the device, and the compiled program's setting and function.
+        memory) -> bytes on the device, and the compiled program's setting and function; None without others.
       compile_written: compiles the step as the user wrote it.
       paths: the name of each argument.
       find_donated: for each argument, whether the program may reuse its memory.
@@ -80,10 +80,23 @@ def find_within(
     """
 
     def find(closed: ClosedJaxpr, budget: Budget) -> Tried[_Made]:
+        def compile_preferred(program: ClosedJaxpr) -> tuple[float, _Made]:
+            compiled = compile_program(program, preferred=True)
+            assert compiled is not None  # every program has a recipe
+            return compiled
+
+        def compile_otherwise(program: ClosedJaxpr) -> tuple[float, _Made] | None:
+            return compile_program(program, preferred=False) if call.is_on_gpu else None
+
         # The preferred recipe hides the copies best; others may take less memory.
-        preferred = functools.partial(compile_program, preferred=True)
-        others = functools.partial(compile_program, preferred=False) if call.is_on_gpu else None
-        return find_fitting(closed, device, budget, preferred, devices=call.devices, compile_otherwise=others)
+        return find_fitting(
+            closed,
+            device,
+            budget,
+            compile_preferred,
+            devices=call.devices,
+            compile_otherwise=compile_otherwise,
+        )
 
     arguments = compat.nbytes_of(twin.jaxpr.invars)
     find_state = functools.cache(lambda: State.find(twin, find_donated()))

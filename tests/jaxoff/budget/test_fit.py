@@ -90,6 +90,26 @@ def test_what_nothing_fits_is_an_error_with_the_least(closed):
     assert error.value.smallest_bytes >= 10e6
 
 
+def test_where_nothing_fits_the_smallest_programs_are_compiled_otherwise(closed):
+    sizes = []
+
+    def compile_otherwise(program):
+        sizes.append(Compiler(5e6, 1.0)(program)[0])
+        return sizes[-1], "otherwise"
+
+    first = Compiler(10e6, 1.0)
+    with pytest.raises(BudgetError) as error:
+        find_fitting(closed, H200, Budget(9e6), first)
+    least = error.value.smallest_bytes
+    assert least is not None
+    budget, compiler = Budget(least - 1e6), Compiler(10e6, 1.0)
+    found = find_fitting(closed, H200, budget, compiler, compile_otherwise=compile_otherwise)
+    assert found.program == "otherwise"
+    assert found.nbytes <= budget.device_nbytes
+    assert 1 <= len(sizes) <= 2
+    assert found.programs == len(compiler.sizes) + len(sizes)
+
+
 def test_a_step_without_a_loop_over_layers_is_told_so():
     with pytest.raises(
         BudgetError, match=r"no layers were found, neither a loop over layers \(jax.lax.scan\) with"
