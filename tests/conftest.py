@@ -34,6 +34,10 @@ else:
     os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 
 
+# No test learns from another what a program takes: the folder of such facts is none.
+os.environ["JAXOFF_CACHE_DIR"] = os.devnull
+
+
 @pytest.fixture
 def card(tmp_path_factory):
     """The GPU, while no other test runs a program on it in a process of its own.

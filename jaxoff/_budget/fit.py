@@ -11,7 +11,7 @@ from typing import Any
 from jaxoff._budget.choose import Costs, choose_placements, refuse_unmatched, saved_nbytes
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
-from jaxoff._budget.memory import ESTIMATE_MARGIN, estimate_nbytes
+from jaxoff._budget.memory import ESTIMATE_MARGIN, estimate_nbytes, list_peak_values
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import Region, write_in_parts
 from jaxoff._budget.placements import list_joint_graphs, write_placed
@@ -24,6 +24,7 @@ from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
+from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
 
 # Compilations at most, of programs without copies to the host and again of programs with copies.
@@ -38,6 +39,8 @@ _COPIES_WIN = 0.01
 _NO_COPIES = 0.0
 # Values from this part of the budget on are worth a loop over parts of their rows.
 _LARGE = 1 / 64
+# Values that an error names.
+_LISTED = 10
 # Part of a step by which a further program must be faster, by the model, to be worth a compilation.
 _FASTER = 2e-3
 
@@ -48,11 +51,21 @@ class BudgetError(ValueError):
     Attributes:
       smallest_bytes: the smallest budget of device memory for which there is a plan; None where no placement
         fits the budget of host memory.
+      largest: the largest values at the peak of that plan's program, by an estimate: bytes, shape and source.
     """
 
-    def __init__(self, message: str, smallest_bytes: int | None):
+    def __init__(self, message: str, smallest_bytes: int | None, largest: Sequence[str] = ()):
         super().__init__(message)
-        self.smallest_bytes = smallest_bytes
+        self.smallest_bytes, self.largest = smallest_bytes, tuple(largest)
+
+    def __str__(self) -> str:
+        if not self.largest:
+            return self.args[0]
+        return "\n  ".join((f"{self.args[0]} The largest values at its peak:", *self.largest))
+
+    def adding(self, text: str) -> BudgetError:
+        """The same error with a further sentence."""
+        return BudgetError(f"{self.args[0]} {text}", self.smallest_bytes, self.largest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +175,12 @@ def find_estimated(
     try:
         return find_fitting(closed, device, free, estimate, devices=devices)
     except BudgetError as error:
-        least = None if error.smallest_bytes is None else math.ceil(error.smallest_bytes / part)
-        text = (
-            f"{error} Memory is estimated; {format_nbytes(int(budget.device_nbytes))} less a fifth is used."
+        error = error.adding(
+            f"Memory is estimated; {format_nbytes(int(budget.device_nbytes))} less a fifth is used."
         )
-        raise BudgetError(text, least) from None
+        if error.smallest_bytes is not None:
+            error.smallest_bytes = math.ceil(error.smallest_bytes / part)
+        raise error from None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -230,6 +244,7 @@ class _Search[P]:
         everything = saved_nbytes(self._whole.costs, self._whole.fastest[0]) + sum(r.nbytes for r in regions)
         self._form = self._in_parts if everything > self._room else self._whole
         self.tried: list[Tried[P]] = []
+        self._progress = Progress()
 
     @functools.cached_property
     def _saved_ms(self) -> float:
@@ -300,7 +315,7 @@ class _Search[P]:
         """The fastest of the smallest programs found within the budget if compiled otherwise."""
         mine: list[Tried[P]] = []
         for tried in sorted(self.tried, key=lambda t: t.nbytes)[:_SMALLEST]:
-            form = self._in_parts if tried.regions == self._in_parts.regions else self._whole
+            form = self._form_of(tried)
             compiled = compile_otherwise(self._write(form, tried.placements))
             if compiled is not None:
                 mine.append(self._add(form, tried.placements, tried.added_ms, compiled))
@@ -310,7 +325,14 @@ class _Search[P]:
         fits = (t for t in tried if t.nbytes <= self._budget.device_nbytes)
         return min(fits, key=lambda t: t.added_ms, default=None)
 
+    def _form_of(self, tried: Tried[P]) -> _Form:
+        return self._in_parts if tried.regions == self._in_parts.regions else self._whole
+
     def _try(self, placements: Sequence[Placements], added_ms: float) -> Tried[P]:
+        regions, chosen = self._form.regions, tuple(placements)
+        for tried in self.tried:  # the least with and without copies may be one program
+            if (tried.regions, tried.placements) == (regions, chosen):
+                return tried
         compiled = self._compile(self._write(self._form, placements))
         return self._add(self._form, placements, added_ms, compiled)
 
@@ -324,13 +346,22 @@ class _Search[P]:
         nbytes, handle = compiled
         made = form.pairs, tuple(placements), form.regions
         times, number = (added_ms, self._saved_ms), len(self.tried) + 1
-        self.tried.append(Tried(*made, *times, self.devices * nbytes, number, handle))
-        return self.tried[-1]
+        tried = Tried(*made, *times, self.devices * nbytes, number, handle)
+        self.tried.append(tried)
+        takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"
+        self._progress.say(
+            f"program {number} for {self._format_budget()} of device memory takes {takes}, with "
+            f"{_describe(tried.list_values())}"
+        )
+        return tried
+
+    def _format_budget(self) -> str:
+        return format_nbytes(int(self._budget.device_nbytes / self.devices))
 
     def make_error(self) -> BudgetError:
         """The error of a search that found nothing, with the least of its programs."""
         least = min(self.tried, key=lambda t: t.nbytes, default=None)
-        budget = format_nbytes(int(self._budget.device_nbytes / self.devices))
+        budget = self._format_budget()
         if least is None:
             host = format_nbytes(int(self._budget.host_nbytes or 0))
             return BudgetError(f"no placement keeps a layer's input within {host} of host memory.", None)
@@ -352,7 +383,24 @@ class _Search[P]:
             f"no program fits {budget} of device memory. The least of {len(self.tried)} tried takes "
             f"{format_nbytes(nbytes)}, with {kept}.",
             nbytes,
+            self._list_largest(least),
         )
+
+    def _list_largest(self, tried: Tried[P]) -> list[str]:
+        """The largest values at the peak of a program, a line each: arguments, kept values, and others."""
+        program = self._write(self._form_of(tried), tried.placements)
+        arguments = compat.nbytes_of(v for v in program.jaxpr.invars if not compat.is_host(v.aval))
+        kept = [v for v in tried.list_values() if v.placement == "save"]
+        known = {(v.shape, v.source) for v in kept}
+        lines = [(arguments, "arguments", "", "")]
+        lines += [(v.nbytes, _count(v.count, v.shape), v.value, v.source) for v in kept]
+        lines += [
+            (nbytes, _count(count, shape), "", source)
+            for (shape, source), (count, nbytes) in list_peak_values(program).items()
+            if (shape, source) not in known
+        ]
+        lines = sorted(lines, key=lambda line: -line[0])[:_LISTED]
+        return ["  ".join(filter(None, (format_nbytes(nbytes), *texts))) for nbytes, *texts in lines]
 
 
 def _join(device: Device, devices: int) -> Device:
@@ -374,6 +422,10 @@ def _correct(costs: Sequence[Costs], tried: Sequence[Tried[Any]], device_nbytes:
     over = nearest.nbytes - device_nbytes
     # Down by a little more than the excess, up by a little less than the rest.
     return max(0.0, saved_nbytes(costs, nearest.placements) - over - abs(over) * 0.05)
+
+
+def _count(count: int, shape: str) -> str:
+    return f"{count} x {shape}" if count > 1 else shape
 
 
 def _describe(values: Sequence[PlacedValue]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxoff._jaxpr.primitives import is_compute
 
 # Part of a budget that stays free where memory is estimated.
 ESTIMATE_MARGIN = 0.2
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 
 
 def estimate_nbytes(closed: ClosedJaxpr, donated: Sequence[bool]) -> int:
@@ -29,11 +31,27 @@ def estimate_nbytes(closed: ClosedJaxpr, donated: Sequence[bool]) -> int:
     arguments = [v for v in closed.jaxpr.invars if not compat.is_host(v.aval)]
     reusable = {v for v, is_donated in zip(closed.jaxpr.invars, donated, strict=True) if is_donated}
     held = compat.nbytes_of(arguments) + compat.nbytes_of(closed.jaxpr.constvars)
-    return held + _peak_nbytes(closed.jaxpr, reusable)
+    return held + _find_peak(closed.jaxpr, reusable)[0]
 
 
-def _peak_nbytes(program: Jaxpr, reusable: set[Var]) -> int:
-    """The most bytes held by the values of a program, beside its arguments.
+def list_peak_values(closed: ClosedJaxpr) -> dict[tuple[str, str], tuple[int, int]]:
+    """The values held at a program's peak, by the model of `estimate_nbytes`, beside its arguments.
+
+    Returns:
+      (dtype and shape, source line in the user's code) -> the number of such values, and their bytes.
+    """
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for eqn, v in _find_peak(closed.jaxpr, set())[1]:
+        source = compat.source_line(eqn)
+        if not source.startswith(_OWN_FOLDER):
+            key = f"{compat.struct_of(v.aval).dtype}{list(compat.shape_of(v.aval))}", source
+            count, nbytes = found.get(key, (0, 0))
+            found[key] = count + 1, nbytes + _nbytes(v)
+    return found
+
+
+def _find_peak(program: Jaxpr, reusable: set[Var]) -> tuple[int, list[tuple[JaxprEqn, Var]]]:
+    """The most bytes held by the values of a program, beside its arguments, and these values' makers.
 
     Args:
       program: the program.
@@ -44,15 +62,20 @@ def _peak_nbytes(program: Jaxpr, reusable: set[Var]) -> int:
     graph = KernelGraph(level.eqns, frozenset(outs))
     last = {v: max(readers) for v, readers in graph.readers.items()}
     held = peak = 0
+    at, inner_values = 0, []
     for i in graph.kernels:
         eqn = level.eqns[i]
         ending = [v for v in graph.reads[i] if last[v] == i and v not in outs]
         freed = {v: _nbytes(v) for v in ending if v in graph.maker or v in reusable}
         made = _count_made(eqn, freed)
-        peak = max(peak, held + made + _count_inner(eqn))
+        inner_nbytes, within = _find_inner_peak(eqn)
+        if held + made + inner_nbytes > peak:
+            peak, at, inner_values = held + made + inner_nbytes, i, within
         unread = (v for v in eqn.outvars if v not in last and v not in outs)
         held += made - sum(freed.values()) - sum(map(_nbytes, unread))
-    return peak
+    made = [(i, v) for i in graph.kernels if i <= at for v in level.eqns[i].outvars]
+    live = [(level.eqns[i], v) for i, v in made if (last.get(v, i) >= at or v in outs) and _nbytes(v)]
+    return peak, live + inner_values
 
 
 def _count_made(eqn: JaxprEqn, freed: dict[Var, int]) -> int:
@@ -72,11 +95,12 @@ def _count_made(eqn: JaxprEqn, freed: dict[Var, int]) -> int:
     return made
 
 
-def _count_inner(eqn: JaxprEqn) -> int:
-    """Bytes held within an equation: those of the largest program in it. A kernel's are on its chip."""
+def _find_inner_peak(eqn: JaxprEqn) -> tuple[int, list[tuple[JaxprEqn, Var]]]:
+    """As `_find_peak`, of the largest program in an equation. A kernel's values are on its chip."""
     if eqn.primitive.name in compat.KERNELS:
-        return 0
-    return max((_peak_nbytes(inner, set()) for inner in compat.sub_jaxprs(eqn)), default=0)
+        return 0, []
+    found = (_find_peak(inner, set()) for inner in compat.sub_jaxprs(eqn))
+    return max(found, key=lambda peak: peak[0], default=(0, []))
 
 
 def _nbytes(v: Any) -> int:

@@ -330,7 +330,8 @@ def _run_parts(region: Region, operands: dict[Var, Any], *, is_divided: bool) ->
         for eqn in region.eqns:
             params = resize(eqn, region.axes[eqn.outvars[0]], size)
             given = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-            made = eqn.primitive.bind(*given, **params)
+            with compat.user_context(eqn.source_info.traceback):
+                made = eqn.primitive.bind(*given, **params)
             values.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made], strict=True))
         pieces = (
             (whole, values[v], region.axes[v]) for whole, v in zip(results, region.results, strict=True)

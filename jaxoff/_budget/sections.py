@@ -21,8 +21,9 @@ from jaxoff._jaxpr.scopes import is_transposed
 
 # Values from this size on are placed. Smaller values stay on the device.
 LEAST_NBYTES = 1 << 16
-# Part of the values read by the backward pass from which on a stretch is worth choices of its own.
-_LEAST_SHARE = 0.05
+# Part of the values read by the backward pass from which on a stretch is worth choices of its own: where a
+# step recomputes the rest, about a tenth of these values are left.
+_LEAST_SHARE = 0.01
 # A stretch behind layers with fewer products and the like is a head.
 _LEAST_PRODUCTS = 3
 # Places to cut a stretch at, at most.
@@ -54,13 +55,15 @@ def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Run]:
     if 2 * in_loops > sum(flops):
         return []
     behind_layers = {run.end for run in runs}
+    ahead_of_layers = {run.start for run in runs}
     found, start = [], 0
     for left, group in itertools.groupby(is_left):
         end = start + len(list(group))
         if not left:
             products = [i for i in range(start, end) if flops[i]]
             is_last = end < len(eqns) and is_transposed(eqns[end])
-            is_head = (is_last or start in behind_layers) and len(products) < _LEAST_PRODUCTS
+            is_behind = start in behind_layers and end not in ahead_of_layers
+            is_head = (is_last or is_behind) and len(products) < _LEAST_PRODUCTS
             last = max(products, default=start) + 1 if is_last else end
             if not is_head:
                 found.append(Run(start, last - start, 1))

@@ -13,6 +13,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead, variables
 from jaxoff._jaxpr.inline import Renamed, resolve, trace_call
+from jaxoff._jaxpr.primitives import is_widening
 
 type _Decided = Sequence[tuple[LayerSequence, Placements]]
 
@@ -55,6 +56,7 @@ class _Writer:
         # Of the values outside of layers, but for constants, in the order of writing.
         self._position: dict[Var, int] = {}
         self._constants: set[Var] = set()
+        self._narrower: Renamed = {}  # value widened by one operand alone -> that operand
         for group, placed in decided:
             for layer in group.layers:
                 for places, kept in ((placed.saved, self._saved), (placed.offloaded, self._offloaded)):
@@ -85,12 +87,16 @@ class _Writer:
         backward = is_pure_backward(eqn)
         others = [v for v in variables(eqn) if v not in self._maker and v in self._position]
         latest = max(others, key=lambda v: self._position[v], default=None)
+        if latest is not None:  # XLA would fuse a widening into its readers, and stores it for a barrier
+            latest = self._narrower.get(latest, latest)
         operands = [self.read(v, i, latest) if backward or self.is_late(v) else v for v in eqn.invars]
         self.eqns.append(eqn.replace(invars=operands))
         if self._constants.issuperset(variables(eqn)):  # nothing could wait for it
             self._constants.update(eqn.outvars)
         else:
             self._position.update(dict.fromkeys(eqn.outvars, len(self.eqns)))
+            if len(others) == 1 == len(operands) and is_widening(eqn):
+                self._narrower[eqn.outvars[0]] = resolve(self._narrower, others[0])
 
     def _send(self, v: Var, like: JaxprEqn) -> None:
         """Copies a value to the host, if it is to be there and is not yet."""

@@ -95,6 +95,12 @@ def is_narrowing(eqn: JaxprEqn) -> bool:
     return is_rounding and compat.nbytes_of(eqn.outvars) < compat.nbytes_of(variables(eqn))
 
 
+def is_widening(eqn: JaxprEqn) -> bool:
+    """Whether an elementwise equation, or a view, makes more bytes than it reads."""
+    is_simple = eqn.primitive.name in ("convert_element_type", *VIEWS)
+    return is_simple and compat.nbytes_of(eqn.outvars) > compat.nbytes_of(variables(eqn))
+
+
 def is_pallas(eqn: JaxprEqn) -> bool:
     """Whether an equation is or calls a Pallas kernel."""
     return eqn.primitive.name in compat.KERNELS or any(

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+
+from jaxoff._runtime.disk import make_key, read_facts, write_facts
+
+# Seconds from which a compilation is worth a file, as for JAX's own cache of programs.
+_WORTH_A_FILE = 1.0
 
 
 def program_nbytes(compiled: jax.stages.Compiled) -> int:
@@ -31,6 +37,38 @@ def program_nbytes_if_compiled(
         if refusals is not None:
             refusals.append(str(error).splitlines()[0])
         return math.inf
+
+
+def lowered_nbytes(
+    lowered: jax.stages.Lowered,
+    device: Any,
+    devices: int,
+    options: Mapping[str, Any],
+    refusals: list[str],
+) -> float:
+    """Device memory of a lowered program, compiled unless an earlier process of this machine compiled it.
+
+    What is known of a program is kept on disk (`jaxoff._runtime.disk`) where it took a second or more to
+    learn, on devices at hand in a single process.
+
+    Args:
+      lowered: the program.
+      device: a device that it is compiled for; `devices`: the number of devices.
+      options: compiler options.
+      refusals: as for `program_nbytes_if_compiled`.
+    """
+    if jax.process_count() > 1 or device not in jax.local_devices():
+        return program_nbytes_if_compiled(lowered.compile, refusals)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    key = make_key(lowered.as_text(), devices, device, limit, sorted(options.items()))
+    nbytes = read_facts("memory", key).get("nbytes")
+    if isinstance(nbytes, int):
+        return nbytes
+    started = time.perf_counter()
+    nbytes = program_nbytes_if_compiled(lowered.compile, refusals)
+    if math.isfinite(nbytes) and time.perf_counter() - started >= _WORTH_A_FILE:
+        write_facts("memory", key, {"device": device.device_kind, "nbytes": nbytes})
+    return nbytes
 
 
 def program_host_nbytes(compiled: jax.stages.Compiled) -> int:

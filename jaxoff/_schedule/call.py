@@ -53,6 +53,12 @@ class Call:
         """The number of devices that the arguments, and the shardings given to `jit`, are over."""
         return max((sharding.num_devices for sharding in self._shardings), default=1)
 
+    @functools.cached_property
+    def device(self) -> Any:
+        """A device of the arguments and of the shardings given to `jit`, else the default device."""
+        found = (device for s in self._shardings for device in _devices_of(s))
+        return next(found, None) or jax.local_devices()[0]
+
     @property
     def has_shardings(self) -> bool:
         """Whether `jit` was given shardings of arguments or results."""

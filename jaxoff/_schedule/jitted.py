@@ -23,7 +23,8 @@ from jaxoff._jaxpr.statics import find_statics
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._report.warn import warn_of
-from jaxoff._runtime.program_memory import program_nbytes_if_compiled
+from jaxoff._runtime.disk import make_key
+from jaxoff._runtime.program_memory import lowered_nbytes, program_nbytes_if_compiled
 from jaxoff._schedule.call import Call, list_donated
 from jaxoff._schedule.faults import rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
@@ -37,7 +38,6 @@ from jaxoff._schedule.tuning import (
     find_fastest,
     find_saved,
     list_within_limit,
-    make_key,
     read_decision,
     refuse_several_processes,
     write_decision,
@@ -262,8 +262,8 @@ class Jitted:
             sizes: dict[Setting, float] = {}
             for setting in settings[:1] if preferred else settings[1:]:
                 self._instances[call.key, setting] = self._make_instance(call, setting, made)
-                lowered = self._lower(call, setting)
-                sizes[setting] = program_nbytes_if_compiled(lowered.compile, refusals)
+                lowered, options = self._lower(call, setting), dict(setting.options) | self._given
+                sizes[setting] = lowered_nbytes(lowered, call.device, call.devices, options, refusals)
                 if not call.is_on_gpu:  # where the two memories are one
                     sizes[setting] -= made.host_argument_nbytes
             least = min(sizes, key=lambda setting: sizes[setting], default=None)
@@ -337,8 +337,8 @@ class Jitted:
         settings, unmet, self.tuned = self._list_settings(call, traced), {}, {}
         if len(settings) > 1:
             refuse_several_processes()
-            text = self._lower(call, settings[0]).as_text()
-            key, settings = make_key(text, call.devices), add_without_graphs(settings, self._given)
+            key = make_key(self._lower(call, settings[0]).as_text(), call.devices, call.device)
+            settings = add_without_graphs(settings, self._given)
             self.tuned = read_decision(key)
             if not self.tuned:
                 compile_setting = functools.partial(self._compile, call, traced, unmet)

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import math
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxoff._report.finding import Finding, FindingCode
+from jaxoff._runtime.disk import read_facts, write_facts
 from jaxoff._runtime.program_memory import program_nbytes_if_compiled
 from jaxoff._schedule.recipes import TOLERANCE, Recipe
 from jaxoff._schedule.settings import Setting
@@ -113,21 +109,6 @@ def find_saved(chosen: Setting, milliseconds: Mapping[str, float]) -> list[Findi
     return [Finding(FindingCode.RECIPE_REPLACED, text)]
 
 
-def cache_folder() -> Path:
-    """The folder of decisions: `JAXOFF_CACHE_DIR` of the environment, or `jaxoff` among the user's caches."""
-    given = os.environ.get("JAXOFF_CACHE_DIR")
-    return (
-        Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxoff"
-    )
-
-
-def make_key(program: str, devices: int) -> str:
-    """The key of a decision: of the text of a rewritten program, the devices, and the versions."""
-    device = jax.devices()[0]
-    facts = program, devices, device.device_kind, device.client.platform_version, jax.__version__
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-
-
 def refuse_several_processes() -> None:
     """Raises a ValueError in one of several processes: each would choose by its own times."""
     if jax.process_count() > 1:
@@ -139,18 +120,12 @@ def refuse_several_processes() -> None:
 
 def read_decision(key: str) -> dict[str, float]:
     """The milliseconds by setting under a key; empty without a sound file."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads((cache_folder() / f"tuned-{key}.json").read_text())["milliseconds"]
+    with contextlib.suppress(TypeError, ValueError, AttributeError):
+        found = read_facts("tuned", key).get("milliseconds", {})
         return {str(name): float(ms) for name, ms in found.items()}
     return {}
 
 
 def write_decision(key: str, milliseconds: dict[str, float]) -> None:
     """Keeps the times of settings under a key, where the folder can be written."""
-    text = json.dumps({"device": jax.devices()[0].device_kind, "milliseconds": milliseconds}, indent=1)
-    with contextlib.suppress(OSError):
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            file.write(text + "\n")
-        os.replace(file.name, folder / f"tuned-{key}.json")
+    write_facts("tuned", key, {"device": jax.devices()[0].device_kind, "milliseconds": milliseconds})

@@ -121,7 +121,7 @@ def find_within(
         return search()
     except BudgetError as error:
         if error.smallest_bytes is None and refusals:
-            raise BudgetError(f"{error} XLA says: {refusals[0]}", None) from None
+            raise error.adding(f"XLA says: {refusals[0]}") from None
         raise
     except FAULTS as fault:
         written, finding = compile_written(), describe_fault(fault, "the search for a program in its budget")

@@ -90,6 +90,62 @@ def test_what_nothing_fits_is_an_error_with_the_least(closed):
     assert error.value.smallest_bytes >= 10e6
 
 
+def test_an_error_names_the_largest_values_at_the_peak():
+    def step(w, x, head):
+        value, grads = jax.value_and_grad(lambda *args: loss(*args[:2]) + args[0]["up"].sum())(w, x)
+        return value, grads, jnp.exp(x @ head).sum()
+
+    head = jnp.ones((WIDTH, 8 * WIDTH))
+    args = jax.tree.map(lambda s: jnp.ones(s.shape), structs(layers=2))
+    with pytest.raises(BudgetError) as error:
+        jaxoff.jit(step, device_bytes="1MB")(*args, head)
+    first, *lines = str(error.value).splitlines()
+    assert first.endswith("The largest values at its peak:")
+    assert [line.strip() for line in lines] == list(error.value.largest)
+    assert len(lines) <= 10
+    arguments = sum(leaf.nbytes for leaf in jax.tree.leaves((args, head)))
+    assert f"{arguments / 1e6:.2f} MB  arguments" in error.value.largest
+    carry = next(line for line in error.value.largest if "carry" in line)
+    assert carry.startswith(f"{2 * ROWS * WIDTH * 4 / 1e6:.2f} MB  2 x float32[{ROWS}, {WIDTH}]  carry")
+    assert all("test_fit.py" in line for line in error.value.largest if "arguments" not in line)
+
+
+def test_a_long_search_says_how_far_it_is(closed, caplog, monkeypatch):
+    caplog.set_level("INFO", logger="jaxoff")
+    found = find_fitting(closed, H200, Budget(180e6), Compiler(10e6, 1.0))
+    assert [record.levelname for record in caplog.records] == ["INFO"] * found.programs
+    assert caplog.records[0].message.startswith("program 1 for 180.00 MB of device memory takes ")
+    monkeypatch.setattr("jaxoff._report.progress._PATIENCE", 0.0)
+    find_fitting(closed, H200, Budget(180e6), Compiler(10e6, 1.0))
+    assert caplog.records[-1].levelname == "WARNING"
+
+
+def test_a_later_search_knows_what_programs_take(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXOFF_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("jaxoff._runtime.program_memory._WORTH_A_FILE", 0.0)
+    w, x = jax.tree.map(lambda s: jnp.ones(s.shape), structs(layers=2, rows=8, width=4))
+    compiled = []
+    compile_lowered = jax.stages.Lowered.compile
+
+    def compile_and_count(self, *args, **kwargs):
+        compiled.append(self)
+        return compile_lowered(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_count)
+    first, second, third = (
+        jaxoff.jit(jax.value_and_grad(loss), device_bytes=b) for b in ("1GB", "1GB", "2GB")
+    )
+    value, _ = first(w, x)
+    programs = len(compiled)
+    assert programs == first.plan.programs == len(list(tmp_path.glob("memory-*.json"))) > 0
+    assert second(w, x)[0] == value
+    assert len(compiled) == programs
+    assert second.plan == first.plan
+    next(tmp_path.glob("memory-*.json")).write_text("torn")
+    third(w, x)
+    assert len(compiled) == programs + 1
+
+
 def test_where_nothing_fits_the_smallest_programs_are_compiled_otherwise(closed):
     sizes = []
 

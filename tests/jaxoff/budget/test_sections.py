@@ -213,6 +213,60 @@ def test_a_section_is_made_again_once_a_gradient_of_its_is_there():
     assert not any(map(is_constant, waiting))
 
 
+def test_what_is_made_again_waits_for_no_widened_gradient():
+    """XLA stores the operands of a barrier, of a widened value all of its bytes."""
+
+    def normalize(x):
+        x = x.astype("float32")
+        return (x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1)).astype("bfloat16")
+
+    def loss(params, x):
+        for w in params:
+            x = jax.nn.relu(x @ w["skip"] + normalize(jnp.tanh(x @ w["in"]) @ w["out"]))
+        return x.astype("float32").var()
+
+    _, args = make_net(jax.random.key(0))
+    args = jax.tree.map(lambda x: x.astype("bfloat16"), args)
+    closed = write_placed(jax.make_jaxpr(jax.grad(loss))(*args), keep_inputs)
+    barriers = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    waiting = [eqn.invars[1] for eqn in barriers if len(eqn.invars) == 2]
+    large = [v for v in waiting if v.aval.size > len(args[1])]
+    assert len(large) >= len(args[0]) - 1
+    assert {str(v.aval.dtype) for v in large} == {"bfloat16"}
+
+
+def test_a_stretch_between_layers_is_a_section_however_few_its_products():
+    """Behind the last layers, so few products are a head."""
+    rows, narrow, wide = 512, 64, 128
+
+    def block(x, w):
+        return x + jnp.tanh(x @ w["up"]) @ w["down"]
+
+    def loss(params, x):
+        for w in params["narrow"]:
+            x = block(x, w)
+        x = jnp.sin(jnp.tanh(x @ params["between"]))
+        for w in params["wide"]:
+            x = block(x, w)
+        return (jnp.tanh(x @ params["head"]) ** 2).sum()
+
+    def weights(width, layers):
+        return [{"up": jnp.ones((width, 4 * width)), "down": jnp.ones((4 * width, width))}] * layers
+
+    params = {
+        "narrow": weights(narrow, 4),
+        "between": jnp.ones((narrow, wide)),
+        "wide": weights(wide, 4),
+        "head": jnp.ones((wide, wide)),
+    }
+    graphs = list_joint_graphs(jax.make_jaxpr(jax.grad(loss))(params, jnp.ones((rows, narrow))))
+    layers = sum(graph.count for graph in graphs if not graph.is_section)
+    sections = [graph for graph in graphs if graph.is_section]
+    assert layers in (7, 8)
+    assert any("sin" in {eqn.primitive.name for eqn in section.eqns} for section in sections)
+    assert sum(eqn.primitive.name == "tanh" for section in sections for eqn in section.eqns) <= 2
+
+
 def test_a_net_without_repeats_runs_within_its_budget():
     step, args = make_net(jax.random.key(0), widths=WIDTHS[:5])
     expected = jax.jit(step)(*args)

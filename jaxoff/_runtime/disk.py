@@ -1,0 +1,53 @@
+"""What one process learned of a program, kept on disk for the next: times of its recipes, compiled memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def cache_folder() -> Path:
+    """The folder: `JAXOFF_CACHE_DIR` of the environment, or `jaxoff` among the user's caches."""
+    given = os.environ.get("JAXOFF_CACHE_DIR")
+    return (
+        Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxoff"
+    )
+
+
+def make_key(program: str, devices: int, device: Any, *more: Any) -> str:
+    """The key of a program: of its text, the devices, the versions, XLA's flags, and what the caller adds.
+
+    Args:
+      program: the text of the lowered program.
+      devices: the number of devices.
+      device: one of them, at hand or described.
+      more: such as compiler options.
+    """
+    version = getattr(getattr(device, "client", None), "platform_version", "")
+    facts = program, devices, device.device_kind, version, jax.__version__, os.environ.get("XLA_FLAGS"), more
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def read_facts(kind: str, key: str) -> dict[str, Any]:
+    """The facts of a kind under a key; empty without a sound file."""
+    with contextlib.suppress(OSError, ValueError):
+        facts = json.loads((cache_folder() / f"{kind}-{key}.json").read_text())
+        return facts if isinstance(facts, dict) else {}
+    return {}
+
+
+def write_facts(kind: str, key: str, facts: dict[str, Any]) -> None:
+    """Keeps facts under a key, where the folder can be written."""
+    with contextlib.suppress(OSError):
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(json.dumps(facts, indent=1) + "\n")
+        os.replace(file.name, folder / f"{kind}-{key}.json")
