@@ -72,9 +72,22 @@ def pytest_xdist_auto_num_workers(config):
     return min(len(os.sched_getaffinity(0)), 8)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The file that takes minutes goes first: begun last, one process would wait for it alone."""
+    """The file that takes minutes goes first, and of the tests with `some_cases` the other cases are long.
+
+    Begun last, one process would wait for the file alone. The cases left in are spread evenly over all.
+    """
     items.sort(key=lambda item: item.path.name != "test_readme.py")
+    cases = {}
+    for item in items:
+        if (marker := item.get_closest_marker("some_cases")) is not None:
+            cases.setdefault((item.path, item.originalname, marker.args[0]), []).append(item)
+    for (_, _, count), found in cases.items():
+        last = len(found) - 1
+        kept = {round(i * last / max(1, count - 1)) for i in range(count)}
+        for i in set(range(len(found))) - kept:
+            found[i].add_marker("long")
 
 
 def pytest_runtest_setup(item):

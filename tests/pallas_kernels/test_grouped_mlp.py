@@ -115,6 +115,7 @@ EVERY_CASE = pytest.mark.parametrize(
 
 
 @EVERY_CASE
+@pytest.mark.some_cases(2)
 def test_output_and_gradients_equal_a_loop(implementation, dtype):
     tried = case(implementation, dtype)
     # Interpreting takes long; test_kernels.py tries the other groups on each kernel.
@@ -131,6 +132,7 @@ def test_output_and_gradients_equal_a_loop(implementation, dtype):
 
 
 @EVERY_CASE
+@pytest.mark.some_cases(2)
 def test_probs_of_zero_one_and_tiny_and_units_that_are_off(implementation, dtype):
     tried, sizes = case(implementation, dtype), GROUPS["uneven, and a tail"]
     arguments = tried.make(sizes)

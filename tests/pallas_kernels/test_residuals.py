@@ -77,6 +77,7 @@ PLACED = {
 
 
 @pytest.mark.parametrize("policy", PLACED)
+@pytest.mark.some_cases(3)
 def test_both_implementations_have_the_same_table_and_it_is_the_policys(policy):
     """And it is what the gradient's program carries."""
     chosen = PLACED[policy]

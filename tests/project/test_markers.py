@@ -101,3 +101,18 @@ def test_an_unknown_marker_is_an_error(project):
     done = run(project, "tests/test_typo.py")
     assert done.returncode != 0
     assert "'gpus' not found in `markers`" in done.stdout
+
+
+def test_of_some_cases_those_left_out_are_long_and_the_others_are_spread(project):
+    lines = [
+        "import pytest",
+        "@pytest.mark.some_cases(3)",
+        "@pytest.mark.parametrize('i', range(10))",
+        "def test_some(i):",
+        "    assert i in (0, 4, 9)",
+    ]
+    (project / "tests" / "test_small.py").write_text("\n".join(lines))
+    done = run(project, "tests")
+    assert "3 passed, 7 deselected" in done.stdout
+    assert "7 failed, 3 deselected" in run(project, "tests", "-m", "long").stdout
+    assert "1 failed" in run(project, "tests/test_small.py::test_some[5]").stdout  # asked for, it runs

@@ -81,6 +81,7 @@ def assert_same(written, closed, args):
 
 @pytest.mark.parametrize("cross_entropy", [plain, one_hot, z_loss, soft_cap])
 @pytest.mark.parametrize("form", [{}, {"tied": True}, {"flat": True}, {"dtype": "float32"}])
+@pytest.mark.some_cases(4)
 def test_a_head_in_parts_is_the_same_head_without_whole_logits(cross_entropy, form):
     args = arguments()
     closed = jax.make_jaxpr(jax.value_and_grad(make_loss(cross_entropy, **form), argnums=(0, 1)))(*args)

@@ -62,6 +62,7 @@ def differentiated(fun):
         ),
     ],
 )
+@pytest.mark.some_cases(2)
 def test_it_computes_what_lax_scan_does(count, reverse, jit):
     policy = jaxoff.FirstLayers(count, MOVED, KEPT)
     plain = functools.partial(loss, functools.partial(lax.scan, reverse=reverse))

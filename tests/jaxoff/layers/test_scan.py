@@ -32,6 +32,7 @@ def model_inputs(steps=6):
 @pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.some_cases(4)
 def test_it_does_what_lax_scan_does(strategy, reverse, block):
     init, xs = model_inputs()
 

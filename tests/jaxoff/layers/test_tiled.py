@@ -38,6 +38,7 @@ def loss(apply, x, labels, w):
 
 
 @pytest.mark.parametrize(("tiles", "dtype"), [(1, "float32"), (3, "bfloat16"), (8, "float32")])
+@pytest.mark.some_cases(2)
 def test_values_and_gradients_are_those_of_all_tokens(tiles, dtype):
     x, labels, w = make(dtype)
     tile = functools.partial(jaxoff.tiled, tiles=tiles, axis=1)

@@ -142,11 +142,13 @@ def linen_remat_of_scan(remat, w, x):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.some_cases(13)
 def test_moves_exactly_the_chosen_values(case, policy):
     check_placement(CASES[case], *POLICIES[policy])
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.some_cases(6)
 def test_keeps_loss_and_gradients(case):
     check_values(CASES[case], twins=case in ("nnx_scan_of_remat", "linen_scan_of_remat"))
 

@@ -173,6 +173,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("preset", POLICIES)
+@pytest.mark.some_cases(38)
 def test_mark_not_offload_stays_under_every_preset_in_every_order(order, preset):
     check(lambda w, x: square(ORDERS[order](x @ w)), POLICIES[preset], W, X, device=[(8, 16)])
 

@@ -241,6 +241,7 @@ def test_the_count_of_host_arrays_itself():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.some_cases(33)
 def test_moves_exactly_the_chosen_values(case, policy):
     check_placement(CASES[case], *POLICIES[policy])
 
@@ -257,16 +258,19 @@ PLAIN = (
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in PLAIN])
+@pytest.mark.some_cases(7)
 def test_keeps_loss_and_gradients(case):
     check_values(CASES[case])
 
 
 @pytest.mark.parametrize("case", PLAIN)
+@pytest.mark.some_cases(3)
 def test_keeps_loss_and_gradients_and_the_bits_of_the_saved_twin(case):
     check_values(CASES[case], ("te_v1", "te_v2", "lists"), twins=True)
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.some_cases(11)
 def test_a_policy_that_moves_nothing_fails_the_check(case):
     check_control(CASES[case])
 

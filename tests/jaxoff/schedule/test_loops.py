@@ -60,6 +60,7 @@ def behind(jaxpr, variables):
 
 @pytest.mark.parametrize("device", [SLOW, INSTANT, EVEN], ids=["slow", "instant", "even"])
 @pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.some_cases(2)
 def test_results_keep_their_bits(device, reverse):
     args = arguments()
     step = jax.value_and_grad(lambda w, x: loss(w, x, reverse), (0, 1))
@@ -68,6 +69,7 @@ def test_results_keep_their_bits(device, reverse):
 
 
 @pytest.mark.parametrize("device", [SLOW, INSTANT, EVEN], ids=["slow", "instant", "even"])
+@pytest.mark.some_cases(2)
 def test_no_result_depends_on_what_a_stack_held_before(device, monkeypatch):
     """On a GPU device memory of a stack is not written before the rows are."""
     made = []
@@ -353,6 +355,7 @@ def residual_of(make, length=3):
     ],
     ids=["bfloat16", "float8", "complex", "bool", "scalar"],
 )
+@pytest.mark.some_cases(5)
 def test_residuals_of_any_type(make, device):
     step, args = residual_of(make)
     program = program_of(step, *args, device=device)

@@ -91,6 +91,7 @@ def test_a_policy_that_moves_nothing_is_said(stack, lists):
 
 @LOOPS
 @LISTS
+@pytest.mark.some_cases(2)
 def test_a_listed_name_that_stays_is_said_with_its_bytes(stack, lists):
     (finding,) = findings_of(jax.grad(stack(layer, lists(["a", "unread"], []))), W, X)
     assert finding.code is jaxoff.FindingCode.OFFLOAD_NOT_DONE

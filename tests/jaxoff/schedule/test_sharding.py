@@ -115,6 +115,7 @@ def on(mesh, case: Case) -> Case:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.some_cases(18)
 def test_moves_exactly_the_chosen_values(case, policy, kind):
     with jax.set_mesh(mesh_of(kind)):
         check_placement(on(mesh_of(kind), CASES[case]), *POLICIES[policy])
@@ -122,6 +123,7 @@ def test_moves_exactly_the_chosen_values(case, policy, kind):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.some_cases(5)
 def test_keeps_loss_and_gradients(case, kind):
     with jax.set_mesh(mesh_of(kind)):
         check_values(on(mesh_of(kind), CASES[case]), twins=case in ("jit", "shard_map_around"))

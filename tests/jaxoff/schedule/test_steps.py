@@ -149,6 +149,7 @@ def test_second_derivatives_move_the_chosen_values(case, policy, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("case", "policy"), [("block", "te_v2"), ("scan", "lists")])
+@pytest.mark.some_cases(2)
 def test_second_derivatives_keep_their_values(case, policy, order):
     case = PROGRAMS[case]
     moved = functools.partial(hessian_times, case.loss(POLICIES[policy][0]), order=order)

@@ -83,6 +83,7 @@ LONG = {"decay of matrices", "lion", "rmsprop"}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in OPTIMIZERS]
 )
+@pytest.mark.some_cases(2)
 def test_state_is_found_and_its_update_in_blocks_is_the_same(name):
     optimizer, expected = OPTIMIZERS[name]
     step, args = make_step(optimizer)
