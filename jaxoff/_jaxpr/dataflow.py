@@ -15,6 +15,14 @@ def variables(eqn: JaxprEqn) -> list[Var]:
     return [v for v in eqn.invars if isinstance(v, Var)]
 
 
+def list_results(eqn: JaxprEqn) -> list[tuple[Var, list[Var]]]:
+    """Each result of an equation, with the variables of its value: of a barrier, the operand in its place."""
+    if eqn.primitive.name == "optimization_barrier":
+        pairs = zip(eqn.outvars, eqn.invars, strict=True)
+        return [(made, [v] if isinstance(v, Var) else []) for made, v in pairs]
+    return [(made, variables(eqn)) for made in eqn.outvars]
+
+
 def index_makers(eqns: Iterable[JaxprEqn]) -> dict[Var, int]:
     """Maps each result of an equation to the index of the equation."""
     return {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}

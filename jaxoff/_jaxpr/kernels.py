@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import index_makers, index_readers, map_makers, variables
+from jaxoff._jaxpr.dataflow import index_makers, index_readers, list_results, map_makers, variables
 from jaxoff._jaxpr.primitives import (
     ARGUMENT_VIEWS,
     ROUNDING,
@@ -191,9 +191,9 @@ def _find_fused_to_store(eqns: Sequence[JaxprEqn], kernels: set[int], made: set[
     """
     sources: dict[Var, frozenset[Var]] = {}  # fused variable -> the stored variables and arguments behind it
     for i, eqn in enumerate(eqns):
-        reads = frozenset().union(*(sources.get(v, {v}) for v in variables(eqn)))
         if i not in kernels:
-            sources |= dict.fromkeys(eqn.outvars, reads)
+            for made_here, operands in list_results(eqn):
+                sources[made_here] = frozenset().union(*(sources.get(v, {v}) for v in operands))
     more: set[int] = set()
     needed_by: dict[Var, set[int]] = {}
     for i, eqn in reversed(list(enumerate(eqns))):
@@ -236,7 +236,7 @@ def find_stored(values: Iterable[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
             continue
         seen.add(v)
         if v in makers and v not in operands and is_fused(makers[v]):
-            todo += variables(makers[v])
+            todo += dict(list_results(makers[v]))[v]
         else:
             found.add(v)
     return found

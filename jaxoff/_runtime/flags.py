@@ -118,7 +118,7 @@ def choose_options(
         they are outside of the graphs, and XLA's scheduler overlaps them.
       loops: the number of loops written out.
       scanned: the number of loops with offloaded residuals.
-      flat: whether residuals are offloaded outside of loops.
+      flat: whether the equations outside of loops are ordered.
       streamed: whether arguments in host memory are updated in a loop.
       jaxlib: its version.
       disabled: passes left out of all programs of the process, with commas between.

@@ -94,7 +94,7 @@ def list_recipes(
     Args:
       loops: the number of loops written out.
       scanned: the number of loops with offloaded residuals.
-      flat: whether residuals are offloaded outside of loops.
+      flat: whether the equations outside of loops are ordered.
       has_twin: whether the program has a saved twin.
       graphs: whether kernels are captured into CUDA graphs; without graphs nothing is concurrent in them.
     """

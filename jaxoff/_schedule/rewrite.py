@@ -9,11 +9,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxoff._device.flops import product_flops
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_makers, mark_dependents, variables
-from jaxoff._jaxpr.inline import Renamed, delay_fills, inline_calls, instantiate, resolve, split_scalars
+from jaxoff._jaxpr.inline import (
+    Renamed,
+    delay_fills,
+    inline_calls,
+    inline_program,
+    instantiate,
+    resolve,
+    split_scalars,
+)
 from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
 from jaxoff._jaxpr.stack_slices import find_shared_stacks, find_split_slices
 from jaxoff._schedule.collectives import chain_collectives
@@ -32,7 +41,8 @@ class Rewritten:
       jaxpr: the program.
       loops: number of loops written out.
       scanned: number of loops with offloaded residuals.
-      flat: whether the program offloads residuals outside of loops.
+      flat: whether the program offloads residuals outside of loops, or updates arguments in host memory and
+        computes mostly outside of loops.
       spare_nbytes: bytes of host memory for the spare rows of host stacks, which the given program lacks.
       streamed: whether arguments in host memory are updated in a loop.
     """
@@ -61,7 +71,7 @@ def rewrite(
     """Orders a program: the bodies of its layer loops, and the equations outside of loops.
 
     Layer loops are scans which offload residuals, and differentiated `jaxoff.scan`s. The equations outside
-    are ordered up to the last layer loop, or all if residuals are offloaded outside of loops.
+    are ordered up to the last layer loop, or all of them in a program that is `Rewritten.flat`.
 
     Args:
       closed: a program which is not differentiated any more.
@@ -76,7 +86,9 @@ def rewrite(
     rewriter = _Rewriter(device, large_nbytes, one_device, shardings or {})
     jaxpr = compat.rewrite_jaxprs(closed.jaxpr, _inline_loop_calls)
     jaxpr = compat.rewrite_jaxprs(jaxpr, rewriter.write_out_loops)
-    flat = "H2D" in _find_transfers(jaxpr)
+    streamed = any(compat.is_host(v.aval) for v in closed.jaxpr.invars)
+    # XLA's scheduler would start the loops of updates early: it keeps the operands of all weights' gradients.
+    flat = "H2D" in _find_transfers(jaxpr) or (streamed and _computes_outside_loops(jaxpr))
     if flat and not compat.has_side_effects(jaxpr):
         jaxpr = rewriter.order_flat(jaxpr)
     return Rewritten(
@@ -85,7 +97,7 @@ def rewrite(
         rewriter.scanned,
         flat,
         rewriter.spare_nbytes,
-        streamed=any(compat.is_host(v.aval) for v in closed.jaxpr.invars),
+        streamed=streamed,
     )
 
 
@@ -296,6 +308,13 @@ def _find_transfers(jaxpr: Jaxpr) -> set[str]:
         elif call := compat.inlinable_call(eqn):
             found |= _find_transfers(call.jaxpr)
     return found
+
+
+def _computes_outside_loops(jaxpr: Jaxpr) -> bool:
+    """Whether most of a program's products are outside of loops."""
+    eqns = inline_program(jaxpr).eqns
+    in_loops = sum(product_flops(eqn) for eqn in eqns if compat.control_flow(eqn) is not None)
+    return 2 * in_loops < sum(map(product_flops, eqns))
 
 
 def _find_changed_results(eqn: JaxprEqn) -> list[Var] | None:

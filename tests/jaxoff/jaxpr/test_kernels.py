@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.kernels import KernelGraph
+from jaxoff._jaxpr.kernels import KernelGraph, find_stored
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._schedule.decide import decide
 from jaxoff._schedule.emit import emit
@@ -95,6 +95,21 @@ def test_a_sum_of_two_that_several_units_read_is_stored_if_it_takes_no_more(besi
 
     graph = stored(fun, inputs(ROWS, WIDTH), inputs(ROWS, WIDTH) / 3, inputs(WIDTH, WIDTH))
     assert ("cos" in [eqn.primitive.name for eqn in graph]) == beside
+
+
+def test_what_a_barrier_waits_for_is_no_part_of_the_value():
+    """A bias that waits for a large value: with it, the activation would count as a sum of two."""
+
+    def fun(x, y, w):
+        bias, _ = lax.optimization_barrier((w[0], y @ w))
+        h = jnp.tanh(x @ w + bias)
+        return lax.cumsum(h * 2), lax.cumsum(h * 3), y
+
+    graph = stored(fun, inputs(ROWS, WIDTH), inputs(2 * ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    assert "tanh" not in [eqn.primitive.name for eqn in graph]
+    jaxpr, problem = trace_problem(fun, inputs(ROWS, WIDTH), inputs(2 * ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    (tanh,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "tanh"]
+    assert max(v.aval.size for v in find_stored(tanh.outvars, problem.eqns)) == ROWS * WIDTH
 
 
 def test_what_a_product_reads_widened_is_stored_narrow():

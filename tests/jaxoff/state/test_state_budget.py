@@ -12,6 +12,7 @@ from jaxoff._budget.limits import Budget
 from jaxoff._budget.state import State
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
+from jaxoff._schedule.rewrite import rewrite
 from jaxoff._state import stream
 
 WIDTH = 512
@@ -159,3 +160,34 @@ def test_the_least_is_that_of_all_searches(taken):
     with pytest.raises(jaxoff.BudgetError, match="of state rest on the host") as caught:
         state.search(names, H200, Budget.of(1e6, None, None), jaxoff.BudgetError("at first", 8e6), find)
     assert caught.value.smallest_bytes == min(taken, 8e6)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_layers_in_a_row_are_ordered_with_their_state_on_the_host(loop):
+    """Without an order XLA keeps the operands of all weights' gradients up to the updates."""
+
+    def train(state, x):
+        def loss(params):
+            h = x
+            if loop:
+                h = lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, params)[0]
+            else:
+                for w in params:
+                    h = h + jnp.tanh(h @ w)
+            return h.var()
+
+        params, moments = state
+        value, grads = jax.value_and_grad(loss)(params)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return (jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments), value
+
+    struct = jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")
+    params = jax.ShapeDtypeStruct((4, *struct.shape), "float32") if loop else [struct] * 4
+    closed = jax.make_jaxpr(train)((params, params), jax.ShapeDtypeStruct((64, WIDTH), "float32"))
+    count = len(closed.jaxpr.invars) // 2
+    state = State.find(closed, [True] * (2 * count) + [False])
+    program = stream.stream_updates(state.closed, state.updates)
+    written = rewrite(program, H200, large_nbytes=1 << 10)
+    assert written.streamed
+    assert written.flat != loop
+    assert any(eqn.primitive.name == "optimization_barrier" for eqn in written.jaxpr.jaxpr.eqns) or loop
