@@ -90,7 +90,7 @@ def parse_nbytes(value: float | str, name: str) -> float:
       name: of the argument, for the error.
 
     Raises:
-      ValueError: for text of another form, and for numbers of 0 and below.
+      ValueError: for text of another form, for numbers below 0, and for 0 bytes of device memory.
     """
     if isinstance(value, str):
         found = re.fullmatch(r"([0-9.]+)\s*([kMGT]i?)?B", value.strip())
@@ -102,6 +102,8 @@ def parse_nbytes(value: float | str, name: str) -> float:
             nbytes = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
             nbytes = math.nan
-    if not 0 < nbytes < math.inf:
-        raise ValueError(f'{name} is a number of bytes above 0, or text such as "60GB"; got {value!r}.')
+    is_zero = name == "host_bytes" and nbytes == 0  # nothing on the host
+    if not (0 < nbytes < math.inf or is_zero):
+        above = "" if name == "host_bytes" else " above 0"
+        raise ValueError(f'{name} is a number of bytes{above}, or text such as "60GB"; got {value!r}.')
     return nbytes

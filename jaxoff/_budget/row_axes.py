@@ -128,6 +128,10 @@ def _slice(eqn: JaxprEqn, axis: int) -> Axes | None:
     return [axis] if _result(eqn)[axis] == _shape(eqn)[axis] else None
 
 
+def _pad(eqn: JaxprEqn, axis: int) -> Axes | None:
+    return [axis, None] if eqn.params["padding_config"][axis] == (0, 0, 0) else None
+
+
 def _along(*names: str) -> Callable[[JaxprEqn, int], Axes | None]:
     """The rule of equations that combine the elements along the axis in one of the given parameters."""
 
@@ -145,6 +149,7 @@ _RULES: dict[str, Callable[[JaxprEqn, int], Axes | None]] = {
     "transpose": lambda eqn, axis: [eqn.params["permutation"][axis]],
     "copy": _elementwise,
     "slice": _slice,
+    "pad": _pad,  # the gradient of a slice
     "dot_general": _dot,
     "gather": _gather,
     "scatter-add": _scatter,

@@ -64,6 +64,11 @@ class State:
         closed = compat.map_open(closed, inline_program)
         return State(closed, tuple(list_streamable(find_updates(closed.jaxpr, donated))))
 
+    def fits(self, host_nbytes: float | None) -> bool:
+        """Whether there is state that may rest on the host, all of it within a budget of host memory."""
+        nbytes = sum(update.nbytes for update in self.updates)
+        return bool(self.updates) and (host_nbytes is None or nbytes <= host_nbytes)
+
     def search[P](
         self,
         paths: Sequence[str],

@@ -103,7 +103,11 @@ def find_within(
 
     def search() -> Within:
         try:
-            if _may_host_state(call) and arguments > budget.device_nbytes and find_state().updates:
+            if (
+                _may_host_state(call)
+                and arguments > budget.device_nbytes
+                and find_state().fits(budget.host_nbytes)
+            ):
                 raise BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", arguments)
             return _make_within(find(twin, budget), budget, device)
         except BudgetError as error:

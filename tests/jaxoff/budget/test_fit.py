@@ -241,6 +241,13 @@ def test_other_budgets_are_errors(given):
         jaxoff.jit(lambda x: x, device_bytes=given)
 
 
+def test_no_host_memory_at_all_is_a_budget_of_it(closed):
+    found = find_fitting(closed, H200, Budget.of("120MB", 0), Compiler(10e6, 1.0))
+    assert not any(value.placement == "offload" for value in found.list_values())
+    with pytest.raises(ValueError, match="host_bytes is a number of bytes, or text such as"):
+        Budget.of("120MB", -1)
+
+
 def test_the_limit_of_the_allocator_is_that_of_a_gpu(monkeypatch):
     with pytest.raises(
         ValueError, match="takes the limit of a GPU's allocator, in a single process; got 'cpu'"

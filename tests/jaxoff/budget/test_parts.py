@@ -37,6 +37,10 @@ def z_loss(logits, labels):
     return ((log_z - chosen + 1e-4 * log_z**2) * weights).sum() / weights.sum()
 
 
+def next_token(logits, labels):
+    return plain(logits[:, :-1], labels[:, 1:])
+
+
 def soft_cap(logits, labels):
     return plain(30 * jnp.tanh(logits / 30), labels)
 
@@ -50,6 +54,16 @@ def make_loss(cross_entropy, *, tied=False, flat=False, dtype="bfloat16"):
         return cross_entropy(logits, labels)
 
     return loss
+
+
+def test_a_head_that_predicts_the_next_token_is_in_parts():
+    """Without its last token, a sequence has an odd number of tokens: the batch is divided."""
+    args = arguments((4, TOKENS))
+    closed = jax.make_jaxpr(jax.value_and_grad(make_loss(next_token), argnums=(0, 1)))(*args)
+    written, (region,) = write_in_parts(closed, 1e4)
+    assert (region.rows, region.parts) == (4, 2)
+    assert region.nbytes == 4 * TOKENS * VOCABULARY * 4
+    assert_same(written, closed, args)
 
 
 def arguments(shape=(2, TOKENS)):
@@ -206,7 +220,8 @@ UNARY = [jnp.exp, jnp.tanh, jax.nn.softmax, lambda x: x.T.T, lambda x: x.sum(-1,
          lambda x: jnp.where(x > 0, x, 0.0), lambda x: jnp.argmax(x, -1)[..., None] + x,
          lambda x: jnp.concatenate([x, x], -1), lambda x: jnp.sort(x, -1),
          lambda x: jnp.split(x, [1], -1)[1] + jnp.split(x, [1], -1)[0],
-         lambda x: x @ jnp.ones((x.shape[-1], 3), x.dtype)]  # fmt: skip
+         lambda x: x @ jnp.ones((x.shape[-1], 3), x.dtype),
+         lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 2)])]  # fmt: skip
 
 
 def bind(eqn, operands):

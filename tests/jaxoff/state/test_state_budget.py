@@ -135,6 +135,15 @@ def test_a_budget_of_host_memory_bounds_the_state(budget):
     jit_within(budget, host_bytes=2 * MOMENTS_NBYTES).lower(*args)
 
 
+def test_without_host_memory_the_least_is_that_of_a_program(budget):
+    """Not the bytes of the arguments, which no program takes."""
+    state, x = make_arguments()
+    arguments = sum(leaf.nbytes for leaf in jax.tree.leaves((state, x)))
+    with pytest.raises(jaxoff.BudgetError, match="beyond host_bytes") as error:
+        jit_within(arguments / 2, host_bytes=0)(state, x)
+    assert (error.value.smallest_bytes or 0) > arguments
+
+
 def test_state_that_is_not_donated_stays_and_the_error_says_what_it_takes(budget):
     with pytest.raises(jaxoff.BudgetError, match="No donated argument is state"):
         jaxoff.jit(step, device_bytes=budget).lower(*make_arguments())
