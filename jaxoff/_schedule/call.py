@@ -23,6 +23,8 @@ class Call:
       given: the keywords of `jit`.
       key: the types of the arguments and the values of static arguments: equal keys mean equal programs.
       is_traced: whether an argument belongs to a trace around the call.
+      had_host_arrays: whether the caller's arguments hold arrays in host memory that are described here as on
+        the device.
     """
 
     args: tuple[Any, ...]
@@ -30,17 +32,25 @@ class Call:
     given: Any
     key: Hashable
     is_traced: bool
+    had_host_arrays: bool = False
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, statics: Collection[int | str]) -> Call:
+    def of(
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Any,
+        statics: Collection[int | str],
+        *,
+        had_host_arrays: bool = False,
+    ) -> Call:
         """The call of a function that was given to `jit` with keywords; `statics` name static arguments."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return Call(args, kwargs, given, None, is_traced=True)
+            return Call(args, kwargs, given, None, True, had_host_arrays)
         named = (*enumerate(args), *kwargs.items())
         values = [value for name, value in named if name in statics and isinstance(value, Hashable)]
         key = tree, tuple(map(_type_of, leaves)), tuple(values), meshes.current_mesh()
-        return Call(args, kwargs, given, key, is_traced=False)
+        return Call(args, kwargs, given, key, False, had_host_arrays)
 
     # Asked for at the first call of a key only, these are left out of every later call.
     @functools.cached_property

@@ -43,7 +43,7 @@ from jaxoff._schedule.tuning import (
     write_decision,
 )
 from jaxoff._schedule.within_budget import Written, estimate_within, find_within
-from jaxoff._state.hosted import Hosted, describe_on_device, has_host_arrays, list_shardings, move_to
+from jaxoff._state import hosted
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
 
@@ -170,21 +170,22 @@ class Jitted:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call; within a budget, its state counts as on the device, wherever the last step left it."""
-        if self._budget is not None and has_host_arrays((args, kwargs)):
-            args, kwargs = describe_on_device((args, kwargs))
-        return Call.of(args, kwargs, self._kwargs, self._statics)
+        on_host = self._budget is not None and hosted.has_host_arrays((args, kwargs))
+        if on_host:
+            args, kwargs = hosted.describe_on_device((args, kwargs))
+        return Call.of(args, kwargs, self._kwargs, self._statics, had_host_arrays=on_host)
 
     @contextlib.contextmanager
     def _settle(self, call: Call, traced: Traced | None = None) -> Iterator[Any]:
         """Yields the `jax.jit` function for a call, and chooses its setting the first time."""
         if call.key in self._chosen:
             self._latest = self._chosen[call.key]
-            yield self._find_instance(call, self._latest)
+            yield hosted.taking_host_arrays(self._find_instance(call, self._latest), call.had_host_arrays)
             return
         with self._probe(call, traced) as traced:
-            choose = self._choose if self._budget is None else self._fit
-            self._latest = self._chosen[call.key] = choose(call, traced)
-            yield self._find_instance(call, self._latest)
+            self._latest = (self._choose if self._budget is None else self._fit)(call, traced)
+            self._chosen[call.key] = self._latest
+            yield hosted.taking_host_arrays(self._find_instance(call, self._latest), call.had_host_arrays)
 
     @contextlib.contextmanager
     def _probe(self, call: Call, traced: Traced | None = None) -> Iterator[Traced]:
@@ -290,8 +291,8 @@ class Jitted:
             refusals,
         )
         self._report(within.findings)
-        on_host = within.instance.on_host if isinstance(within.instance, Hosted) else ()
-        places = list_shardings(call.args, on_host)
+        on_host = within.instance.on_host if isinstance(within.instance, hosted.Hosted) else ()
+        places = hosted.list_shardings(call.args, on_host)
         self.plan = dataclasses.replace(within.plan, step=self, in_shardings=places)
         if within.instance is not None:
             self._instances[call.key, within.setting] = within.instance
@@ -401,16 +402,16 @@ class Jitted:
         keywords: dict[str, Any] = self._kwargs | ({"keep_unused": True} if is_hosted else {})
         overlapped = self._overlapped(call.devices, setting, made if is_hosted else None)
         jitted = _jax_jit(overlapped, compiler_options=options or None, **keywords)
-        return Hosted.of(jitted, made.given.jaxpr, made.signature[1]) if made and is_hosted else jitted
+        return hosted.Hosted.of(jitted, made.given.jaxpr, made.signature[1]) if made and is_hosted else jitted
 
     def _lower(self, call: Call, setting: Setting) -> jax.stages.Lowered:
         """Lowers the program of a setting for a call."""
         return self._find_instance(call, setting).lower(*call.args, **call.kwargs)
 
     def _overlapped(
-        self, devices: int, setting: Setting | None, hosted: Traced | None = None
+        self, devices: int, setting: Setting | None, streamed: Traced | None = None
     ) -> Callable[..., Any]:
-        """The function that `jax.jit` traces. JAX traces a step with state on the host, `hosted`, anew."""
+        """The function that `jax.jit` traces. JAX traces a step with state on the host, `streamed`, anew."""
 
         @functools.wraps(self._fun)
         def overlapped(*args, **kwargs):
@@ -426,7 +427,7 @@ class Jitted:
                 return watch.call(self._fun, positional, named)
 
             signature = tree, tuple(traced), tuple(compat.on_device(jax.typeof(leaves[i])) for i in traced)
-            made: Traced | None = hosted or getattr(self._probed, "traced", None)
+            made: Traced | None = streamed or getattr(self._probed, "traced", None)
             if made is None or made.signature != signature:
                 with watch:
                     closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(
@@ -442,7 +443,7 @@ class Jitted:
                 raise AssertionError("a probe has no program to take over")
             refuse_what_fails(made.given, made.program, self._given)
             program = made.follow(setting.recipe)
-            operands = [move_to(v.aval, leaves[i]) for v, i in zip(program.jaxpr.invars, traced, strict=True)]
+            operands = hosted.move_to(program.jaxpr.invars, [leaves[i] for i in traced])
             results = compat.jaxpr_as_fun(program)(*operands)
             return jax.tree.unflatten(jax.tree.structure(made.shapes), results)
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import Jaxpr
+from jaxoff._jaxpr.compat import Jaxpr, Var
 from jaxoff._jaxpr.lowered import HOST, mark_host_memory
 
 
-def move_to(aval: Any, x: Any) -> Any:
-    """An argument in the memory of a program's variable; a described device has no memories to tell."""
-    moves = compat.is_host(aval) and not compat.is_host(jax.typeof(x))
-    return jax.device_put(x, jax.memory.Space.Host) if moves else x
+def move_to(places: Sequence[Var], values: Sequence[Any]) -> list[Any]:
+    """Arguments in the memories of a program's variables; a described device has no memories to tell."""
+
+    def move(v: Var, x: Any) -> Any:
+        moves = compat.is_host(v.aval) and not compat.is_host(jax.typeof(x))
+        return jax.device_put(x, jax.memory.Space.Host) if moves else x
+
+    return [move(v, x) for v, x in zip(places, values, strict=True)]
 
 
 def has_host_arrays(tree: Any) -> bool:
@@ -73,7 +77,8 @@ class Hosted:
         args, kwargs = _as_structs(args, kwargs)
         lowered = self._apply(self.jitted.lower, args, kwargs)
         places = {k for k, i in enumerate(self.arguments) if i in self.on_host}
-        mark_host_memory(lowered, places, len(self.arguments), self.results)
+        if places or self.results:
+            mark_host_memory(lowered, places, len(self.arguments), self.results)
         return lowered
 
     def clear_cache(self) -> None:
@@ -89,6 +94,15 @@ class Hosted:
             tree, [_put(leaf, to_host=i in self.on_host) for i, leaf in enumerate(leaves)]
         )
         return fun(*args, **kwargs)
+
+
+def taking_host_arrays(jitted: Any, are_given: bool) -> Any:
+    """A function for arguments some of which are in host memory, where `are_given`; else as it is.
+
+    The program of the function may take them on the device: a state from a step with a smaller budget.
+    """
+    moves = are_given and not isinstance(jitted, Hosted)
+    return Hosted(jitted, (), frozenset(), frozenset()) if moves else jitted
 
 
 def list_shardings(args: tuple[Any, ...], on_host: Collection[int]) -> tuple[Any, ...]:
@@ -116,7 +130,8 @@ def _put(leaf: Any, *, to_host: bool) -> Any:
         sharding = sharding.with_memory_kind(HOST) if to_host else _on_device(sharding)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     moved = jax.device_put(leaf, sharding.with_memory_kind(HOST) if to_host else _on_device(sharding))
-    leaf.delete()  # a step's state is donated: the caller's array ends with the call
+    if to_host:
+        leaf.delete()  # a step's state is donated: the caller's array ends with the call
     return moved
 
 

@@ -115,6 +115,21 @@ def test_a_step_takes_its_state_from_either_memory(budget):
     assert first == value
 
 
+def test_a_larger_budget_takes_the_state_of_a_smaller_one_to_the_device(budget):
+    (state, x), (other, _) = make_arguments(), make_arguments()
+    within, wide = jit_within(budget), jit_within("1GB")
+    (state, _), (other, _) = within(state, x), jax.jit(step)(other, x)
+    x = jax.device_put(x, jax.memory.Space.Host)
+    state, value = wide(state, x)
+    _, expected = jax.jit(step)(other, jax.device_put(x, jax.memory.Space.Device))
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert all(kind == "device" for _, kind in list_kinds(state))
+    state, again = wide(state, x)  # an argument that is not donated is still there
+    assert again < value
+    host = jax.device_put(state, within.plan.in_shardings[0])
+    wide.lower(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding), host), x)
+
+
 def test_a_state_is_made_where_the_plan_wants_it(budget):
     state, x = make_arguments()
     within = jit_within(budget)
