@@ -155,6 +155,16 @@ def time_variants(
       name -> ms of a step, the median; the samples; the last loss.
     """
     losses: dict[str, jax.Array] = {}
+    on_device = jax.tree.map(lambda leaf: leaf.sharding, state)
+
+    def prepare(name: str) -> Any:
+        """Puts the state where the variant's plan wants it, else on the device."""
+        nonlocal state
+        plan = getattr(functions[name], "plan", None)
+        places = plan.in_shardings[0] if plan else None
+        is_hosted = any(place.memory_kind == "pinned_host" for place in jax.tree.leaves(places))
+        state = jax.device_put(state, places if is_hosted else on_device)
+        return state
 
     def make_call(name: str) -> Callable[[], jax.Array]:
         def call() -> jax.Array:
@@ -166,8 +176,9 @@ def time_variants(
         return call
 
     calls = {name: make_call(name) for name in functions}
-    time_in_rounds(calls, WARMUPS)
-    times = {name: [ms / steps for ms in found] for name, found in time_in_rounds(calls, samples).items()}
+    time_in_rounds(calls, WARMUPS, prepare)
+    samples_of = time_in_rounds(calls, samples, prepare)
+    times = {name: [ms / steps for ms in found] for name, found in samples_of.items()}
     return {
         name: {"ms": statistics.median(found), "samples_ms": found, "loss": float(losses[name])}
         for name, found in times.items()

@@ -9,11 +9,20 @@ from typing import Any
 import jax
 
 
-def time_in_rounds[K: Hashable](calls: Mapping[K, Callable[[], Any]], repeats: int) -> dict[K, list[float]]:
-    """Times alternating calls; returns the milliseconds of each, a sample a round."""
+def time_in_rounds[K: Hashable](
+    calls: Mapping[K, Callable[[], Any]], repeats: int, prepare: Callable[[K], Any] = lambda _: None
+) -> dict[K, list[float]]:
+    """Times alternating calls; returns the milliseconds of each, a sample a round.
+
+    Args:
+      calls: by variant.
+      repeats: the number of rounds.
+      prepare: called with a variant ahead of its clock; what it returns is waited for.
+    """
     times: dict[K, list[float]] = {variant: [] for variant in calls}
     for repeat in range(repeats):
         for variant in order_of(list(calls), repeat):
+            jax.block_until_ready(prepare(variant))
             start = time.perf_counter()
             jax.block_until_ready(calls[variant]())
             times[variant].append((time.perf_counter() - start) * 1e3)
