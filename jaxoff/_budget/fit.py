@@ -15,7 +15,7 @@ from jaxoff._budget.memory import ESTIMATE_MARGIN, estimate_nbytes, list_peak_va
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import Region, write_in_parts
 from jaxoff._budget.placements import list_joint_graphs, write_placed
-from jaxoff._budget.report import PlacedValue, Plan, list_values, merge_rows
+from jaxoff._budget.report import PlacedValue, Plan, list_values, merge_rows, shorten
 from jaxoff._device.kernel_time import lower_clock, program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -400,7 +400,10 @@ class _Search[P]:
             if (shape, source) not in known
         ]
         lines = sorted(lines, key=lambda line: -line[0])[:_LISTED]
-        return ["  ".join(filter(None, (format_nbytes(nbytes), *texts))) for nbytes, *texts in lines]
+        return [
+            "  ".join(filter(None, (format_nbytes(nbytes), *texts, shorten(source))))
+            for nbytes, *texts, source in lines
+        ]
 
 
 def _join(device: Device, devices: int) -> Device:

@@ -127,12 +127,12 @@ class Plan:
         large = list(self._list_large())
         for v in large:
             cells = (v.value, v.shape, str(v.count), format_nbytes(v.nbytes), v.placement)
-            table.add_row(*cells, _shorten(v.source))
+            table.add_row(*cells, shorten(v.source))
         rows = [render_text(table)] if large else []
         if small := [v for v in self.values if v not in large]:
             nbytes = format_nbytes(sum(v.nbytes for v in small))
             rows.append(f"{len(small)} smaller value{'s' * (len(small) > 1)}: {nbytes}")
-        rows += ["", *(f"in parts: {_shorten(text)}" for text in self.in_parts)]
+        rows += ["", *(f"in parts: {shorten(text)}" for text in self.in_parts)]
         peak, budget = format_nbytes(int(self.peak_bytes)), format_nbytes(int(self.device_bytes))
         tried = (
             f"{self.programs} program{'s' * (self.programs > 1)} tried"
@@ -174,7 +174,7 @@ def make_plan_as_written(
     )
 
 
-def _shorten(source: str) -> str:
+def shorten(source: str) -> str:
     """A source line with the path from the current folder, or from that of installed packages."""
     return re.sub(r"\S*/site-packages/", "", source).replace(f"{os.getcwd()}{os.sep}", "")
 

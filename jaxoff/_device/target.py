@@ -208,9 +208,10 @@ def target(name: str | os.PathLike[str] = "h200", devices: int = 1) -> Target:
     plugin under JAX_PLATFORMS=cpu only.
 
     Args:
-      name: "h200", "h100", or the path of a description of another GPU. On a machine with the GPU, XLA writes
-        a description for every program compiled under `XLA_FLAGS=--xla_dump_to=DIR`: a file whose name ends
-        with `gpu_target_config.pbtxt`.
+      name: "h200" or "h100" (SXM), whose descriptions are of cards that were at hand; "a100" (80 GB SXM),
+        "b200" or "h100-pcie", by XLA's own numbers of these cards; or the path of a description of another
+        GPU. On a machine with the GPU, XLA writes a description for every program compiled under
+        `XLA_FLAGS=--xla_dump_to=DIR`: a file whose name ends with `gpu_target_config.pbtxt`.
       devices: the number of GPUs, all of the same host.
 
     Returns:

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_kernels
 from jaxoff._compiled.verify import verify
+from jaxoff._device.profile import Device
 from jaxoff._device.target import target
 from tests.aot.programs import BOTH, arguments, scanned, step
 
@@ -25,6 +26,24 @@ def test_a_target_knows_its_gpu():
     h100 = target("h100")
     assert (h100.name, h100.device_kind, h100.num_cores) == ("h100", "NVIDIA H100 80GB HBM3", 132)
     assert [d.device_kind for d in target("h200", 4).topology.devices] == ["NVIDIA H200"] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "cores", "major"),
+    [
+        ("a100", "NVIDIA A100-SXM4-80GB", 108, "8"),
+        ("b200", "NVIDIA B200", 148, "10"),
+        ("h100-pcie", "NVIDIA H100 PCIe", 114, "9"),
+    ],
+)
+def test_cards_by_their_numbers_compile_and_have_a_profile_of_the_name(name, kind, cores, major):
+    gpu = target(name)
+    assert (gpu.device_kind, gpu.num_cores) == (kind, cores)
+    assert f"major: {major}\n" in gpu.description
+    assert Device.of(name).name == kind
+    x = jax.ShapeDtypeStruct((512, 512), "bfloat16")
+    compiled = gpu.compile(lambda x: jnp.tanh(x @ x) @ x, x)
+    assert compiled.memory_analysis().argument_size_in_bytes == x.size * 2
 
 
 def test_functions_and_jitted_functions_compile_with_all_kinds_of_arguments():

@@ -9,7 +9,8 @@ from jaxoff._device.target import target
 
 def test_an_unknown_name_is_refused_with_the_choices():
     with pytest.raises(
-        ValueError, match=r"one of h100, h200, or the path.*got 'H200'\. Did you mean 'h200'\?"
+        ValueError,
+        match=r"one of a100, b200, h100, h100-pcie, h200, or the path.*got 'H200'\. Did you mean 'h200'\?",
     ):
         target("H200")
 
