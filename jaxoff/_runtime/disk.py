@@ -13,13 +13,7 @@ from typing import Any
 import jax
 
 # Options of `jax.config` that change what XLA compiles, and are not in the program's text.
-_CONFIG = (
-    "jax_compiler_enable_remat_pass",
-    "jax_disable_most_optimizations",
-    "jax_exec_time_optimization_effort",
-    "jax_memory_fitting_effort",
-    "jax_optimization_level",
-)
+_CONFIG = ("jax_compiler_enable_remat_pass", "jax_disable_most_optimizations", "jax_optimization_level")
 
 
 def cache_folder() -> Path:
@@ -40,7 +34,7 @@ def make_key(program: str, devices: int, device: Any, *more: Any) -> str:
       more: such as compiler options.
     """
     version = getattr(getattr(device, "client", None), "platform_version", "")
-    options = os.environ.get("XLA_FLAGS"), *(getattr(jax.config, name, None) for name in _CONFIG)
+    options = os.environ.get("XLA_FLAGS"), *(str(jax.config.values.get(name)) for name in _CONFIG)
     facts = program, devices, device.device_kind, version, jax.__version__, options, more
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
