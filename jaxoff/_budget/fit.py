@@ -63,7 +63,7 @@ class BudgetError(ValueError):
             return self.args[0]
         return "\n  ".join((f"{self.args[0]} The largest values at its peak:", *self.largest))
 
-    def adding(self, text: str) -> BudgetError:
+    def extend(self, text: str) -> BudgetError:
         """The same error with a further sentence."""
         return BudgetError(f"{self.args[0]} {text}", self.smallest_bytes, self.largest)
 
@@ -175,7 +175,7 @@ def find_estimated(
     try:
         return find_fitting(closed, device, free, estimate, devices=devices)
     except BudgetError as error:
-        error = error.adding(
+        error = error.extend(
             f"Memory is estimated; {format_nbytes(int(budget.device_nbytes))} less a fifth is used."
         )
         if error.smallest_bytes is not None:

@@ -94,7 +94,7 @@ class State:
                 "No donated argument is state that may rest on the host: read by an elementwise update "
                 "alone, which replaces it."
             )
-            raise error.adding(text)
+            raise error.extend(text)
         missing = math.inf
         if error.smallest_bytes is not None:
             missing = (1 + _SPARE) * (error.smallest_bytes - budget.device_nbytes)
@@ -104,7 +104,7 @@ class State:
             left = None if budget.host_nbytes is None else budget.host_nbytes - nbytes
             if left is not None and left < 0:
                 rest = f"{format_nbytes(nbytes)} of state would rest on the host, beyond host_bytes."
-                error = error.adding(rest)
+                error = error.extend(rest)
                 break
             program = stream_updates(self.closed, chosen)
             try:
@@ -112,9 +112,9 @@ class State:
             except BudgetError as latest:
                 rest = f"{format_nbytes(nbytes)} of state rest on the host."
                 if _least(latest) <= _least(error):
-                    error = latest.adding(rest)
+                    error = latest.extend(rest)
                 else:
-                    error = error.adding(f"It takes more where {rest}")
+                    error = error.extend(f"It takes more where {rest}")
             else:
                 names = dict(zip(self.closed.jaxpr.invars, paths, strict=True))
                 states = [state for update in chosen for state, _ in update.states]

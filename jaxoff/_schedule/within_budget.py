@@ -125,7 +125,7 @@ def find_within(
         return search()
     except BudgetError as error:
         if error.smallest_bytes is None and refusals:
-            raise error.adding(f"XLA says: {refusals[0]}") from None
+            raise error.extend(f"XLA says: {refusals[0]}") from None
         raise
     except FAULTS as fault:
         written, finding = compile_written(), describe_fault(fault, "the search for a program in its budget")
