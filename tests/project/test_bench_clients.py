@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from bench import clients, clients_table
@@ -16,7 +17,7 @@ def test_what_cannot_run_is_refused(capsys):
 
 def test_each_variant_goes_on_from_the_state_of_the_previous():
     functions = {name: lambda state, batch: (state + batch, state + batch) for name in ("a", "b")}
-    rows = clients.time_variants(functions, 0.0, 1.0, steps=3, samples=4)
+    rows = clients.time_variants(functions, jnp.zeros(()), 1.0, steps=3, samples=4)
     assert {len(row["samples_ms"]) for row in rows.values()} == {4}
     assert max(row["loss"] for row in rows.values()) == 2 * 3 * (4 + clients.WARMUPS)
 
