@@ -277,18 +277,9 @@ class Jitted:
             return Written(setting, nbytes, traced.follow(setting.recipe))
 
         device, paths = self._share_link(call.devices), call.list_paths(self._fun, traced.signature[1])
-        find_donated = functools.partial(self._find_donated, call, traced)
+        donated = functools.partial(self._find_donated, call, traced)
         within = find_within(
-            twin,
-            call,
-            traced,
-            device,
-            budget,
-            compile_program,
-            compile_written,
-            paths,
-            find_donated,
-            refusals,
+            twin, call, traced, device, budget, compile_program, compile_written, paths, donated, refusals
         )
         self._report(within.findings)
         on_host = within.instance.on_host if isinstance(within.instance, hosted.Hosted) else ()
