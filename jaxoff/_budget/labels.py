@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from jaxoff._budget.joint_graph import JointGraph
+from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.tag import Tag
 
 # Words of JAX's transformations in scopes.
 _TRANSFORMS = re.compile(r"\b(jvp|transpose|vmap|checkpoint|rematted_computation|closed_call|while|body)\b")
+
+
+def format_type(aval: Any, dtype: Any = None) -> str:
+    """The dtype and shape of a value, such as "bfloat16[4, 128]", with its own dtype or the given one."""
+    return f"{dtype or compat.struct_of(aval).dtype}{list(compat.shape_of(aval))}"
 
 
 def find_name(graph: JointGraph, v: Var) -> str | None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
+from jaxoff._budget.labels import format_type
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.kernels import KernelGraph, new_nbytes
 from jaxoff._jaxpr.primitives import is_compute
+from jaxoff._report.warn import OWN_FILES
 
 # Part of a budget that stays free where memory is estimated.
 ESTIMATE_MARGIN = 0.2
-_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 
 
 def estimate_nbytes(closed: ClosedJaxpr, donated: Sequence[bool]) -> int:
@@ -43,8 +43,8 @@ def list_peak_values(closed: ClosedJaxpr) -> dict[tuple[str, str], tuple[int, in
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for eqn, v in _find_peak(closed.jaxpr, set())[1]:
         source = compat.source_line(eqn)
-        if not source.startswith(_OWN_FOLDER):
-            key = f"{compat.struct_of(v.aval).dtype}{list(compat.shape_of(v.aval))}", source
+        if not source.startswith(OWN_FILES):
+            key = format_type(v.aval), source
             count, nbytes = found.get(key, (0, 0))
             found[key] = count + 1, nbytes + _nbytes(v)
     return found

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxoff._budget.labels import format_type
 from jaxoff._budget.loop_pairs import find_loop_pairs
 from jaxoff._budget.row_axes import find_operand_axes, find_result_axis, resize
 from jaxoff._budget.sequences import find_sequences
@@ -59,9 +60,8 @@ class Region:
 
     def __str__(self) -> str:
         largest = max((v for eqn in self.eqns for v in eqn.outvars if v not in self.results), key=_nbytes)
-        shape = f"{compat.struct_of(largest.aval).dtype}{list(compat.shape_of(largest.aval))}"
         where = compat.source_line(self.eqns[0])
-        return f"{shape}, {format_nbytes(self.nbytes)}, in {self.parts} parts: {where}"
+        return f"{format_type(largest.aval)}, {format_nbytes(self.nbytes)}, in {self.parts} parts: {where}"
 
 
 def write_in_parts(

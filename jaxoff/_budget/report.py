@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxoff._budget.compression import compressed_nbytes
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
-from jaxoff._budget.labels import find_name, label
+from jaxoff._budget.labels import find_name, format_type, label
 from jaxoff._budget.limits import Budget
 from jaxoff._device.kernel_time import program_ms
 from jaxoff._device.profile import Device
@@ -212,11 +212,10 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
             eqn, is_compressed = makers.get(v), v in compressed
             # Of an input, its first reader.
             shown = eqn or next((reader for reader in pair.pure if v in reader.invars), None)
-            dtype = "float8_e4m3fn" if is_compressed else compat.struct_of(v.aval).dtype
             nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
             yield PlacedValue(
                 label(pair, v, eqn),
-                f"{dtype}{list(compat.shape_of(v.aval))}",
+                format_type(v.aval, "float8_e4m3fn" if is_compressed else None),
                 pair.count,
                 pair.count * nbytes,
                 placement,

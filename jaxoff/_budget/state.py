@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from jaxoff._budget.fit import BudgetError, Tried
+from jaxoff._budget.labels import format_type
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import PlacedValue, Plan
 from jaxoff._device.profile import Device
@@ -145,5 +146,6 @@ def _estimate_ms(nbytes: int, device: Device) -> float:
 
 
 def _describe(state: Var, path: str) -> PlacedValue:
-    shape = f"{compat.struct_of(state.aval).dtype}{list(compat.shape_of(state.aval))}"
-    return PlacedValue(path, shape, 1, compat.nbytes(state.aval), "offload", "state, updated in blocks")
+    return PlacedValue(
+        path, format_type(state.aval), 1, compat.nbytes(state.aval), "offload", "state, updated in blocks"
+    )

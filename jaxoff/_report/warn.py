@@ -11,7 +11,7 @@ import jax
 from jaxoff._report.finding import Finding
 
 # Beginnings of paths of jaxoff, of JAX and of context managers: a warning names the caller of these.
-_OWN_FILES = (
+OWN_FILES = (
     *(os.path.dirname(package) for package in (os.path.dirname(__file__), jax.__file__)),
     contextlib.__file__.removesuffix(".py"),
 )
@@ -19,4 +19,4 @@ _OWN_FILES = (
 
 def warn_of(finding: Finding) -> None:
     """Warns of a finding."""
-    warnings.warn(str(finding), skip_file_prefixes=_OWN_FILES)
+    warnings.warn(str(finding), skip_file_prefixes=OWN_FILES)

@@ -30,12 +30,12 @@ def make_key(program: str, devices: int, device: Any, *more: Any) -> str:
     Args:
       program: the text of the lowered program.
       devices: the number of devices.
-      device: one of them, at hand or described.
+      device: one of them, at hand.
       more: such as compiler options.
     """
-    version = getattr(getattr(device, "client", None), "platform_version", "")
     options = os.environ.get("XLA_FLAGS"), *(str(jax.config.values.get(name)) for name in _CONFIG)
-    facts = program, devices, device.device_kind, version, jax.__version__, options, more
+    versions = device.client.platform_version, jax.__version__
+    facts = program, devices, device.device_kind, versions, options, more
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 

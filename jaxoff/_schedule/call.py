@@ -46,11 +46,11 @@ class Call:
         """The call of a function that was given to `jit` with keywords; `statics` name static arguments."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return Call(args, kwargs, given, None, True, had_host_arrays)
+            return Call(args, kwargs, given, None, is_traced=True, had_host_arrays=had_host_arrays)
         named = (*enumerate(args), *kwargs.items())
         values = [value for name, value in named if name in statics and isinstance(value, Hashable)]
         key = tree, tuple(map(_type_of, leaves)), tuple(values), meshes.current_mesh()
-        return Call(args, kwargs, given, key, False, had_host_arrays)
+        return Call(args, kwargs, given, key, is_traced=False, had_host_arrays=had_host_arrays)
 
     # Asked for at the first call of a key only, these are left out of every later call.
     @functools.cached_property

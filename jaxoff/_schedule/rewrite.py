@@ -312,9 +312,13 @@ def _find_transfers(jaxpr: Jaxpr) -> set[str]:
 
 def _computes_outside_loops(jaxpr: Jaxpr) -> bool:
     """Whether most of a program's products are outside of loops."""
-    eqns = inline_program(jaxpr).eqns
-    in_loops = sum(product_flops(eqn) for eqn in eqns if compat.control_flow(eqn) is not None)
-    return 2 * in_loops < sum(map(product_flops, eqns))
+    inside = outside = 0.0
+    for eqn in inline_program(jaxpr).eqns:
+        if compat.control_flow(eqn) is None:
+            outside += product_flops(eqn)
+        else:
+            inside += product_flops(eqn)
+    return outside > inside
 
 
 def _find_changed_results(eqn: JaxprEqn) -> list[Var] | None:
