@@ -149,11 +149,13 @@ def _on_device(sharding: Any) -> Any:
 
 
 def _as_structs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with a struct for each array: a trace moves nothing."""
+    """The arguments with a struct for each array: a trace moves nothing, and all that is alike is one text."""
 
     def describe(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
+        # A sharding that says nothing would still be in the program's text, by which its memory is known.
+        sharding = None if leaf.sharding == _first_device() else leaf.sharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
 
     return jax.tree.map(describe, (args, kwargs))

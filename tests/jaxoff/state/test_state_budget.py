@@ -143,6 +143,17 @@ def test_a_state_is_made_where_the_plan_wants_it(budget):
     compiled(made, x)
 
 
+def test_arrays_anywhere_and_described_arrays_make_one_program(budget):
+    state, x = make_arguments()
+    within = jit_within(budget)
+    text = within.lower(state, x).as_text()
+    assert "pinned_host" in text
+    on_host = jax.device_put(state, within.plan.in_shardings[0])
+    described = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (state, x))
+    assert within.lower(on_host, x).as_text() == text
+    assert jit_within(budget).lower(*described).as_text() == text  # a search of its own
+
+
 def test_a_budget_of_host_memory_bounds_the_state(budget):
     args = make_arguments()
     with pytest.raises(jaxoff.BudgetError, match="MB of state would rest on the host"):
