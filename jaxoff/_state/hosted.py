@@ -149,7 +149,7 @@ def _on_device(sharding: Any) -> Any:
 
 
 def _as_structs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with a struct for each array: a trace moves nothing, and all that is alike is one text."""
+    """The arguments with a struct for each array: a trace moves nothing, and what is alike makes one text."""
 
     def describe(leaf: Any) -> Any:
         if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
