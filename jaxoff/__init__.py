@@ -7,7 +7,7 @@ program before its compilation, `verify` the compiled program, `measure` the run
 the machine.
 """
 
-from jaxoff._budget.fit import BudgetError as BudgetError
+from jaxoff._budget.budget_error import BudgetError as BudgetError
 from jaxoff._budget.report import PlacedValue as PlacedValue
 from jaxoff._budget.report import Plan as Plan
 from jaxoff._compiled.facts import CompiledFacts as CompiledFacts

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from jaxoff._budget.fit import BudgetError, Tried
+from jaxoff._budget.budget_error import BudgetError
+from jaxoff._budget.fit import Tried
 from jaxoff._budget.labels import format_type
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import PlacedValue, Plan

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._budget.fit import BudgetError
+from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import ESTIMATE_MARGIN
 from jaxoff._budget.report import Plan

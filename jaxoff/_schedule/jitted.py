@@ -277,7 +277,7 @@ class Jitted:
             return Written(setting, nbytes, traced.follow(setting.recipe))
 
         device, paths = self._share_link(call.devices), call.list_paths(self._fun, traced.signature[1])
-        donated = functools.partial(self._find_donated, call, traced)
+        donated = self._find_donated(call)
         within = find_within(
             twin, call, traced, device, budget, compile_program, compile_written, paths, donated, refusals
         )
@@ -289,18 +289,22 @@ class Jitted:
             self._instances[call.key, within.setting] = within.instance
         return within.setting
 
-    def _find_donated(self, call: Call, traced: Traced) -> list[bool]:
+    def _find_donated(self, call: Call) -> list[bool]:
         """Whether each argument of a call is donated."""
-        self._probed.traced = traced
-        instance = self._find_instance(call, self._list_settings(call, traced)[0])
-        return list_donated(instance.trace(*call.args, **call.kwargs).args_info)
+
+        @functools.wraps(self._fun)
+        def nothing(*_, **__):
+            return None
+
+        keywords = {name: value for name, value in self._kwargs.items() if name != "out_shardings"}
+        return list_donated(_jax_jit(nothing, **keywords).trace(*call.args, **call.kwargs).args_info)
 
     def make_estimator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Budget], Plan]:
         """Traces a call once, for its plans by an estimate of memory: budget -> plan, or a BudgetError."""
         call = self._call(args, kwargs)
         with self._probe(call) as traced:
             twin = traced.take_twin()
-            donated = self._find_donated(call, traced)
+        donated = self._find_donated(call)
         device, paths = self._share_link(call.devices), call.list_paths(self._fun, traced.signature[1])
 
         def estimate(budget: Budget) -> Plan:

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._budget.fit import BudgetError, Tried, find_estimated, find_fitting
+from jaxoff._budget.budget_error import BudgetError
+from jaxoff._budget.fit import Tried, find_estimated, find_fitting
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
@@ -55,7 +56,7 @@ def find_within(
     compile_program: Callable[..., tuple[float, _Made] | None],
     compile_written: Callable[[], Written],
     paths: Sequence[str],
-    find_donated: Callable[[], list[bool]],
+    donated: Sequence[bool],
     refusals: Sequence[str],
 ) -> Within:
     """Finds the step within a budget; after a fault of jaxoff the step as the user wrote it, if it fits.
@@ -72,7 +73,7 @@ def find_within(
         memory) -> bytes on the device, and the compiled program's setting and function; None without others.
       compile_written: compiles the step as the user wrote it.
       paths: the name of each argument.
-      find_donated: for each argument, whether the program may reuse its memory.
+      donated: for each argument, whether the program may reuse its memory.
       refusals: XLA's reasons for the programs that it did not compile.
 
     Raises:
@@ -93,13 +94,14 @@ def find_within(
             closed,
             device,
             budget,
+            donated,
             compile_preferred,
             devices=call.devices,
             compile_otherwise=compile_otherwise,
         )
 
     arguments = compat.nbytes_of(twin.jaxpr.invars)
-    find_state = functools.cache(lambda: State.find(twin, find_donated()))
+    find_state = functools.cache(lambda: State.find(twin, donated))
 
     def search() -> Within:
         try:

@@ -10,10 +10,12 @@ import pytest
 from jax import lax
 
 import jaxoff
+from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
-from jaxoff._budget.fit import TRIES, BudgetError, find_fitting
+from jaxoff._budget.fit import TRIES, find_fitting
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.limits import Budget, parse_nbytes
+from jaxoff._budget.memory import estimate_nbytes
 from jaxoff._budget.placements import list_joint_graphs
 from jaxoff._budget.report import Plan, list_values
 from jaxoff._device.profile import H200
@@ -35,6 +37,9 @@ def structs(layers=LAYERS, rows=ROWS, width=WIDTH):
     up = jax.ShapeDtypeStruct((layers, width, 4 * width), "float32")
     down = jax.ShapeDtypeStruct((layers, 4 * width, width), "float32")
     return {"up": up, "down": down}, jax.ShapeDtypeStruct((rows, width), "float32")
+
+
+DONATED = [False] * 3  # the arguments of `loss`
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +77,7 @@ def test_the_program_fits_after_few_compilations_and_is_nearly_the_fastest(
     closed, costs, fixed, factor, budget
 ):
     compiler = Compiler(fixed, factor)
-    found = find_fitting(closed, H200, Budget(budget), compiler)
+    found = find_fitting(closed, H200, Budget(budget), DONATED, compiler)
     assert found.nbytes <= budget
     assert found.nbytes == compiler.sizes[found.program - 1]
     assert len(compiler.sizes) <= TRIES
@@ -85,7 +90,7 @@ def test_what_nothing_fits_is_an_error_with_the_least(closed):
     with pytest.raises(
         BudgetError, match=r"no program fits 9\.00 MB of device memory. The least of \d"
     ) as error:
-        find_fitting(closed, H200, Budget(9e6), Compiler(10e6, 1.0))
+        find_fitting(closed, H200, Budget(9e6), DONATED, Compiler(10e6, 1.0))
     assert error.value.smallest_bytes is not None
     assert error.value.smallest_bytes >= 10e6
 
@@ -112,11 +117,11 @@ def test_an_error_names_the_largest_values_at_the_peak():
 
 def test_a_long_search_says_how_far_it_is(closed, caplog, monkeypatch):
     caplog.set_level("INFO", logger="jaxoff")
-    found = find_fitting(closed, H200, Budget(180e6), Compiler(10e6, 1.0))
+    found = find_fitting(closed, H200, Budget(180e6), DONATED, Compiler(10e6, 1.0))
     assert [record.levelname for record in caplog.records] == ["INFO"] * found.programs
     assert caplog.records[0].message.startswith("program 1 for 180.00 MB of device memory takes ")
     monkeypatch.setattr("jaxoff._report.progress._PATIENCE", 0.0)
-    find_fitting(closed, H200, Budget(180e6), Compiler(10e6, 1.0))
+    find_fitting(closed, H200, Budget(180e6), DONATED, Compiler(10e6, 1.0))
     assert caplog.records[-1].levelname == "WARNING"
 
 
@@ -146,6 +151,39 @@ def test_a_later_search_knows_what_programs_take(tmp_path, monkeypatch):
     assert len(compiled) == programs + 1
 
 
+class LargeCompiler(Compiler):
+    """A program takes what the estimate of its liveness says, and a part more."""
+
+    def __call__(self, program):
+        self.sizes.append(self.factor * estimate_nbytes(program, DONATED))
+        return self.sizes[-1], len(self.sizes)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.02, 1.04])
+def test_where_memory_is_about_as_estimated_the_first_program_fits(closed, factor):
+    most = find_fitting(closed, H200, Budget(1e12), DONATED, LargeCompiler(0, factor)).nbytes
+    with pytest.raises(BudgetError) as error:
+        find_fitting(closed, H200, Budget(1.0, host_nbytes=0), DONATED, LargeCompiler(0, factor))
+    least = error.value.smallest_bytes
+    assert least is not None
+    assert least < 0.7 * most
+    for part in (0.3, 0.6, 0.9):
+        budget = Budget(least + part * (most - least), host_nbytes=0)
+        compiler = LargeCompiler(0, factor)
+        found = find_fitting(closed, H200, budget, DONATED, compiler)
+        assert found.nbytes <= budget.device_nbytes
+        assert compiler.sizes[0] <= factor * budget.device_nbytes
+        assert len(compiler.sizes) <= 2
+
+
+def test_a_budget_out_of_reach_costs_two_programs(closed):
+    """The least without copies and the least with copies; other options win less than is missing."""
+    compiler = LargeCompiler(0, 1.0)
+    with pytest.raises(BudgetError):
+        find_fitting(closed, H200, Budget(1e6), DONATED, compiler, compile_otherwise=compiler)
+    assert len(compiler.sizes) <= 2
+
+
 def test_where_nothing_fits_the_smallest_programs_are_compiled_otherwise(closed):
     sizes = []
 
@@ -155,11 +193,11 @@ def test_where_nothing_fits_the_smallest_programs_are_compiled_otherwise(closed)
 
     first = Compiler(10e6, 1.0)
     with pytest.raises(BudgetError) as error:
-        find_fitting(closed, H200, Budget(9e6), first)
+        find_fitting(closed, H200, Budget(9e6), DONATED, first)
     least = error.value.smallest_bytes
     assert least is not None
     budget, compiler = Budget(least - 1e6), Compiler(10e6, 1.0)
-    found = find_fitting(closed, H200, budget, compiler, compile_otherwise=compile_otherwise)
+    found = find_fitting(closed, H200, budget, DONATED, compiler, compile_otherwise=compile_otherwise)
     assert found.program == "otherwise"
     assert found.nbytes <= budget.device_nbytes
     assert 1 <= len(sizes) <= 2
@@ -242,7 +280,7 @@ def test_other_budgets_are_errors(given):
 
 
 def test_no_host_memory_at_all_is_a_budget_of_it(closed):
-    found = find_fitting(closed, H200, Budget.of("120MB", 0), Compiler(10e6, 1.0))
+    found = find_fitting(closed, H200, Budget.of("120MB", 0), DONATED, Compiler(10e6, 1.0))
     assert not any(value.placement == "offload" for value in found.list_values())
     with pytest.raises(ValueError, match="host_bytes is a number of bytes, or text such as"):
         Budget.of("120MB", -1)

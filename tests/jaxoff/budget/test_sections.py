@@ -270,8 +270,8 @@ def test_a_stretch_between_layers_is_a_section_however_few_its_products():
 def test_a_net_without_repeats_runs_within_its_budget():
     step, args = make_net(jax.random.key(0), widths=WIDTHS[:5])
     expected = jax.jit(step)(*args)
-    most = jaxoff.plan(step, *args, device_bytes="1GB").peak_bytes
-    plan = jaxoff.plan(step, *args, device_bytes=1.2 * most)
+    most = jaxoff.plan(step, *args, device_bytes="1GB", compiled=False).peak_bytes
+    plan = jaxoff.plan(step, *args, device_bytes=1.2 * most, compiled=False)  # a fifth stays free
     assert plan.peak_bytes < most
     assert any(value.placement == "recompute" for value in plan.values)
     got = jaxoff.jit(step, device_bytes=1.2 * most)(*args)

@@ -1,0 +1,72 @@
+"""The error of a budget that nothing fits, with the values that take the space."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from jaxoff._budget.memory import list_peak_values
+from jaxoff._budget.report import PlacedValue, shorten
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._report.tables import format_nbytes
+
+# Values that an error names.
+_LISTED = 10
+
+
+class BudgetError(ValueError):
+    """No placement fits the budget.
+
+    Attributes:
+      smallest_bytes: the smallest budget of device memory for which there is a plan; None where no placement
+        fits the budget of host memory.
+    """
+
+    def __init__(
+        self, message: str, smallest_bytes: int | None, list_largest: Callable[[], Sequence[str]] = tuple
+    ):
+        super().__init__(message)
+        self.smallest_bytes, self._list_largest = smallest_bytes, list_largest
+
+    @functools.cached_property
+    def largest(self) -> tuple[str, ...]:
+        """The largest values at the peak of that plan's program, by an estimate: bytes, shape and source."""
+        return tuple(self._list_largest())
+
+    def __str__(self) -> str:
+        if not self.largest:
+            return self.args[0]
+        return "\n  ".join((f"{self.args[0]} The largest values at its peak:", *self.largest))
+
+    def extend(self, text: str) -> BudgetError:
+        """The same error with a further sentence."""
+        return BudgetError(f"{self.args[0]} {text}", self.smallest_bytes, lambda: self.largest)
+
+
+def list_largest(program: ClosedJaxpr, placed: Sequence[PlacedValue]) -> list[str]:
+    """The largest values at the peak of a program, a line each: arguments, kept values, and others.
+
+    Args:
+      program: the program.
+      placed: the values of its layers with their placements.
+    """
+    arguments = compat.nbytes_of(v for v in program.jaxpr.invars if not compat.is_host(v.aval))
+    kept = [v for v in placed if v.placement == "save"]
+    known = {(v.shape, v.source) for v in kept}
+    lines = [(arguments, "arguments", "", "")]
+    lines += [(v.nbytes, _count(v.count, v.shape), v.value, v.source) for v in kept]
+    lines += [
+        (nbytes, _count(count, shape), "", source)
+        for (shape, source), (count, nbytes) in list_peak_values(program).items()
+        if (shape, source) not in known
+    ]
+    lines = sorted(lines, key=lambda line: -line[0])[:_LISTED]
+    return [
+        "  ".join(filter(None, (format_nbytes(nbytes), *texts, shorten(source))))
+        for nbytes, *texts, source in lines
+    ]
+
+
+def _count(count: int, shape: str) -> str:
+    return f"{count} x {shape}" if count > 1 else shape
