@@ -19,7 +19,7 @@ from jaxoff._device.at_hand import device_or_at_hand, profile_at_hand
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
-from jaxoff._jaxpr.statics import find_statics
+from jaxoff._jaxpr.statics import drop_statics, find_statics
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._report.warn import warn_of
@@ -410,9 +410,10 @@ class Jitted:
             traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
             watch = Watch()
 
-            def of_traced(*values):
+            @functools.wraps(self._fun, updated=())  # so that JAX's errors name the function and arguments
+            def of_traced(*args, **kwargs):
                 filled = list(leaves)  # static arguments stay as they are
-                for i, value in zip(traced, values, strict=True):
+                for i, value in zip(traced, jax.tree.leaves((args, kwargs)), strict=True):
                     filled[i] = value
                 positional, named = jax.tree.unflatten(tree, filled)
                 return watch.call(self._fun, positional, named)
@@ -421,9 +422,8 @@ class Jitted:
             made: Traced | None = streamed or getattr(self._probed, "traced", None)
             if made is None or made.signature != signature:
                 with watch:
-                    closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(
-                        *(leaves[i] for i in traced)
-                    )
+                    shown, shown_named = drop_statics(args, kwargs)
+                    closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*shown, **shown_named)
                 findings = watch.find(closed)
                 closed = merge_nested_loops(closed, with_copies=True)
                 if setting is None:
