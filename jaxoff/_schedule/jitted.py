@@ -24,6 +24,7 @@ from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._report.warn import warn_of
 from jaxoff._runtime.disk import make_key
+from jaxoff._runtime.flags import PlacedBy
 from jaxoff._runtime.program_memory import lowered_nbytes, program_nbytes_if_compiled
 from jaxoff._schedule.call import Call, list_donated
 from jaxoff._schedule.faults import rewrite_safely
@@ -112,18 +113,18 @@ class Jitted:
         call = self._call(args, kwargs)
         if call.key in self._chosen or self._budget is not None:
             with self._settle(call) as jitted:
-                return LoweredByRecipe.of(jitted.lower(*args, **kwargs), self.options)
+                return LoweredByRecipe.of(jitted.lower(*args, **kwargs), self.options, self._placed_by)
         with self._probe(call) as traced:
             settings = self._list_settings(call, traced)
             self._latest = settings[0]
             lowered = self._lower(call, settings[0])
         if len(settings) == 1:
-            return LoweredByRecipe.of(lowered, self.options)
+            return LoweredByRecipe.of(lowered, self.options, self._placed_by)
         mesh = meshes.current_mesh()
 
-        def lower_chosen() -> tuple[jax.stages.Lowered, dict[str, Any]]:
+        def lower_chosen() -> tuple[jax.stages.Lowered, dict[str, Any], PlacedBy | None]:
             with meshes.under_mesh(mesh), self._settle(call, traced) as jitted:
-                return jitted.lower(*args, **kwargs), self.options
+                return jitted.lower(*args, **kwargs), self.options, self._placed_by
 
         return LoweredByRecipe(lowered, lower_chosen)
 
@@ -167,6 +168,12 @@ class Jitted:
     def recipe(self) -> str:
         """The recipe of the latest call: "concurrent", "ordered", "stock" or "saved"."""
         return self._latest.recipe.value
+
+    @property
+    def _placed_by(self) -> PlacedBy | None:
+        if self._budget is not None:
+            return "budget"
+        return "recipe" if self._latest.recipe is Recipe.SAVED else None
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call; within a budget, its state counts as on the device, wherever the last step left it."""
