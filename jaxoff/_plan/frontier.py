@@ -63,12 +63,13 @@ class Frontier:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False)
-        for heading in ("peak", "host", "step", "saved", "offloaded", "in parts"):
+        for heading in ("budget", "peak", "host", "step", "saved", "offloaded", "in parts"):
             table.add_column(heading, justify="right")
         for p in self.plans:
             nbytes = [sum(v.nbytes for v in p.values if v.placement == verb) for verb in ("save", "offload")]
-            cells = (format_nbytes(int(p.peak_bytes)), format_nbytes(p.host_bytes), f"{p.step_ms:.1f} ms")
-            table.add_row(*cells, *map(format_nbytes, nbytes), "yes" if p.in_parts else "no")
+            memory = map(format_nbytes, (int(p.device_bytes), int(p.peak_bytes), p.host_bytes))
+            cells = (*memory, f"{p.step_ms:.1f} ms", *map(format_nbytes, nbytes))
+            table.add_row(*cells, "yes" if p.in_parts else "no")
         return render_text(table)
 
 

@@ -180,7 +180,11 @@ def test_a_frontier_is_faster_with_more_memory(tmp_path):
     assert len(curve.plans) > 1
     assert peaks == sorted(set(peaks))
     assert times == sorted(set(times), reverse=True)
-    assert str(curve).count("\n") == len(curve.plans)
+    heading, first, *rest = str(curve).splitlines()
+    least = curve.plans[0]
+    assert heading.split()[:2] == ["budget", "peak"] and len(rest) == len(curve.plans) - 1
+    assert first.startswith(f"{least.device_bytes / 1e6:.2f} MB  {least.peak_bytes / 1e6:.2f} MB")
+    assert plan_within(least.device_bytes) == least
     curve.draw(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="at least 2; got 1"):
