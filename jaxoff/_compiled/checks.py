@@ -49,8 +49,9 @@ def _check_vanished(facts: CompiledFacts, expected: int) -> Iterator[Finding]:
     yield Finding(
         FindingCode.OFFLOAD_VANISHED,
         f"A call is to copy {wanted} to the host; the compiled program copies {copied}. XLA "
-        "folds a send to the host with its reload where no loop and no barrier stands between the two: keep "
-        "prevent_cse=True in jax.checkpoint around layers outside of a scan, or scan the layers.",
+        "folds a send to the host with its reload where no loop, no barrier and no long kernel stands "
+        "between the two: keep prevent_cse=True in jax.checkpoint around layers outside of a scan, scan the "
+        "layers, or give each more work.",
     )
 
 
