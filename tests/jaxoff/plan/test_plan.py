@@ -105,6 +105,9 @@ def test_static_arguments_of_a_jitted_step_stay_static(statics):
     for jit in (jax.jit, jaxoff.jit):
         fun = jit(step, donate_argnums=0, **statics)
         assert jaxoff.plan(fun, *args, **kwargs, device_bytes=1e9, compiled=False).values
+    for fun in (step, jax.jit(step), jaxoff.jit(step, donate_argnums=0)):
+        assert jaxoff.plan(fun, *args, **kwargs, **statics, device_bytes=1e9, compiled=False).values
+    assert jaxoff.frontier(step, *args, **kwargs, **statics, points=2).plans
 
 
 def test_what_a_jitted_step_donates_is_not_held_twice():
