@@ -54,6 +54,8 @@ class BudgetError(ValueError):
       largest: the largest values at the peak of that plan's program, by an estimate: bytes, shape and source.
     """
 
+    __module__ = "jaxoff"  # the public name, in tracebacks
+
     def __init__(self, message: str, smallest_bytes: int | None, largest: Sequence[str] = ()):
         super().__init__(message)
         self.smallest_bytes, self.largest = smallest_bytes, tuple(largest)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,8 @@ def test_what_nothing_fits_is_an_error_with_the_least_budget():
     with pytest.raises(jaxoff.BudgetError, match="less a fifth is used") as caught:
         plan_within(1e6)
     assert caught.value.__suppress_context__  # a single traceback
+    (line,) = [s for s in traceback.format_exception_only(caught.value) if "no program fits" in s]
+    assert line.startswith("jaxoff.BudgetError: no program fits")
     least = caught.value.smallest_bytes
     assert least is not None
     assert plan_within(1.001 * least).peak_bytes <= 0.8 * 1.001 * least
