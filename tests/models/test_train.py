@@ -229,6 +229,7 @@ def test_a_run_that_keeps_no_checkpoint_writes_none(arguments, whole: Ended, tmp
         (["surplus"], "surplus"),
         (["--resume"], "--resume needs a folder that holds a run"),
         (["--out", "{short}"], "which is a file"),
+        (["--out", ""], "--out takes a folder, got ''"),
         (["--out", "{short}/run"], "can be written"),
     ],
 )
