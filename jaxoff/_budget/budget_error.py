@@ -23,6 +23,8 @@ class BudgetError(ValueError):
         fits the budget of host memory.
     """
 
+    __module__ = "jaxoff"  # the public name, in tracebacks
+
     def __init__(
         self, message: str, smallest_bytes: int | None, list_largest: Callable[[], Sequence[str]] = tuple
     ):

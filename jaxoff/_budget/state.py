@@ -96,7 +96,7 @@ class State:
                 "No donated argument is state that may rest on the host: read by an elementwise update "
                 "alone, which replaces it."
             )
-            raise error.extend(text)
+            raise error.extend(text) from None
         missing = math.inf
         if error.smallest_bytes is not None:
             missing = (1 + _SPARE) * (error.smallest_bytes - budget.device_nbytes)
@@ -122,7 +122,7 @@ class State:
                 states = [state for update in chosen for state, _ in update.states]
                 values = tuple(_describe(state, names[state]) for state in states)
                 return found, HostedState(values, _estimate_ms(nbytes, device))
-        raise error
+        raise error from None
 
 
 def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:

@@ -9,18 +9,28 @@ from jaxoff._compiled.cuda_graphs import SMALL_NBYTES
 from jaxoff._compiled.facts import CompiledFacts, HostCopy
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import format_nbytes
-from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE
+from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, SCHEDULING_MODE, PlacedBy
 
 
-def find_faults(facts: CompiledFacts, expected_host_bytes: int) -> Iterator[Finding]:
+def find_faults(
+    facts: CompiledFacts, expected_host_bytes: int, placed_by: PlacedBy | None = None
+) -> Iterator[Finding]:
     """Finds each kind of fault. Copies of less than `SMALL_NBYTES` cost nothing and are left out.
 
     Args:
       facts: of the program, without findings.
       expected_host_bytes: the fewest bytes for a call to copy to the host.
+      placed_by: what placed the residuals in the place of the policies, as `jaxoff.jit` notes it.
     """
     large = [copy for copy in facts.copies if copy.nbytes >= SMALL_NBYTES]
-    yield from _check_vanished(facts, expected_host_bytes)
+    if placed_by is None:
+        yield from _check_vanished(facts, expected_host_bytes)
+    elif placed_by == "recipe":
+        yield Finding(
+            FindingCode.RECIPE_REPLACED,
+            "jaxoff.jit saves the residuals of this program on the device, by its recipe 'saved': nothing is "
+            "offloaded. Where jaxoff.jit chose the recipe, `findings` of the function say why.",
+        )
     yield from _check_memory(facts)
     yield from _check_kernels(large)
     yield from _check_overlap(facts, large)
@@ -36,17 +46,12 @@ def _check_vanished(facts: CompiledFacts, expected: int) -> Iterator[Finding]:
         return
     copied = format_nbytes(facts.d2h_bytes) if facts.d2h_bytes else "nothing"
     wanted = format_nbytes(expected) if expected else "residuals"
-    by_recipe = (
-        ""
-        if facts.copies
-        else "jaxoff.jit takes the copies away, too, where they win no memory: its `recipe` is "
-        "'saved' then, and its `findings` say so. "
-    )
     yield Finding(
         FindingCode.OFFLOAD_VANISHED,
-        f"A call is to copy {wanted} to the host; the compiled program copies {copied}. {by_recipe}XLA "
-        "folds a send to the host with its reload where no loop and no barrier stands between the two: keep "
-        "prevent_cse=True in jax.checkpoint around layers outside of a scan, or scan the layers.",
+        f"A call is to copy {wanted} to the host; the compiled program copies {copied}. XLA "
+        "folds a send to the host with its reload where no loop, no barrier and no long kernel stands "
+        "between the two: keep prevent_cse=True in jax.checkpoint around layers outside of a scan, scan the "
+        "layers, or give each more work.",
     )
 
 

@@ -18,7 +18,7 @@ from jaxoff._compiled.transfers import Transfer, find_fused_body, find_transfers
 from jaxoff._compiled.value_identity import identify_value
 from jaxoff._jaxpr.scopes import find_copied_name
 from jaxoff._residuals.report import Report
-from jaxoff._runtime.flags import parse_xla_flags, recall_options
+from jaxoff._runtime.flags import parse_xla_flags, recall_options, recall_placement
 from jaxoff._runtime.program_memory import program_nbytes
 
 # Names of instructions by XLA's rematerialization pass, as in `fusion.3.remat2`.
@@ -44,7 +44,8 @@ def verify(
     dependencies absent from the text: an overlap found may not happen, an overlap not found cannot.
 
     Findings:
-      offload-vanished: fewer bytes go to the host than expected.
+      offload-vanished: fewer bytes go to the host than expected, other than by a budget of `jaxoff.jit`.
+      recipe-replaced: nothing goes to the host, as `jaxoff.jit` saves the residuals on the device.
       device-memory-not-lower: as much device memory as without offload.
       copy-not-overlapped: nothing can run during a copy.
       graph-cut: a copy is outside of its iteration's CUDA graph, because of a command outside of any graph.
@@ -90,9 +91,9 @@ def verify(
         raise ValueError("expected_host_bytes and report say the same thing: give one of them; got both.")
     if expected_host_bytes is not None and expected_host_bytes < 0:
         raise ValueError(f"expected_host_bytes is a number of bytes, 0 or more; got {expected_host_bytes}.")
+    module = _parse_module(compiled)
     options = recall_options(compiled) if compiler_options is None else compiler_options
     graphs = GraphOptions.of({**parse_xla_flags(os.environ.get("XLA_FLAGS", "")), **options})
-    module = _parse_module(compiled)
     # A device copies all of a replicated value, and its share of a partitioned value.
     expected = expected_host_bytes or 0 if report is None else report.host_bytes // module.num_partitions
     memory: Any = compiled.memory_analysis()
@@ -106,7 +107,8 @@ def verify(
         copies=list_host_copies(module, graphs),
         computed_again=find_recomputed(module),
     )
-    return dataclasses.replace(facts, findings=tuple(find_faults(facts, expected)))
+    faults = find_faults(facts, expected, recall_placement(compiled))
+    return dataclasses.replace(facts, findings=tuple(faults))
 
 
 def _parse_module(compiled: Any) -> hlo.Module:

@@ -66,7 +66,7 @@ class Device:
     shared_links: tuple[SharedLink, ...] = ()
     name: str = "custom"
     source: str = ""
-    calibration: Calibration = dataclasses.field(default=H200_CALIBRATION, repr=False)
+    calibration: Calibration = dataclasses.field(default_factory=lambda: H200_CALIBRATION, repr=False)
 
     def __post_init__(self):
         for field in ("flops", "memory_gbps", "d2h_gbps", "h2d_gbps"):

@@ -37,8 +37,8 @@ def scan(
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` over layers, each layer under `jax.checkpoint` with a policy.
 
-    Inside `jaxoff.jit` the copies of offloaded residuals run beside the compute, and a loop without
-    offloads takes less memory than `jax.lax.scan`, in no more time. A `jaxoff.FirstLayers` makes two loops;
+    Inside `jaxoff.jit` the copies of offloaded residuals run beside the compute, and the program takes no
+    more device memory than as a `jax.lax.scan` under `jax.jit`. A `jaxoff.FirstLayers` makes two loops;
     inside `jaxoff.jit` both loops read the rows of xs, and write the rows' gradients, in place. Elsewhere
     XLA copies the rows. Copies of a single layer, a loop of one iteration, do not overlap.
 

@@ -12,6 +12,7 @@ from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import ESTIMATE_MARGIN
 from jaxoff._budget.report import Plan
 from jaxoff._device.profile import Device
+from jaxoff._jaxpr.statics import list_statics
 from jaxoff._plan.plan import make_planner
 from jaxoff._report.tables import format_nbytes, render_text
 
@@ -63,12 +64,13 @@ class Frontier:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False)
-        for heading in ("peak", "host", "step", "saved", "offloaded", "in parts"):
+        for heading in ("budget", "peak", "host", "step", "saved", "offloaded", "in parts"):
             table.add_column(heading, justify="right")
         for p in self.plans:
             nbytes = [sum(v.nbytes for v in p.values if v.placement == verb) for verb in ("save", "offload")]
-            cells = (format_nbytes(int(p.peak_bytes)), format_nbytes(p.host_bytes), f"{p.step_ms:.1f} ms")
-            table.add_row(*cells, *map(format_nbytes, nbytes), "yes" if p.in_parts else "no")
+            memory = map(format_nbytes, (int(p.device_bytes), int(p.peak_bytes), p.host_bytes))
+            cells = (*memory, f"{p.step_ms:.1f} ms", *map(format_nbytes, nbytes))
+            table.add_row(*cells, "yes" if p.in_parts else "no")
         return render_text(table)
 
 
@@ -81,13 +83,15 @@ def frontier(
     compress: Sequence[str] | None = None,
     device: Device | str | None = None,
     compiled: bool | None = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     **kwargs,
 ) -> Frontier:
     """Plans a train step for budgets between the least possible and that of no recomputation.
 
     Args:
-      fun, *args, **kwargs, host_bytes, compress, device, compiled: as for `jaxoff.plan`, but for the default:
-        memory is estimated, since each budget takes compilations.
+      fun, *args, **kwargs, host_bytes, compress, device, compiled, static_argnums, static_argnames: as for
+        `jaxoff.plan`, but for the default: memory is estimated, since each budget takes compilations.
       points: number of budgets, at even distances.
 
     Returns:
@@ -115,7 +119,8 @@ def frontier(
     if points < 2:
         raise ValueError(f"points is how many budgets to plan for, at least 2; got {points}.")
 
-    planner = make_planner(fun, args, kwargs, device, compiled)
+    statics = list_statics(static_argnums, static_argnames)
+    planner = make_planner(fun, args, kwargs, device, compiled, statics)
 
     def plan_within(nbytes: float) -> Plan:
         budget = Budget.of(nbytes, host_bytes, compress)

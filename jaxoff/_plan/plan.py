@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jaxoff._budget.report import Plan
 from jaxoff._device.profile import Device, checked_device
 from jaxoff._device.target import PLUGINS, list_targets, target
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.statics import list_statics
 from jaxoff._schedule.jit import jit
 from jaxoff._schedule.jitted import Jitted
 
@@ -26,6 +27,8 @@ def plan(
     compress: Sequence[str] | None = None,
     device: Device | str | None = None,
     compiled: bool | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     **kwargs,
 ) -> Plan:
     """Finds where the values of a train step wait for the backward pass within a budget of memory.
@@ -43,6 +46,7 @@ def plan(
       device: a profile, or the name of one that ships with jaxoff, such as "h100"; None is the `jaxoff.jit`
         function's, or as for `jaxoff.jit`.
       compiled: whether the memory is the compiler's; None: where there is one.
+      static_argnums, static_argnames: as for `jax.jit`; None for those of a given `jax.jit` function.
 
     Returns:
       A `Plan`; `plan.step` is the step within the budget, to be called or lowered.
@@ -73,7 +77,8 @@ def plan(
     budget = Budget.of(device_bytes, host_bytes, compress)
     if budget is None:
         raise ValueError('device_bytes is a number of bytes above 0, or text such as "60GB"; got None.')
-    return make_planner(fun, args, kwargs, device, compiled)(budget)
+    statics = list_statics(static_argnums, static_argnames)
+    return make_planner(fun, args, kwargs, device, compiled, statics)(budget)
 
 
 def make_planner(
@@ -82,10 +87,11 @@ def make_planner(
     kwargs: dict[str, Any],
     device: Device | str | None,
     compiled: bool | None,
+    statics: Mapping[str, Any] | None,
 ) -> Callable[[Budget], Plan]:
     """A function budget -> plan of a step; arguments as for `plan`. Estimates trace the step once for all."""
     name = device if isinstance(device, str) else None
-    jitted = _jit(fun, None if device is None else _find_device(device))
+    jitted = _jit(fun, None if device is None else _find_device(device), statics)
     on_gpu = jax.default_backend() == "gpu"
     ahead = name or _find_target(jitted.device)
     can_compile = on_gpu or (ahead in list_targets() and any(map(importlib.util.find_spec, PLUGINS)))
@@ -119,8 +125,14 @@ def _find_target(device: Device) -> str | None:
     return next((name for name in list_targets() if Device.of(name) == device), None)
 
 
-def _jit(fun: Callable[..., Any], device: Device | None) -> Jitted:
-    """A `jaxoff.jit` function with the donations and static arguments of a function, for a device."""
+def _jit(fun: Callable[..., Any], device: Device | None, statics: Mapping[str, Any] | None) -> Jitted:
+    """A `jaxoff.jit` function for a device, with a function's donations, and with its static arguments."""
     if isinstance(fun, Jitted):
-        return fun.within(None, device)
-    return jit(fun, device=device, **compat.jit_keywords(fun))  # calls of `fun` cannot donate
+        if not statics:
+            return fun.within(None, device)
+        device = device or fun.device
+    given = compat.jit_keywords(getattr(fun, "_inner", fun))  # calls of `fun` cannot donate
+    if statics:
+        fun = getattr(fun, "__wrapped__", fun) if given else fun  # a jit without these static arguments
+        given = {k: v for k, v in given.items() if not k.startswith("static")} | dict(statics)
+    return jit(fun, device=device, **given)

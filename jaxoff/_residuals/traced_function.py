@@ -120,13 +120,12 @@ class TracedFunction:
         args = tuple(None if i in fixed else arg for i, arg in enumerate(args))
         kwargs = {name: None if name in fixed else arg for name, arg in kwargs.items()}
         _check_arrays((args, kwargs))
-        leaves, tree = jax.tree.flatten((args, kwargs))
         chosen = _select_differentiated(args, kwargs, argnums)
         num_aux = 0
 
-        def flat(*leaves):
+        @functools.wraps(fun, updated=())  # so that JAX's errors name the function and its arguments
+        def traced(*args, **kwargs):
             nonlocal num_aux
-            args, kwargs = jax.tree.unflatten(tree, leaves)
             args = [given[0][i] if i in fixed else arg for i, arg in enumerate(args)]
             out = fun(*args, **{k: given[1][k] if k in fixed else arg for k, arg in kwargs.items()})
             if has_aux:
@@ -141,7 +140,7 @@ class TracedFunction:
             return _check_output(jax.tree.leaves(out)), []
 
         with record_labels() as labels:
-            primal = jax.make_jaxpr(flat)(*leaves)
+            primal = jax.make_jaxpr(traced)(*args, **kwargs)
         return cls(primal, chosen, num_aux, frozenset(labels))
 
     def with_closure(self) -> TracedFunction:

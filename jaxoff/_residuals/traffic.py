@@ -64,7 +64,7 @@ def find_slow_links(traffic: Iterable[Traffic]) -> Iterator[Finding]:
     """Finds copies longer than the compute beside the copies."""
     for t in traffic:
         if t.waits:
-            where = "an iteration of the loop" if t.source else "the layers"
+            where = "an iteration of the loop" if t.source else "the step, outside of loops,"
             way = "to the host" if t.part == "forward" else "back"
             yield Finding(
                 FindingCode.LINK_TOO_SLOW,

@@ -6,9 +6,12 @@ import shlex
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxoff._runtime.versions import parse_release
+
+# What places residuals in the place of a step's policies: the recipe "saved", or a budget.
+type PlacedBy = Literal["recipe", "budget"]
 
 # Kinds of command captured into CUDA graphs, with commas between.
 COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
@@ -51,6 +54,8 @@ _REMATERIALIZATION = "rematerialization"
 _TUPLES = "tuple-simplifier"
 # Compiled program -> compiler options. A program does not hold its options, which `verify` needs.
 _OPTIONS: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
+# Compiled program -> what placed its residuals, if not the policies.
+_PLACED_BY: weakref.WeakKeyDictionary[Any, PlacedBy] = weakref.WeakKeyDictionary()
 
 
 def remember_options[C](compiled: C, options: Mapping[str, Any]) -> C:
@@ -62,6 +67,18 @@ def remember_options[C](compiled: C, options: Mapping[str, Any]) -> C:
 def recall_options(compiled: Any) -> Mapping[str, Any]:
     """The options by which a program was compiled, where they were noted; {} elsewhere."""
     return _OPTIONS.get(compiled, {})
+
+
+def remember_placement[C](compiled: C, placed_by: PlacedBy | None) -> C:
+    """Notes what placed the residuals of a compiled program, if not its policies; returns the program."""
+    if placed_by is not None:
+        _PLACED_BY[compiled] = placed_by
+    return compiled
+
+
+def recall_placement(compiled: Any) -> PlacedBy | None:
+    """What placed the residuals of a program of `jaxoff.jit`, if not its policies; None elsewhere."""
+    return _PLACED_BY.get(compiled)
 
 
 def parse_xla_flags(text: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._report.warn import OWN_FILES
 from jaxoff._runtime import flags
 from jaxoff._runtime.pinned_pool import refuse_small_pool
 from jaxoff._runtime.versions import refuse_wrong_jaxlib
@@ -38,4 +39,4 @@ def refuse_what_fails(given: ClosedJaxpr, program: Rewritten, options: Mapping[s
     refuse_wrong_jaxlib(JAXLIB, platform)
     level = jax.config.jax_optimization_level
     for text in flags.find_harmful_options(options, scanned=bool(program.scanned), level=level):
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, skip_file_prefixes=OWN_FILES)

@@ -19,11 +19,12 @@ from jaxoff._device.at_hand import device_or_at_hand, profile_at_hand
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
-from jaxoff._jaxpr.statics import find_statics
+from jaxoff._jaxpr.statics import drop_statics, find_statics
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._report.warn import warn_of
 from jaxoff._runtime.disk import make_key
+from jaxoff._runtime.flags import PlacedBy
 from jaxoff._runtime.program_memory import lowered_nbytes, program_nbytes_if_compiled
 from jaxoff._schedule.call import Call, list_donated
 from jaxoff._schedule.faults import rewrite_safely
@@ -112,18 +113,18 @@ class Jitted:
         call = self._call(args, kwargs)
         if call.key in self._chosen or self._budget is not None:
             with self._settle(call) as jitted:
-                return LoweredByRecipe.of(jitted.lower(*args, **kwargs), self.options)
+                return LoweredByRecipe.of(jitted.lower(*args, **kwargs), self.options, self._placed_by)
         with self._probe(call) as traced:
             settings = self._list_settings(call, traced)
             self._latest = settings[0]
             lowered = self._lower(call, settings[0])
         if len(settings) == 1:
-            return LoweredByRecipe.of(lowered, self.options)
+            return LoweredByRecipe.of(lowered, self.options, self._placed_by)
         mesh = meshes.current_mesh()
 
-        def lower_chosen() -> tuple[jax.stages.Lowered, dict[str, Any]]:
+        def lower_chosen() -> tuple[jax.stages.Lowered, dict[str, Any], PlacedBy | None]:
             with meshes.under_mesh(mesh), self._settle(call, traced) as jitted:
-                return jitted.lower(*args, **kwargs), self.options
+                return jitted.lower(*args, **kwargs), self.options, self._placed_by
 
         return LoweredByRecipe(lowered, lower_chosen)
 
@@ -167,6 +168,12 @@ class Jitted:
     def recipe(self) -> str:
         """The recipe of the latest call: "concurrent", "ordered", "stock" or "saved"."""
         return self._latest.recipe.value
+
+    @property
+    def _placed_by(self) -> PlacedBy | None:
+        if self._budget is not None:
+            return "budget"
+        return "recipe" if self._latest.recipe is Recipe.SAVED else None
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call; within a budget, its state counts as on the device, wherever the last step left it."""
@@ -291,12 +298,8 @@ class Jitted:
 
     def _find_donated(self, call: Call) -> list[bool]:
         """Whether each argument of a call is donated."""
-
-        @functools.wraps(self._fun)
-        def nothing(*_, **__):
-            return None
-
         keywords = {name: value for name, value in self._kwargs.items() if name != "out_shardings"}
+        nothing = functools.wraps(self._fun)(lambda *_, **__: None)
         return list_donated(_jax_jit(nothing, **keywords).trace(*call.args, **call.kwargs).args_info)
 
     def make_estimator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Budget], Plan]:
@@ -414,9 +417,10 @@ class Jitted:
             traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
             watch = Watch()
 
-            def of_traced(*values):
+            @functools.wraps(self._fun, updated=())  # so that JAX's errors name the function and arguments
+            def of_traced(*args, **kwargs):
                 filled = list(leaves)  # static arguments stay as they are
-                for i, value in zip(traced, values, strict=True):
+                for i, value in zip(traced, jax.tree.leaves((args, kwargs)), strict=True):
                     filled[i] = value
                 positional, named = jax.tree.unflatten(tree, filled)
                 return watch.call(self._fun, positional, named)
@@ -425,9 +429,8 @@ class Jitted:
             made: Traced | None = streamed or getattr(self._probed, "traced", None)
             if made is None or made.signature != signature:
                 with watch:
-                    closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(
-                        *(leaves[i] for i in traced)
-                    )
+                    shown, shown_named = drop_statics(args, kwargs)
+                    closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*shown, **shown_named)
                 findings = watch.find(closed)
                 closed = merge_nested_loops(closed, with_copies=True)
                 if setting is None:

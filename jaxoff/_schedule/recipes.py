@@ -21,7 +21,7 @@ from jaxoff._compiled.exchange import exchanged_nbytes
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.near_miss import near_miss
 from jaxoff._report.tables import format_nbytes
-from jaxoff._runtime.flags import remember_options
+from jaxoff._runtime.flags import PlacedBy, remember_options, remember_placement
 from jaxoff._runtime.program_memory import program_nbytes
 
 # A recipe may take this part more device memory than the program as given: buffer assignment varies.
@@ -186,21 +186,27 @@ class LoweredByRecipe:
     def __init__(
         self,
         lowered: jax.stages.Lowered,
-        lower_chosen: Callable[[], tuple[jax.stages.Lowered, Mapping[str, Any]]],
+        lower_chosen: Callable[[], tuple[jax.stages.Lowered, Mapping[str, Any], PlacedBy | None]],
     ):
-        """Takes a lowered program, and a function that returns that of the chosen recipe and its options."""
+        """Takes a lowered program, and a function that returns that of the chosen recipe.
+
+        The function returns the options of the recipe, too, and what placed the residuals.
+        """
         self._lowered, self._lower_chosen = lowered, lower_chosen
 
     @classmethod
-    def of(cls, lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> LoweredByRecipe:
+    def of(
+        cls, lowered: jax.stages.Lowered, options: Mapping[str, Any], placed_by: PlacedBy | None
+    ) -> LoweredByRecipe:
         """The lowered program of a recipe that is chosen already, by its compiler options."""
-        return cls(lowered, lambda: (lowered, options))
+        return cls(lowered, lambda: (lowered, options, placed_by))
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None, **kwargs) -> jax.stages.Compiled:
         """As `jax.stages.Lowered.compile`, of the recipe that takes no more memory than `jax.jit`."""
         options = dict(compiler_options) if compiler_options else None
-        lowered, chosen = self._lower_chosen()
-        return remember_options(lowered.compile(options, **kwargs), {**chosen, **(options or {})})
+        lowered, chosen, placed_by = self._lower_chosen()
+        compiled = remember_placement(lowered.compile(options, **kwargs), placed_by)
+        return remember_options(compiled, {**chosen, **(options or {})})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lowered, name)

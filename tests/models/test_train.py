@@ -52,6 +52,7 @@ def test_a_run_prints_what_it_does_learns_and_writes_a_summary(whole: Ended):
         "bits/byte",
     ):
         assert words in whole.stdout
+    assert ("on a CPU nothing moves" in whole.stdout) == (jax.default_backend() == "cpu")
     first_table, training = whole.stdout.index("moe.act"), whole.stdout.index("step 1/")
     assert first_table < training < whole.stdout.index("byte-frequency model")
     content = json.loads((whole.out / "summary.json").read_text())
@@ -228,6 +229,7 @@ def test_a_run_that_keeps_no_checkpoint_writes_none(arguments, whole: Ended, tmp
         (["surplus"], "surplus"),
         (["--resume"], "--resume needs a folder that holds a run"),
         (["--out", "{short}"], "which is a file"),
+        (["--out", ""], "--out takes a folder, got ''"),
         (["--out", "{short}/run"], "can be written"),
     ],
 )
@@ -251,12 +253,29 @@ def test_too_little_disk_is_told_before_anything_is_written(arguments, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_lists_the_options():
+def test_what_is_odd_about_the_data_is_said(arguments, tmp_path: Path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))  # ends the run
+    (tmp_path / "image.bin").write_bytes(bytes(range(256)) * 100)
+    words = ["--data", str(tmp_path / "image.bin"), "--out", str(tmp_path / "run")]
+    warning, error = in_process([*arguments, *words], tmp_path / "run").stderr.splitlines()
+    assert warning.startswith("warning: --data: ") and "image.bin looks like no text" in warning
+    assert error.startswith("error: ")
+
+
+def test_help_lists_the_options_their_defaults_and_the_presets():
     command = [sys.executable, "-m", "models.train", "--help"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stderr) == (0, "")
     for option in ("--policy", "--resume", "--accum", "--no-compare"):
         assert option in ended.stdout
+    text = " ".join(ended.stdout.split())
+    for words in (
+        "one of tiny, nano, mixtral",
+        "Optimizer steps [tiny: 500, others: 100]",
+        "Of matrices [0.1]",
+    ):
+        assert words in text
 
 
 @pytest.mark.long

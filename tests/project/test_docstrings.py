@@ -46,6 +46,11 @@ def test_public_names_are_documented(package):
     assert set(names) - documented == set()
 
 
+def test_signatures_show_no_long_default():
+    lengths = {name: len(str(inspect.signature(value))) for name, value in public(jaxoff).items()}
+    assert {name for name, length in lengths.items() if length > 400} == set()
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_packages_show_examples(package):
     names = [name for name in modules() if name.split(".")[0] == package.__name__]

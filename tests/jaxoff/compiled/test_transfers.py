@@ -394,7 +394,12 @@ def test_what_xla_computes_again_by_itself_is_found():
     assert json.loads(json.dumps(facts.to_dict()))["computed_again"] == list(names)
 
 
-def test_a_program_without_copies_may_be_the_recipe_of_jit():
+@pytest.mark.parametrize(
+    ("placed_by", "codes"),
+    [(None, ["offload-vanished"]), ("recipe", ["recipe-replaced"]), ("budget", [])],
+)
+def test_residuals_that_jaxoff_jit_saves_by_choice_have_not_vanished(placed_by, codes):
     nothing = CompiledFacts(0, 0, 0, None, "LHS", (), ())
-    (finding,) = [f for f in find_faults(nothing, 1000) if f.code == "offload-vanished"]
-    assert "copies nothing. jaxoff.jit takes the copies away, too" in finding.message
+    found = list(find_faults(nothing, 1000, placed_by))
+    assert [f.code for f in found] == codes
+    assert not found or ("no long kernel stands between" in found[0].message) == (placed_by is None)

@@ -23,6 +23,8 @@ def test_what_is_not_compiled_is_refused(lowered):
         verify(lowered)
     with pytest.raises(TypeError, match=r"takes a compiled program.*got function"):
         verify(lambda x: x)
+    with pytest.raises(TypeError, match=r"takes a compiled program.*got NoneType"):
+        verify(None)
 
 
 def test_what_is_expected_is_said_once_and_is_a_number_of_bytes(lowered):

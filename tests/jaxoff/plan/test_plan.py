@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,9 @@ def test_less_memory_takes_more_time_and_is_never_over():
 def test_what_nothing_fits_is_an_error_with_the_least_budget():
     with pytest.raises(jaxoff.BudgetError, match="less a fifth is used") as caught:
         plan_within(1e6)
+    assert caught.value.__suppress_context__  # a single traceback
+    (line,) = [s for s in traceback.format_exception_only(caught.value) if "no program fits" in s]
+    assert line.startswith("jaxoff.BudgetError: no program fits")
     least = caught.value.smallest_bytes
     assert least is not None
     assert plan_within(1.001 * least).peak_bytes <= 0.8 * 1.001 * least
@@ -104,6 +108,9 @@ def test_static_arguments_of_a_jitted_step_stay_static(statics):
     for jit in (jax.jit, jaxoff.jit):
         fun = jit(step, donate_argnums=0, **statics)
         assert jaxoff.plan(fun, *args, **kwargs, device_bytes=1e9, compiled=False).values
+    for fun in (step, jax.jit(step), jaxoff.jit(step, donate_argnums=0)):
+        assert jaxoff.plan(fun, *args, **kwargs, **statics, device_bytes=1e9, compiled=False).values
+    assert jaxoff.frontier(step, *args, **kwargs, **statics, points=2).plans
 
 
 def test_what_a_jitted_step_donates_is_not_held_twice():
@@ -179,7 +186,11 @@ def test_a_frontier_is_faster_with_more_memory(tmp_path):
     assert len(curve.plans) > 1
     assert peaks == sorted(set(peaks))
     assert times == sorted(set(times), reverse=True)
-    assert str(curve).count("\n") == len(curve.plans)
+    heading, first, *rest = str(curve).splitlines()
+    least = curve.plans[0]
+    assert heading.split()[:2] == ["budget", "peak"] and len(rest) == len(curve.plans) - 1
+    assert first.startswith(f"{least.device_bytes / 1e6:.2f} MB  {least.peak_bytes / 1e6:.2f} MB")
+    assert plan_within(least.device_bytes) == least
     curve.draw(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="at least 2; got 1"):

@@ -112,6 +112,25 @@ def test_an_argument_that_is_no_array_says_what_to_do():
         jaxoff.residuals(by_mode, W[0], X, mode="t")
 
 
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda fun: jaxoff.explain(fun, W[0], X, scale=2, flag=True),
+        lambda fun: jaxoff.plan(jax.grad(fun), W[0], X, flag=True, device_bytes=1e9),
+        lambda fun: jaxoff.jit(jax.grad(fun), static_argnames="scale")(W[0], X, scale=2, flag=True),
+    ],
+    ids=["explain", "plan", "jit"],
+)
+def test_an_error_about_a_traced_argument_names_the_users_function_and_argument(trace):
+    def by_flag(w, x, *, scale=1, flag=False):
+        return layer(x, w)[0].sum() if flag else x.sum()
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        trace(by_flag)
+    assert f"tracing the function by_flag at {__file__}" in str(caught.value)
+    assert "the value of the argument flag." in str(caught.value)
+
+
 def test_a_name_with_brackets_is_told_from_a_glob():
     block = jax.checkpoint(
         lambda w, x: jnp.tanh(jaxoff.name(x, "a[0]") @ w), policy=jaxoff.policy(offload=["a[0]"])

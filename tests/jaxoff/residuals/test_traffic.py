@@ -82,6 +82,9 @@ def test_what_the_link_cannot_take_is_a_finding():
     assert "forward pass, an iteration of the loop copies 134.22 MB to the host, 26.84 ms" in finding.message
     assert report.traffic[0].exposed_ms == pytest.approx(wait)
     assert report.traffic[1].exposed_ms == 0
+    outside = jaxoff.explain(one_by_one, W, X, device=d2h(5))
+    (text,) = [f.message for f in outside.findings if f.code == "link-too-slow"]
+    assert "pass, the step, outside of loops, copies 402.65 MB to the host, 80.53 ms" in text
 
 
 def d2h(gbps):

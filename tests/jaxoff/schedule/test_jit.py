@@ -111,8 +111,10 @@ def test_a_level_that_pipelines_host_copies_is_warned_of(level):
     previous = jax.config.jax_optimization_level
     jax.config.update("jax_optimization_level", level)
     try:
-        with pytest.warns(UserWarning, match=f"jax_optimization_level={level} switches on pipelining"):
+        match = f"jax_optimization_level={level} switches on pipelining"
+        with pytest.warns(UserWarning, match=match) as caught:
             jaxoff.jit(STEP).lower(*arguments())
+        assert caught[0].filename == __file__
     finally:
         jax.config.update("jax_optimization_level", previous)
 

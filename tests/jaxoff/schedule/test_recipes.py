@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxoff
 from jaxoff import FindingCode
 from jaxoff._jaxpr.saved_twin import build_saved_twin
+from jaxoff._runtime.flags import recall_placement
 from jaxoff._schedule.recipes import Recipe, choose_recipe, find_fallback, list_recipes
 from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_equal
 
@@ -148,6 +149,15 @@ def test_every_recipe_computes_the_same(recipe):
     assert step.recipe == recipe
     assert ("<host>" in str(step.trace(*arguments()).jaxpr)) == (recipe != "saved")
     assert step.findings == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "placed_by"),
+    [({"recipe": "saved"}, "recipe"), ({"recipe": "ordered"}, None), ({"device_bytes": "1GB"}, "budget")],
+)
+def test_a_compiled_program_remembers_that_jit_placed_its_residuals(options, placed_by):
+    compiled = jaxoff.jit(offloading("scan"), **options).lower(*arguments()).compile()
+    assert recall_placement(compiled) == placed_by
 
 
 def test_an_unknown_recipe_is_refused():
