@@ -15,6 +15,9 @@ from jaxoff import FindingCode
 
 pytestmark = pytest.mark.aot
 
+# Products of cuBLAS alone, as they come: to compile XLA's own, by Triton, takes most of the time.
+QUICK = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+
 SMALL = Sizes(
     layers=4,
     width=512,
@@ -64,7 +67,7 @@ def count_kernels(facts):
 
 def test_a_scan_in_a_scan_offloads():
     step = PROGRAMS["groups"].build(SMALL, offloads=True, attention="xla")
-    jitted = step.jit(jaxoff.jit, recipe="ordered")
+    jitted = step.jit(jaxoff.jit, recipe="ordered", compiler_options=QUICK)
     compiled = jaxoff.target("h100").compile(jitted, step.state, step.batch)
     facts = jaxoff.verify(compiled, compiler_options=jitted.options)
     assert facts.d2h_bytes == facts.h2d_bytes > 0
@@ -135,7 +138,7 @@ def test_a_decoder_never_takes_more_memory(loop, devices):
     offloading, saving = (
         build_decoder(sizes, policy(*NAMES), loop=loop, attention="xla") for policy in (offload, save)
     )
-    state, batch, options = offloading.state, offloading.batch, {}
+    state, batch, options = offloading.state, offloading.batch, {"compiler_options": QUICK}
     if devices > 1:
         of_state, of_batch = make_shardings(offloading, target.mesh((devices,), ("fsdp",)), "rows")
         state = jax.tree.map(place, state, of_state)
@@ -172,9 +175,9 @@ def test_saved_layers_with_attention_by_xla_take_no_more_memory():
     shapes = {"qkv": (512, 1536), "o": (512, 512), "up": (512, 2048), "down": (2048, 512)}
     w = {name: jax.ShapeDtypeStruct((4, *shape), "bfloat16") for name, shape in shapes.items()}
     x, target, step = jax.ShapeDtypeStruct((2, 1024, 512), "bfloat16"), jaxoff.target("h200"), jax.grad(loss)
-    ours = jaxoff.jit(step)
+    ours = jaxoff.jit(step, compiler_options=QUICK)
     with pytest.warns(UserWarning, match=FindingCode.RECIPE_REPLACED):
         facts = jaxoff.verify(target.compile(ours, w, x))
-    stock = jaxoff.verify(target.compile(jax.jit(step), w, x))
+    stock = jaxoff.verify(target.compile(jax.jit(step, compiler_options=QUICK), w, x))
     assert facts.device_peak_bytes <= 1.01 * stock.device_peak_bytes
     assert ours.recipe == "stock"

@@ -204,6 +204,7 @@ def test_a_product_that_is_saved_and_read_is_computed_once():
     assert program.as_text().count('custom_call_target="__cublas') == 2 + 4
 
 
+@pytest.mark.long
 def test_rows_of_experts_are_not_converted_at_once():
     """Each waits for the kernel before its own: a small value between them may be known before that."""
     experts, width, hidden = 8, 256, 512

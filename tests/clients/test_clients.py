@@ -84,7 +84,7 @@ def test_a_step_keeps_its_bits_and_its_function_runs_once(name):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_TRACES)) for name in PROGRAMS]
 )
-@pytest.mark.some_cases(14)
+@pytest.mark.some_cases(9)
 def test_a_step_offloads_and_its_twin_does_not(name):
     def count_transfers(step, transform):
         text = str(step.jit(transform).trace(step.state, step.batch).jaxpr)

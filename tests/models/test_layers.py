@@ -89,6 +89,7 @@ def test_swiglu_and_its_gradient_equal_the_formula():
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(12, 4), (12, 5), (7, 4)])
+@pytest.mark.some_cases(2)
 def test_a_gated_mlp_in_chunks_equals_the_whole(length, chunk):
     config = Config.preset("tiny", d_model=16, dtype="float32")
     mlp, whole = (MLP(config, 24, "act", activation="swiglu", chunk=c, rngs=nnx.Rngs(0)) for c in (chunk, 0))

@@ -148,6 +148,7 @@ def test_probs_of_zero_one_and_tiny_and_units_that_are_off(implementation, dtype
 
 
 @EVERY_CASE
+@pytest.mark.some_cases(2)
 def test_nan_of_one_expert_stays_with_it(implementation, dtype):
     """Bit for bit: neither a mask by multiplication nor a tile of two groups would do that."""
     tried, sizes = case(implementation, dtype), GROUPS["uneven, and a tail"]

@@ -57,9 +57,9 @@ def run(project, *arguments, devices=8, **variables):
     )
 
 
-def test_without_a_gpu_its_tests_are_skipped_with_the_reason(project):
-    done = run(project, "tests/test_small.py")
-    assert done.returncode == 0, done.stdout
+def test_without_a_gpu_its_tests_are_skipped_with_the_reason_and_xdist_is_not_needed(project):
+    done = run(project, "-p", "no:xdist")
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed, 3 skipped" in done.stdout
     assert "needs 1 GPU, jax has 0" in done.stdout
     assert "needs 4 GPUs, jax has 0" in done.stdout
@@ -78,12 +78,6 @@ def test_the_whole_suite_uses_the_cores_and_chosen_files_one_process(project):
     cores = len(os.sched_getaffinity(0))
     assert re.search(rf"\b{min(cores, 8)} workers?\b", run(project).stdout)
     assert "worker" not in run(project, "tests/test_small.py").stdout
-
-
-def test_the_suite_runs_without_xdist(project):
-    done = run(project, "-p", "no:xdist")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed, 3 skipped" in done.stdout
 
 
 @pytest.mark.long
@@ -112,7 +106,6 @@ def test_of_some_cases_those_left_out_are_long_and_the_others_are_spread(project
         "    assert i in (0, 4, 9)",
     ]
     (project / "tests" / "test_small.py").write_text("\n".join(lines))
-    done = run(project, "tests")
-    assert "3 passed, 7 deselected" in done.stdout
-    assert "7 failed, 3 deselected" in run(project, "tests", "-m", "long").stdout
+    assert "3 passed, 7 deselected" in run(project, "tests", "-n", "0").stdout
+    assert "7 failed, 3 deselected" in run(project, "tests", "-n", "0", "-m", "long").stdout
     assert "1 failed" in run(project, "tests/test_small.py::test_some[5]").stdout  # asked for, it runs

@@ -63,6 +63,7 @@ def make_arguments():
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.some_cases(1)
 def test_the_backward_pass_reads_the_rounded_value(offloaded):
     args = make_arguments()
     closed = jax.make_jaxpr(step)(*args)

@@ -309,7 +309,7 @@ def test_loops_over_layers_one_after_the_other_are_loops():
 
 
 @pytest.mark.parametrize(
-    "layers", [pytest.param(2, marks=pytest.mark.long), 3, 4, pytest.param(5, marks=pytest.mark.long)]
+    "layers", [pytest.param(layers, marks=[pytest.mark.long] * (layers != 3)) for layers in (2, 3, 4, 5)]
 )
 def test_groups_of_layers_are_placed_each_on_its_own(layers):
     step, args = make_step(feed, "none", layers)

@@ -165,6 +165,7 @@ def test_it_works_in_a_loop_over_microbatches():
 
 
 @pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.some_cases(1)
 def test_it_works_over_a_mesh(manual):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     w, x = arguments()

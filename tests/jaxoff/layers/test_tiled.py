@@ -37,8 +37,8 @@ def loss(apply, x, labels, w):
     return head((mlp(mlp(x, w), w), labels), w).mean()
 
 
-@pytest.mark.parametrize(("tiles", "dtype"), [(1, "float32"), (3, "bfloat16"), (8, "float32")])
-@pytest.mark.some_cases(2)
+@pytest.mark.parametrize(("tiles", "dtype"), [(3, "bfloat16"), (1, "float32"), (8, "float32")])
+@pytest.mark.some_cases(1)
 def test_values_and_gradients_are_those_of_all_tokens(tiles, dtype):
     x, labels, w = make(dtype)
     tile = functools.partial(jaxoff.tiled, tiles=tiles, axis=1)

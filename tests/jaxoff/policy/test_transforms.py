@@ -258,13 +258,13 @@ PLAIN = (
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in PLAIN])
-@pytest.mark.some_cases(7)
+@pytest.mark.some_cases(5)
 def test_keeps_loss_and_gradients(case):
     check_values(CASES[case])
 
 
 @pytest.mark.parametrize("case", PLAIN)
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2)
 def test_keeps_loss_and_gradients_and_the_bits_of_the_saved_twin(case):
     check_values(CASES[case], ("te_v1", "te_v2", "lists"), twins=True)
 

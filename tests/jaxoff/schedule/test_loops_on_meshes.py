@@ -57,6 +57,7 @@ def rewritten(device=SLOW, **kwargs):
 
 
 @pytest.mark.parametrize("device", [SLOW, INSTANT], ids=["slow", "instant"])
+@pytest.mark.some_cases(1)
 def test_gradients_are_the_same(device):
     args = arguments()
     program, _ = rewritten(device)

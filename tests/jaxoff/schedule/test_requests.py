@@ -69,6 +69,7 @@ def codes_of(fun, *args):
 
 @LOOPS
 @LISTS
+@pytest.mark.some_cases(2)
 def test_a_misspelt_name_is_said_with_the_near_miss(stack, lists):
     fun = jax.grad(stack(layer, lists(["a", "unraed"], [])))
     (finding,) = findings_of(fun, W, X)

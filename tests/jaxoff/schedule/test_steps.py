@@ -45,6 +45,7 @@ def momentum_step(case, policy, w, m, x):
 
 
 @pytest.mark.parametrize(("case", "policy"), [("block", "lists"), ("scan", "te_v2")])
+@pytest.mark.some_cases(1)
 def test_donated_weights_are_consumed_and_the_steps_are_right(case, policy):
     case = PROGRAMS[case]
 
@@ -78,6 +79,7 @@ def test_donated_weights_are_consumed_and_the_steps_are_right(case, policy):
 
 
 @pytest.mark.parametrize(("case", "policy"), [("block", "te_v1"), ("block", "lists"), ("scan", "te_v2")])
+@pytest.mark.some_cases(1)
 def test_microbatches_accumulate_the_gradient_of_the_batch(case, policy):
     case = PROGRAMS[case]
     policy, names = POLICIES[policy]

@@ -12,15 +12,24 @@ from jaxoff._budget.limits import Budget
 from jaxoff._budget.state import State
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
+from jaxoff._runtime import program_memory
 from jaxoff._schedule.rewrite import rewrite
 from jaxoff._state import stream
 
 WIDTH = 512
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
+def _small_blocks(monkeypatch, folder):
     monkeypatch.setattr(stream, "_BLOCK_NBYTES", 1 << 18)
+    # The same programs are searched again and again: what each takes is known from the first test on.
+    monkeypatch.setenv("JAXOFF_CACHE_DIR", str(folder))
+    monkeypatch.setattr(program_memory, "_WORTH_A_FILE", 0.0)
 
 
 OPTIMIZER = optax.adamw(1e-3)
