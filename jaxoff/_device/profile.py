@@ -197,15 +197,18 @@ class Device:
 H200 = Device.of("h200")
 
 
-def checked_device(device: Any) -> Any:
-    """Checks the type of a caller's device, and returns the device, or None.
+def find_device(device: Any) -> Any:
+    """The profile that a caller's device is or names; None for None.
 
     Raises:
-      TypeError: for other types than `Device` and None, e.g. a name.
+      TypeError: for other types than `Device`, text and None.
+      ValueError: for a name that is none of a profile, as `Device.of`.
     """
+    if isinstance(device, str):
+        return Device.of(device)
     if device is not None and not isinstance(device, Device):
         raise TypeError(
-            "device is a jaxoff.Device, such as jaxoff.Device.of('h200') or jaxoff.Device.measure(), "
+            "device is a jaxoff.Device, such as jaxoff.Device.measure(), or the name of one, such as 'h200'; "
             f"got {device!r}."
         )
     return device

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoff._device.at_hand import device_or_at_hand
-from jaxoff._device.profile import Device, checked_device
+from jaxoff._device.profile import Device, find_device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.scopes import LAYER_LOOP, PLAIN_LOOP
 from jaxoff._layers.keep_first import Block, KeepFirstOption, check_keep_first, choose_last_policy
@@ -33,7 +33,7 @@ def scan(
     reverse: bool = False,
     block: int = 1,
     keep_first: KeepFirstOption = "auto",
-    device: Device | None = None,
+    device: Device | str | None = None,
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` over layers, each layer under `jax.checkpoint` with a policy.
 
@@ -56,7 +56,7 @@ def scan(
         device holds as many copies as the loop has blocks. Other residuals of the step with the same name,
         shape and dtype stay, too; so do un-named residuals of the same operation on equal shapes.
         `jaxoff.explain` shows the residuals kept.
-      device: speeds of the accelerator and its link, for the estimate of "auto"; None as for `jaxoff.jit`.
+      device: speeds of the accelerator and its link, for the estimate of "auto"; as for `jaxoff.jit`.
 
     Returns:
       The last carry, and the ys, stacked along a new first axis.
@@ -102,7 +102,7 @@ def scan_by_strategy(
     reverse: bool = False,
     block: int = 1,
     keep_first: KeepFirstOption = "auto",
-    device: Device | None = None,
+    device: Device | str | None = None,
 ) -> tuple[Any, Any]:
     """Runs `scan` with a given strategy. Other arguments, result and errors as for `scan`.
 
@@ -116,7 +116,7 @@ def scan_by_strategy(
     """
     check_keep_first(keep_first)
     check_policy(policy)
-    device = device_or_at_hand(checked_device(device))
+    device = device_or_at_hand(find_device(device))
     if strategy not in get_args(Strategy):
         choices = ", ".join(map(repr, get_args(Strategy)))
         raise ValueError(
@@ -177,7 +177,7 @@ def layers(
     *,
     policy: Callable[..., Any],
     keep_first: KeepFirstOption = "auto",
-    device: Device | None = None,
+    device: Device | str | None = None,
 ) -> Any:
     """Applies layers in a row, each layer under `jax.checkpoint` with a policy.
 
@@ -191,7 +191,7 @@ def layers(
       policy: a `jaxoff.policy`, any policy of `jax.checkpoint`, or a `jaxoff.FirstLayers` of two policies.
       keep_first: whether the residual offloaded last in each layer stays on the device; as for `jaxoff.scan`,
         with a block for each layer.
-      device: speeds of the accelerator and its link, for the estimate of "auto"; None as for `jaxoff.jit`.
+      device: speeds of the accelerator and its link, for the estimate of "auto"; as for `jaxoff.jit`.
 
     Returns:
       The output of the last layer.
@@ -211,7 +211,7 @@ def layers(
     """
     check_keep_first(keep_first)
     check_policy(policy)
-    device = device_or_at_hand(checked_device(device))
+    device = device_or_at_hand(find_device(device))
     if callable(functions):
         if params is None:
             raise ValueError("One function for all layers takes (params, x): pass params, one entry a layer.")

@@ -10,7 +10,7 @@ import jax
 
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan
-from jaxoff._device.profile import Device, checked_device
+from jaxoff._device.profile import Device, find_device
 from jaxoff._device.target import PLUGINS, list_targets, target
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.statics import list_statics
@@ -91,7 +91,7 @@ def make_planner(
 ) -> Callable[[Budget], Plan]:
     """A function budget -> plan of a step; arguments as for `plan`. Estimates trace the step once for all."""
     name = device if isinstance(device, str) else None
-    jitted = _jit(fun, None if device is None else _find_device(device), statics)
+    jitted = _jit(fun, None if device is None else find_device(device), statics)
     on_gpu = jax.default_backend() == "gpu"
     ahead = name or _find_target(jitted.device)
     can_compile = on_gpu or (ahead in list_targets() and any(map(importlib.util.find_spec, PLUGINS)))
@@ -114,10 +114,6 @@ def make_planner(
         return within.plan
 
     return compile_plan
-
-
-def _find_device(device: Device | str) -> Device:
-    return Device.of(device) if isinstance(device, str) else checked_device(device)
 
 
 def _find_target(device: Device) -> str | None:

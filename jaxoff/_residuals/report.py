@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoff._device.at_hand import AtHand, profile_at_hand
-from jaxoff._device.profile import Device, checked_device
+from jaxoff._device.profile import Device, find_device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.statics import list_statics
 from jaxoff._policy.decision import Placement
@@ -92,7 +92,7 @@ def explain(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
-    device: Device | None = None,
+    device: Device | str | None = None,
     **kwargs,
 ) -> Report:
     """Reports the residuals of a function, their placements and rules, and problems, before anything runs.
@@ -108,8 +108,9 @@ def explain(
       has_aux: whether `fun` returns `(output, auxiliary)`, as for `jax.grad`.
       static_argnums, static_argnames: arguments that are no arrays, as for `jax.jit`. Those of a given
         function of `jax.jit` or `jaxoff.jit` are known.
-      device: speeds of the accelerator and its link, for estimates of times. None: the GPU at hand, by its
-        profile or by the nearest with a finding; an H200 without a GPU.
+      device: speeds of the accelerator and its link, for estimates of times, or the name of a profile that
+        ships with jaxoff. None: the GPU at hand, by its profile or by the nearest with a finding; an H200
+        without a GPU.
 
     Returns:
       A `Report`.
@@ -131,7 +132,7 @@ def explain(
       rule-matched-nothing: offload='x_inn' matches no name inside its jax.checkpoint. Did you mean 'x_in'?
       The names there are x_in.
     """
-    checked_device(device)
+    device = find_device(device)
     statics = list_statics(static_argnums, static_argnames)
     function = TracedFunction.trace(fun, args, kwargs, argnums, has_aux, statics)
     function.check_gradient()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxoff._budget.limits import Budget
-from jaxoff._device.profile import Device, checked_device
+from jaxoff._device.profile import Device, find_device
 from jaxoff._schedule.jitted import Jitted
 from jaxoff._schedule.recipes import checked_recipe
 
@@ -17,7 +17,7 @@ def jit(
     /,
     *,
     compiler_options: Mapping[str, Any] | None = None,
-    device: Device | None = None,
+    device: Device | str | None = None,
     recipe: str | None = None,
     tune: bool = False,
     device_bytes: float | str | None = None,
@@ -52,9 +52,10 @@ def jit(
       fun: as for `jax.jit`; without it, a decorator.
       compiler_options: as for `jax.jit`; they win over the ones chosen here. What is known to harm is warned
         of.
-      device: rates of the accelerator and its link, to plan the copies with. None: the GPU at hand, or the
-        one that a `jaxoff.target` describes, by its profile or by the nearest with a finding; an H200
-        without a GPU. A program on several devices is planned with their shared link (`Device.sharing`).
+      device: rates of the accelerator and its link, to plan the copies with, or the name of a profile that
+        ships with jaxoff, such as "h100" (`Device.of`). None: the GPU at hand, or the one that a
+        `jaxoff.target` describes, by its profile or by the nearest with a finding; an H200 without a GPU. A
+        program on several devices is planned with their shared link (`Device.sharing`).
       recipe: the recipe to use instead of a choice; compiles one program.
       tune: whether to choose by time among the recipes within that memory, each also without CUDA graphs
         where its copies are outside of loops. Each of the first steps runs, and waits for, another of these
@@ -127,7 +128,7 @@ def jit(
             "compiler_options maps names to values, such as {'xla_gpu_enable_command_buffer': ''}; "
             f"got {compiler_options!r}."
         )
-    options, rates = dict(compiler_options or {}), checked_device(device)
+    options, rates = dict(compiler_options or {}), find_device(device)
     if recipe is not None and tune:
         raise ValueError(
             f"recipe= insists on one recipe, tune=True compares several; got recipe={recipe!r} and both."

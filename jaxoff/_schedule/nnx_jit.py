@@ -31,7 +31,7 @@ def nnx_jit(
     /,
     *,
     compiler_options: Mapping[str, Any] | None = None,
-    device: Device | None = None,
+    device: Device | str | None = None,
     recipe: str | None = None,
     device_bytes: float | str | None = None,
     host_bytes: float | str | None = None,

@@ -55,6 +55,22 @@ def test_the_gpu_at_hand_is_the_default():
     assert jaxoff.jit(jax.numpy.sin).device.name == jax.devices()[0].device_kind
 
 
+def test_a_device_is_a_profile_or_the_name_of_one():
+    def loss(w, x):
+        layer = jax.checkpoint(lambda x, w: (x + jaxoff.name(jnp.tanh(x @ w), "act"), None))
+        return jax.lax.scan(layer, x, w)[0].sum()
+
+    args = jax.ShapeDtypeStruct((2, 8, 8), "float32"), jax.ShapeDtypeStruct((4, 8), "float32")
+    a100 = Device.of("a100")
+    assert jaxoff.jit(loss, device="a100").device == jaxoff.jit(loss, device=a100).device == a100
+    assert str(jaxoff.explain(loss, *args, device="a100")) == str(jaxoff.explain(loss, *args, device=a100))
+    for take in (jaxoff.jit, lambda fun, device: jaxoff.explain(fun, *args, device=device)):
+        with pytest.raises(ValueError, match="'a10'"):
+            take(loss, device="a10")
+        with pytest.raises(TypeError, match="or the name of one, such as 'h200'; got 100"):
+            take(loss, device=100)
+
+
 def test_the_h100s_profile_is_what_one_measured():
     h100 = Device.of("h100")
     assert (h100.flops, h100.memory_gbps, h100.d2h_gbps, h100.h2d_gbps) == (652.5e12, 2918, 50.7, 50.6)

@@ -101,7 +101,7 @@ def test_the_options_of_jaxoff_jit_are_taken():
     with pytest.raises(ValueError, match="recipe is one of"):
         jaxoff.nnx_jit(lambda model: model, recipe="fast")
     with pytest.raises(TypeError, match=r"jaxoff\.Device"):
-        jaxoff.nnx_jit(lambda model: model, device="h200")
+        jaxoff.nnx_jit(lambda model: model, device=200)
 
 
 @pytest.mark.long  # README has such a step
