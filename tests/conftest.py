@@ -20,6 +20,10 @@ XLA_FLAGS = {
     # Code that is slower and compiled faster: the tests compile much and run little.
     "--xla_backend_optimization_level": "0",
     "--xla_llvm_disable_expensive_passes": "true",
+    # XLA's newer emitters of fused kernels for a CPU take two thirds of a compilation. The older ones
+    # contract products and sums where the processor can, in some programs: tests of bits see it.
+    "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_max_isa": "SSE4_2",
     # Kernels of a GPU that is not there cannot be timed, only compiled in vain.
     "--xla_gpu_autotune_level": "0",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 from jaxoff._budget.memory import list_peak_values
@@ -35,6 +36,10 @@ class BudgetError(ValueError):
     def largest(self) -> tuple[str, ...]:
         """The largest values at the peak of that plan's program, by an estimate: bytes, shape and source."""
         return tuple(self._list_largest())
+
+    def least_bytes(self) -> float:
+        """`smallest_bytes`, or infinity."""
+        return math.inf if self.smallest_bytes is None else self.smallest_bytes
 
     def __str__(self) -> str:
         if not self.largest:

@@ -32,8 +32,8 @@ from jaxoff._report.tables import format_nbytes
 TRIES = 4
 # Programs that are compiled once more, by other options, where none fits.
 _SMALLEST = 2
-# The most by which a program may be over the budget to be compiled so: 16% is the most that other options
-# have won (bench/LOG.md, "2026-11-26, night: the first program by liveness").
+# The most by which a program may be over the budget to be compiled so, as it was compiled or by the estimate:
+# other options have won 16% (bench/LOG.md, "2026-11-26, night: the first program by liveness").
 _WITHIN_REACH = 1.25
 # What large programs take, as a part of what `estimate_nbytes` says: 1.01 to 1.07, with a decoder's 1.14.
 _OF_ESTIMATE = 1.03
@@ -218,18 +218,18 @@ class _Search[P]:
         is_manual = any(map(compat.is_shard_map, inline_program(closed.jaxpr).eqns))
         self.devices = 1 if is_manual else devices
         self._device, self._budget = _join(device, self.devices), _scale(budget, self.devices)
-        self._compile, self._fills = compile_program, devices > 1
+        self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
         in_parts, regions = write_in_parts(whole, _LARGE * self._budget.device_nbytes, is_divided=devices > 1)
         self._whole = _Form.of(whole, (), self._device, budget)
         self._in_parts = _Form.of(in_parts, regions, self._device, budget) if regions else self._whole
         refuse_unmatched(self._whole.costs, budget.compress)
         self._step_ms = sum(c.pair.count * (c.forward_ms + c.backward_ms) for c in self._whole.costs)
-        self._form, self._room = self._begin(donated, devices if is_manual else None)
+        self._form, self._room = self._begin(devices if is_manual else None)
         self.tried: list[Tried[P]] = []
         self._progress = Progress()
 
-    def _begin(self, donated: Sequence[bool], manual_devices: int | None) -> tuple[_Form, float]:
+    def _begin(self, manual_devices: int | None) -> tuple[_Form, float]:
         """The form of the first program, and its room for kept values: bytes as `saved_nbytes` counts them.
 
         In a `jax.shard_map` of `manual_devices` values are those of one device, and arguments are not: there
@@ -241,11 +241,11 @@ class _Search[P]:
             room = max(0.0, limit - arguments / manual_devices)
             everything = saved_nbytes(whole.costs, whole.fastest[0])
             return (whole if everything + in_parts.spared_nbytes <= room else in_parts), room
-        if estimate_nbytes(self._write(whole, whole.fastest[0]), donated) <= limit:
+        if self._estimate(whole, whole.fastest[0]) <= limit:
             return whole, math.inf
         least = choose_placements(in_parts.costs, self._device, None, _NO_COPIES)
         assert least is not None  # the inputs of layers may be saved
-        nbytes = _OF_ESTIMATE * estimate_nbytes(self._write(in_parts, least[0]), donated)
+        nbytes = _OF_ESTIMATE * self._estimate(in_parts, least[0])
         temporaries = max(0.0, nbytes - arguments - saved_nbytes(in_parts.costs, least[0]))
         return in_parts, max(0.0, limit - arguments - temporaries)
 
@@ -269,12 +269,13 @@ class _Search[P]:
         limit = self._budget.device_nbytes
         host_nbytes = self._budget.host_nbytes if copies else _NO_COPIES
         mine: list[Tried[P]] = []
+        skipped: list[tuple[Placements, ...]] = []  # of the form that the search is at
 
         @functools.cache
         def choose_least(form: _Form) -> tuple[list[Placements], float] | None:
             return choose_placements(form.costs, self._device, None, host_nbytes)
 
-        for _ in range(3 * TRIES):
+        for _ in range(4 * TRIES):
             if len(mine) == TRIES:
                 break
             costs, fastest = self._form.costs, self._form.fastest[0]
@@ -284,9 +285,9 @@ class _Search[P]:
                 break
             alike = [t for t in mine if t.regions == self._form.regions]
             fits = [t for t in alike if t.nbytes <= limit]
-            if any(t.placements == tuple(chosen[0]) for t in alike):
-                over = [saved_nbytes(costs, t.placements) for t in alike if t.nbytes > limit]
-                over.append(saved_nbytes(costs, fastest))
+            if tuple(chosen[0]) in (*skipped, *(t.placements for t in alike)):
+                beyond = [t.placements for t in alike if t.nbytes > limit]
+                over = [saved_nbytes(costs, placements) for placements in (*beyond, *skipped, fastest)]
                 low = max((saved_nbytes(costs, t.placements) for t in fits), default=0.0)
                 middle = (low + min(over)) / 2
                 if middle in (self._room, low):
@@ -295,6 +296,9 @@ class _Search[P]:
                 continue
             if fits and chosen[1] >= min(t.added_ms for t in fits) - _FASTER * self._step_ms:
                 break
+            if fits and self._is_beyond(chosen[0], alike):
+                skipped.append(tuple(chosen[0]))
+                continue
             latest = self._try(*chosen)
             mine.append(latest)
             if latest.nbytes <= limit and latest.placements == tuple(fastest):
@@ -304,6 +308,7 @@ class _Search[P]:
             self._room = _correct(costs, [t for t in mine if t.regions == self._form.regions], limit)
             if self._form is not self._in_parts and latest.nbytes > limit:
                 self._form, self._room = self._in_parts, self._room + self._in_parts.spared_nbytes
+                skipped.clear()
         if all(t.nbytes > limit for t in mine):
             # Less kept may take more memory: the least of an error is the least of all budgets.
             least = choose_least(self._form)
@@ -316,13 +321,22 @@ class _Search[P]:
     ) -> Tried[P] | None:
         """The fastest of the smallest programs found within the budget if compiled otherwise."""
         mine: list[Tried[P]] = []
-        within_reach = [t for t in self.tried if t.nbytes <= _WITHIN_REACH * self._budget.device_nbytes]
-        for tried in sorted(within_reach, key=lambda t: t.nbytes)[:_SMALLEST]:
+        for tried in sorted(self.tried, key=lambda t: t.nbytes)[:_SMALLEST]:
             form = self._form_of(tried)
+            nbytes = min(tried.nbytes, self._estimate(form, tried.placements))
+            if nbytes > _WITHIN_REACH * self._budget.device_nbytes:
+                continue
             compiled = compile_otherwise(self._write(form, tried.placements))
             if compiled is not None:
                 mine.append(self._add(form, tried.placements, tried.added_ms, compiled))
         return self._find_fastest(mine)
+
+    def _is_beyond(self, placements: Sequence[Placements], alike: Sequence[Tried[P]]) -> bool:
+        """Whether a program is over the budget by the estimate, scaled by what the nearest other takes."""
+        limit = self._budget.device_nbytes
+        nearest = min(alike, key=lambda t: abs(t.nbytes - limit))
+        scale = nearest.nbytes / self._estimate(self._form, nearest.placements)
+        return scale * self._estimate(self._form, placements) > (1 + CLOSE_ENOUGH) * limit
 
     def _find_fastest(self, tried: Sequence[Tried[P]]) -> Tried[P] | None:
         fits = (t for t in tried if t.nbytes <= self._budget.device_nbytes)
@@ -338,6 +352,9 @@ class _Search[P]:
                 return tried
         compiled = self._compile(self._write(self._form, placements))
         return self._add(self._form, placements, added_ms, compiled)
+
+    def _estimate(self, form: _Form, placements: Sequence[Placements]) -> float:
+        return estimate_nbytes(self._write(form, placements), self._donated)
 
     def _write(self, form: _Form, placements: Sequence[Placements]) -> ClosedJaxpr:
         left = iter(placements)

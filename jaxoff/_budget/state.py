@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 from jaxoff._budget.budget_error import BudgetError
@@ -78,6 +77,7 @@ class State:
         budget: Budget,
         error: BudgetError,
         find: Callable[[ClosedJaxpr, Budget], Tried[P]],
+        missing_nbytes: float,
     ) -> tuple[Tried[P], HostedState]:
         """Finds a program within a budget with as little state on the host as needed, else with all of it.
 
@@ -87,6 +87,7 @@ class State:
           budget: the memory of the device and its host.
           error: of the search with all state on the device.
           find: searches for a program within a budget.
+          missing_nbytes: bytes on the device beyond the budget with all state there.
 
         Raises:
           BudgetError: if no program fits, or if there is no state that may rest on the host.
@@ -97,10 +98,7 @@ class State:
                 "alone, which replaces it."
             )
             raise error.extend(text) from None
-        missing = math.inf
-        if error.smallest_bytes is not None:
-            missing = (1 + _SPARE) * (error.smallest_bytes - budget.device_nbytes)
-        some = _choose(self.updates, missing)
+        some = _choose(self.updates, (1 + _SPARE) * missing_nbytes)
         for chosen in [some, self.updates] if len(some) < len(self.updates) else [self.updates]:
             nbytes = sum(update.nbytes for update in chosen)
             left = None if budget.host_nbytes is None else budget.host_nbytes - nbytes
@@ -113,7 +111,7 @@ class State:
                 found = find(program, dataclasses.replace(budget, host_nbytes=left))
             except BudgetError as latest:
                 rest = f"{format_nbytes(nbytes)} of state rest on the host."
-                if _least(latest) <= _least(error):
+                if latest.least_bytes() <= error.least_bytes():
                     error = latest.extend(rest)
                 else:
                     error = error.extend(f"It takes more where {rest}")
@@ -134,10 +132,6 @@ def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:
         if sum(u.nbytes for u in chosen) - buffers >= nbytes:
             break
     return chosen
-
-
-def _least(error: BudgetError) -> float:
-    return math.inf if error.smallest_bytes is None else error.smallest_bytes
 
 
 def _estimate_ms(nbytes: int, device: Device) -> float:

@@ -18,6 +18,7 @@ from jaxoff._jaxpr.compat import JaxprEqn
 PLAIN_LOOP = "jaxoff_plain"  # a loop left to XLA
 _RECOMPUTED = "rematted_computation"  # JAX's own
 LAYER_LOOP = "jaxoff_layers"  # a loop for `jaxoff.jit` to rewrite
+_DIFFERENTIATION = re.compile(r"\b(?:jvp|transpose)\(")
 _MOVED = re.compile(r"offload\[(.*?)\](?:/|$)")  # the copies of a named value
 
 
@@ -37,8 +38,13 @@ def is_differentiated(eqn: JaxprEqn) -> bool:
 
 
 def is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether an equation belongs to a backward pass."""
-    return "transpose(" in _read_scopes(eqn)
+    """Whether an equation belongs to a backward pass.
+
+    The outermost transformation decides: a backward pass that is differentiated, such as that of a gradient
+    penalty, belongs to the forward pass of the outer gradient, with scopes like `jvp(transpose(jvp(...)))`.
+    """
+    outermost = _DIFFERENTIATION.search(_read_scopes(eqn))
+    return outermost is not None and outermost[0] == "transpose("
 
 
 def is_recomputed(eqn: JaxprEqn) -> bool:

@@ -232,8 +232,21 @@ class Chain:
             tied[v] = self.substitutes.get(v, v)
             for wait in waits:
                 if wait is not None:
-                    tied[v], _ = self.add_barrier(tied[v], self.elements.get(wait, wait), i)
+                    tied[v], awaited = self.add_barrier(tied[v], self.elements.get(wait, wait), i)
+                    if self._is_small_convolution(wait):
+                        self.substitutes[wait] = awaited
         return tied
+
+    def _is_small_convolution(self, v: Var) -> bool:
+        """Whether a value is the small result of a convolution, such as the gradient of its weights.
+
+        XLA transposes the result for each reader on its own, and drops a barrier's operand that is read there
+        alone. So readers of the result read the barrier's output.
+        """
+        maker = self._graph.maker.get(v)
+        if maker is None or self._is_large(v):
+            return False
+        return self._eqns[maker].primitive.name == "conv_general_dilated"
 
     def add_barrier(self, value: Value, other: Value, i: int) -> tuple[Added, Added]:
         """Adds a barrier over two values; of more values, XLA would drop the operands with unread outputs."""

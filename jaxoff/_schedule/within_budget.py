@@ -103,14 +103,24 @@ def find_within(
     arguments = compat.nbytes_of(twin.jaxpr.invars)
     find_state = functools.cache(lambda: State.find(twin, donated))
 
+    def search_with_state(error: BudgetError, missing_nbytes: float) -> Within:
+        found, hosted = find_state().search(paths, device, budget, error, find, missing_nbytes)
+        within = _make_within(found, budget, device)
+        return dataclasses.replace(within, plan=hosted.add_to(within.plan))
+
     def search() -> Within:
+        missing = arguments - budget.device_nbytes
+        if missing > 0 and _may_host_state(call) and find_state().fits(budget.host_nbytes):
+            alone = BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", None)
+            try:
+                return search_with_state(alone, missing)
+            except BudgetError as error:
+                with_state = error
+            try:
+                return _make_within(find(twin, budget), budget, device)
+            except BudgetError as error:
+                raise min(with_state, error, key=BudgetError.least_bytes) from None
         try:
-            if (
-                _may_host_state(call)
-                and arguments > budget.device_nbytes
-                and find_state().fits(budget.host_nbytes)
-            ):
-                raise BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", arguments)
             return _make_within(find(twin, budget), budget, device)
         except BudgetError as error:
             if arguments <= call.devices * budget.device_nbytes:
@@ -119,9 +129,7 @@ def find_within(
                     return _as_written(written, traced, budget, device)
             if not _may_host_state(call):
                 raise
-            found, hosted = find_state().search(paths, device, budget, error, find)
-            within = _make_within(found, budget, device)
-            return dataclasses.replace(within, plan=hosted.add_to(within.plan))
+            return search_with_state(error, error.least_bytes() - budget.device_nbytes)
 
     try:
         return search()
@@ -160,7 +168,8 @@ def estimate_within(
     except BudgetError as error:
         if not _may_host_state(call):
             raise
-        found, hosted = State.find(twin, donated).search(paths, device, budget, error, find)
+        missing = error.least_bytes() - budget.device_nbytes
+        found, hosted = State.find(twin, donated).search(paths, device, budget, error, find, missing)
         return hosted.add_to(found.make_plan(budget, device, None, is_compiled=False))
 
 

@@ -129,6 +129,29 @@ def test_one_layer_alone_and_layers_with_a_section_ahead_keep_their_results(laye
     assert_placed_alike(without_embedding, (params, data), keep_inputs, rtol=1e-3)
 
 
+def test_a_differentiated_backward_pass_is_a_part_of_the_forward_pass():
+    """A gradient penalty: the gradient by the data is differentiated by the weights."""
+
+    def penalty(params, x):
+        def loss(x):
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return (x**2).sum()
+
+        return (jax.grad(loss)(x) ** 2).sum()
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    ways = zip(keys, itertools.pairwise((8, 16, 24, 12)), strict=False)
+    params = [jax.random.normal(key, shape) / 4 for key, shape in ways]
+    args = params, jax.random.normal(keys[3], (32, 8))
+    sections = [graph.eqns for graph in graphs_of(jax.grad(penalty), args)]
+    scopes = {str(eqn.source_info.name_stack) for eqns in sections for eqn in eqns}
+    assert any(scope.startswith("jvp(transpose(jvp(") for scope in scopes)
+    assert not any(scope.startswith("transpose(") for scope in scopes)
+    placed = assert_placed_alike(jax.grad(penalty), args, keep_inputs, rtol=1e-4)
+    assert count(placed, "tanh") > len(params)
+
+
 def test_what_a_loop_reads_stays_on_the_device():
     """A loop's operands are found in both of its passes: they are not made again."""
 

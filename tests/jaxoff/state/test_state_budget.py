@@ -152,6 +152,18 @@ def test_a_state_is_made_where_the_plan_wants_it(budget):
     compiled(made, x)
 
 
+def test_the_least_of_a_budget_below_the_arguments_is_that_of_a_program(budget):
+    args = make_arguments()
+    with pytest.raises(jaxoff.BudgetError) as error:
+        jit_within(1e6).lower(*args)
+    least = error.value.smallest_bytes
+    assert least is not None
+    assert least < budget
+    within = jit_within(least)
+    within.lower(*args)
+    assert within.plan.peak_bytes <= least
+
+
 def test_arrays_anywhere_and_described_arrays_make_one_program(budget):
     state, x = make_arguments()
     within = jit_within(budget)
@@ -202,7 +214,7 @@ def test_the_least_is_that_of_all_searches(taken):
 
     names = [str(v) for v in closed.jaxpr.invars]
     with pytest.raises(jaxoff.BudgetError, match="of state rest on the host") as caught:
-        state.search(names, H200, Budget.of(1e6, None, None), jaxoff.BudgetError("at first", 8e6), find)
+        state.search(names, H200, Budget.of(1e6, None, None), jaxoff.BudgetError("at first", 8e6), find, 7e6)
     assert caught.value.smallest_bytes == min(taken, 8e6)
 
 
