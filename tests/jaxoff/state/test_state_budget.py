@@ -17,6 +17,7 @@ from jaxoff._schedule.rewrite import rewrite
 from jaxoff._state import stream
 
 WIDTH = 512
+LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
 @pytest.fixture(scope="module")
@@ -265,3 +266,33 @@ def test_layers_in_a_row_are_ordered_with_their_state_on_the_host(loop):
     assert written.streamed
     assert written.flat != loop
     assert any(eqn.primitive.name == "optimization_barrier" for eqn in written.jaxpr.jaxpr.eqns) or loop
+
+
+def test_the_gradient_of_a_convolutions_weights_is_read_behind_the_barrier_that_waits_for_it():
+    """XLA drops a barrier's operand that nobody reads: the convolution would run when the weights change."""
+
+    def step(state, x):
+        def loss(params):
+            h = x
+            for w in params:
+                h = jnp.tanh(lax.conv_general_dilated(h, w, (1, 1), "SAME", dimension_numbers=LAYOUT))
+            return h.var()
+
+        params, momenta = state
+        momenta = jax.tree.map(lambda m, g: 0.9 * m + g, momenta, jax.grad(loss)(params))
+        return jax.tree.map(lambda w, m: w - 0.1 * m, params, momenta), momenta
+
+    params = [jax.ShapeDtypeStruct((3, 3, 256, 256), "float32")] * 4
+    closed = jax.make_jaxpr(step)((params, params), jax.ShapeDtypeStruct((8, 64, 64, 256), "float32"))
+    state = State.find(closed, [True] * 8 + [False])
+    assert len(state.updates) == 4
+    program = rewrite(stream.stream_updates(state.closed, state.updates), H200, large_nbytes=1 << 24)
+    eqns = program.jaxpr.jaxpr.eqns
+    gradients = [
+        eqn.outvars[0]
+        for eqn in eqns
+        if eqn.primitive.name == "conv_general_dilated" and eqn.outvars[0].aval.size == 9 * 256 * 256
+    ]
+    assert len(gradients) == 4
+    readers = [[eqn.primitive.name for eqn in eqns if v in eqn.invars] for v in gradients]
+    assert sum(names == ["optimization_barrier"] for names in readers) >= 3  # nothing waits for the last one
