@@ -132,13 +132,13 @@ def explain(
       rule-matched-nothing: offload='x_inn' matches no name inside its jax.checkpoint. Did you mean 'x_in'?
       The names there are x_in.
     """
-    device = find_device(device)
+    profile = find_device(device)
     statics = list_statics(static_argnums, static_argnames)
     function = TracedFunction.trace(fun, args, kwargs, argnums, has_aux, statics)
     function.check_gradient()
     analysis = analyse(function)
     report = Report(tuple(row.residual for row in analysis.rows), collect_findings(analysis, Runtime.read()))
-    at_hand = profile_at_hand() if device is None else AtHand(device)
+    at_hand = profile_at_hand() if profile is None else AtHand(profile)
     has_copies = any(compat.transfer_in(site.eqn) for site in function.sites)
     if has_copies or not report.host_bytes:
         return report  # JAX cannot differentiate the copies of a gradient a second time
