@@ -1,4 +1,4 @@
-"""The error of a budget that nothing fits, with the values that take the space."""
+"""The error of a budget too small for every program, with the largest values."""
 
 from __future__ import annotations
 

@@ -39,10 +39,10 @@ _BUFFERS = 2
 _ORDERED_KERNEL_MS = 0.0095
 # Of values as fast to save, the smaller: added passes over a row for each saved value.
 _SAVING_SHARE = 0.02
-# Passes of memory over a value to compress it and to restore it: 1.5 of its bytes each.
+# Passes of memory over a value to compress and to restore the value: 1.5 of its bytes each.
 _COMPRESSING_PASSES = 3.0
 _MB = 1e6
-# Part of the least memory that may be added to it, for time.
+# Part of the least memory by which a choice may exceed the least, for time.
 _LEAST_SLACK = 1e-3
 
 

@@ -35,7 +35,7 @@ _SMALLEST = 2
 # The most by which a program may be over the budget to be compiled so, as it was compiled or by the estimate:
 # other options have won 16% (bench/LOG.md, "2026-11-26, night: the first program by liveness").
 _WITHIN_REACH = 1.25
-# What large programs take, as a part of what `estimate_nbytes` says: 1.01 to 1.07, with a decoder's 1.14.
+# Compiled bytes of large programs, as a part of `estimate_nbytes`: 1.01 to 1.07, with a decoder's 1.14.
 _OF_ESTIMATE = 1.03
 # A program within this part of the budget is not followed by a further search.
 CLOSE_ENOUGH = 0.04
@@ -232,7 +232,7 @@ class _Search[P]:
     def _begin(self, manual_devices: int | None) -> tuple[_Form, float]:
         """The form of the first program, and its room for kept values: bytes as `saved_nbytes` counts them.
 
-        In a `jax.shard_map` of `manual_devices` values are those of one device, and arguments are not: there
+        In a `jax.shard_map` of `manual_devices` values belong to a single device, and arguments to all: there
         temporaries are left to compilation.
         """
         whole, in_parts, limit = self._whole, self._in_parts, self._budget.device_nbytes

@@ -48,7 +48,7 @@ class InnerLoops:
         return None
 
     def widen(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Var] | None:
-        """The results of the wider form of the loop that `eqn` repeats; None if it repeats none."""
+        """The results of the wider form of the loop repeated by `eqn`; None if `eqn` repeats no loop."""
         found = self.find(eqn, operands)
         return None if found is None else list(found[1].outvars)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-# Bounds of a search. It takes a few nodes and 0.1 s as a rule; many values of one size can make it endless.
+# Bounds of a search. A search takes a few nodes and 0.1 s as a rule; many values of equal size can make it
+# endless.
 # Nodes first, as their number does not depend on the machine.
 _NODES = 5000
 _SECONDS = 20.0

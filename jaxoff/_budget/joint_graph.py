@@ -34,7 +34,7 @@ class JointGraph:
       names: forward variable -> its name from `checkpoint_name`.
       has_stacks: whether a kept value is a row of a stack, as in a loop, and not an array of its own.
       position: index of the first equation of the forward pass among the equations around the layers.
-      is_section: whether it is a section of the forward pass that does not repeat, and not a layer.
+      is_section: whether this is a section of the forward pass without repeats, and no layer.
     """
 
     count: int

@@ -15,7 +15,7 @@ _TRANSFORMS = re.compile(r"\b(jvp|transpose|vmap|checkpoint|rematted_computation
 
 
 def format_type(aval: Any, dtype: Any = None) -> str:
-    """The dtype and shape of a value, such as "bfloat16[4, 128]", with its own dtype or the given one."""
+    """The dtype and shape of a value, e.g. "bfloat16[4, 128]", with its own dtype or the given dtype."""
     return f"{dtype or compat.struct_of(aval).dtype}{list(compat.shape_of(aval))}"
 
 

@@ -42,7 +42,7 @@ class Numbering:
         self.aliases.update((v, w) for v, w in zip(eqn.outvars, first, strict=True) if v is not w)
 
     def find(self, eqn: JaxprEqn, operands: list[Any]) -> list[Var] | None:
-        """The values that an equation on known operands computes once more; None if it repeats nothing."""
+        """The values computed once more by an equation on known operands; None if nothing is repeated."""
         return self._by_key.get(self._key(eqn, [resolve(self.aliases, v) for v in operands]))
 
     def identify(self, operands: Iterable[Any]) -> Any:

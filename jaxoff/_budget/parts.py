@@ -127,7 +127,7 @@ class _Graph:
         self.makers, self.readers = index_makers(level.eqns), index_readers(level.eqns)
 
     def list_seeds(self, least_nbytes: float) -> list[Var]:
-        """The largest products and their like: one for each shape of such a value."""
+        """The largest products and their like: a value for each shape."""
         by_shape: dict[Any, Var] = {}
         for eqn in self.eqns:
             is_seed = eqn.primitive.name == "dot_general" and self.excluded.isdisjoint(eqn.outvars)

@@ -66,7 +66,7 @@ class Plan:
       programs: the number of placements tried; 0 for the step as the user wrote it.
       values: a row for each array of state on the host, for each kept value, and for each recomputed product
         and the like.
-      in_parts: values that exist one part at a time, such as the logits of a head.
+      in_parts: values in memory a part at a time, e.g. the logits of a head.
       step: the step, to be called or lowered.
       in_shardings: a pytree like the step's positional arguments: the sharding of each array, with the memory
         where it rests between steps. None for an estimate.
@@ -153,7 +153,7 @@ class Plan:
 def make_plan_as_written(
     closed: compat.ClosedJaxpr, sizes: tuple[float, int], budget: Budget, device: Device, step: Any
 ) -> Plan:
-    """The plan of a step that fits as the user wrote it, and under no other placements.
+    """The plan of a step which fits as the user wrote the step, and under no other placements.
 
     Args:
       closed: the program.
@@ -180,7 +180,7 @@ def shorten(source: str) -> str:
 
 
 def merge_rows(groups: Iterable[Iterable[PlacedValue]]) -> tuple[PlacedValue, ...]:
-    """The rows of groups of layers, those of the same value and placement in several groups in one."""
+    """The rows of groups of layers; rows of the same value and placement in several groups are merged."""
     rows: dict[Any, PlacedValue] = {}
     for group in groups:
         alike: collections.Counter[Any] = collections.Counter()

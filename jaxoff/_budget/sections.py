@@ -1,7 +1,7 @@
 """Sections of a forward pass outside of layers in a row: its stem, or a model whose layers all differ.
 
-A section is to the plan a layer that does not repeat. Sections are cut for the least memory of a step that
-keeps what one section passes to the next, and recomputes the rest a section at a time.
+A section is to the plan a layer without repeats. Sections are cut for the least memory of a step which
+keeps the values passed from section to section, and recomputes the rest a section at a time.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _list_places(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np
 
 
 def _find_ends(passed: np.ndarray, inner: np.ndarray, peak: float) -> list[int] | None:
-    """The places that cut a stretch so that its sections pass on the fewest bytes within a peak, or None.
+    """The places to cut a stretch where its sections pass on the fewest bytes within a peak, or None.
 
     Args:
       passed, inner: bytes passed on, and bytes of values, by the section from a place to a place.

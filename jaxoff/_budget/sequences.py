@@ -321,7 +321,7 @@ class _Joint:
         return not variables(eqn) and not is_recomputed(eqn) and owner is not None and owner[0].count == 1
 
     def _widen(self, eqn: JaxprEqn) -> list[Var] | None:
-        """The results of the wider form of the loop that an equation repeats; None if it repeats none."""
+        """The results of the wider form of the loop repeated by an equation; None if no loop is repeated."""
         found = self._loops.find(eqn, eqn.invars)
         if found is None:
             return None

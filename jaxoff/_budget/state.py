@@ -21,7 +21,7 @@ from jaxoff._state.updates import Update, find_updates
 # Part of the link's rate, both directions at a time, that a loop over blocks reaches (bench/LOG.md,
 # "2026-11-26: state on the host").
 _STREAMED_SHARE = 0.9
-# Bytes to win beyond what is missing, as a part of it: kernels' workspaces differ between programs.
+# Bytes to win beyond the missing bytes, as a part of these: kernels' workspaces differ between programs.
 _SPARE = 0.05
 
 
@@ -66,7 +66,7 @@ class State:
         return State(closed, tuple(list_streamable(find_updates(closed.jaxpr, donated))))
 
     def fits(self, host_nbytes: float | None) -> bool:
-        """Whether there is state that may rest on the host, all of it within a budget of host memory."""
+        """Whether there is state to rest on the host, all of the state within a budget of host memory."""
         nbytes = sum(update.nbytes for update in self.updates)
         return bool(self.updates) and (host_nbytes is None or nbytes <= host_nbytes)
 

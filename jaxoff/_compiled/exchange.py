@@ -8,7 +8,7 @@ from jaxoff._compiled.hlo import Instruction, parse
 
 
 def exchanged_nbytes(text: str) -> int:
-    """The bytes that the collectives of a program make on a device, those in a loop once for each iteration.
+    """The bytes made by the collectives of a program on a device, in a loop once for each iteration.
 
     Args:
       text: the program, as `jax.stages.Compiled.as_text` gives it.

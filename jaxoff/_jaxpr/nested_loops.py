@@ -60,7 +60,7 @@ class _Nest:
 
     @staticmethod
     def find(eqn: JaxprEqn) -> _Nest | None:
-        """The nest of an equation, if it is the outer scan of one."""
+        """The nest of an equation, if the equation is the outer scan of a nest."""
         layout = compat.scan_in(eqn)
         if layout is None or eqn.params["jaxpr"].consts or layout.unroll not in (1, False):
             return None

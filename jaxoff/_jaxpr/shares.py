@@ -29,7 +29,7 @@ def apply_to_shares(
       operands: arrays, divided in any way.
       like: (*operands) -> an array of the result's type; only its type counts where arrays are divided.
       follows_first: whether the result is divided like the first operand, whose rows stay whole.
-        Otherwise it is divided like what it is combined with.
+        Otherwise its division is that of the value combined with it.
 
     Returns:
       The result. On a single device, `like` of the operands.

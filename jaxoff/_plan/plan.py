@@ -117,7 +117,7 @@ def make_planner(
 
 
 def _find_target(device: Device) -> str | None:
-    """The name of the profile that ships with jaxoff and is this one."""
+    """The name under which this profile ships with jaxoff."""
     return next((name for name in list_targets() if Device.of(name) == device), None)
 
 

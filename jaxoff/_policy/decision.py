@@ -33,7 +33,7 @@ class Rule:
 
     Attributes:
       kind: the origin of the rule.
-      text: the rule as tables show it, such as "offload='moe.*'".
+      text: the rule as shown in tables, e.g. "offload='moe.*'".
       pattern: the entry of the list, for a rule of kind `LIST`, else None.
     """
 

@@ -1,4 +1,4 @@
-"""What one process learned of a program, kept on disk for the next: times of its recipes, compiled memory."""
+"""Facts of a program on disk, for later processes: times of its recipes, compiled memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-# Options of `jax.config` that change what XLA compiles, and are not in the program's text.
+# Options of `jax.config` which change the compiled program and are not in the program's text.
 _CONFIG = ("jax_compiler_enable_remat_pass", "jax_disable_most_optimizations", "jax_optimization_level")
 
 
@@ -30,7 +30,7 @@ def make_key(program: str, devices: int, device: Any, *more: Any) -> str:
     Args:
       program: the text of the lowered program.
       devices: the number of devices.
-      device: one of them, at hand.
+      device: a device at hand.
       more: such as compiler options.
     """
     options = os.environ.get("XLA_FLAGS"), *(str(jax.config.values.get(name)) for name in _CONFIG)

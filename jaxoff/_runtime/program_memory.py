@@ -25,7 +25,7 @@ def program_nbytes(compiled: jax.stages.Compiled) -> int:
 def program_nbytes_if_compiled(
     compile_program: Callable[[], jax.stages.Compiled], refusals: list[str] | None = None
 ) -> float:
-    """Device memory of a program; infinite for one that XLA refuses, or that runs out of memory before.
+    """Device memory of a program; infinite if XLA refuses the program or runs out of memory.
 
     Args:
       compile_program: compiles the program.
@@ -48,12 +48,12 @@ def lowered_nbytes(
 ) -> float:
     """Device memory of a lowered program, compiled unless an earlier process of this machine compiled it.
 
-    What is known of a program is kept on disk (`jaxoff._runtime.disk`) where it took a second or more to
-    learn, on devices at hand in a single process.
+    The bytes are kept on disk (`jaxoff._runtime.disk`) if the compilation took a second or more, on devices
+    at hand in a single process.
 
     Args:
       lowered: the program.
-      device: a device that it is compiled for; `devices`: the number of devices.
+      device: a device of the program; `devices`: the number of devices.
       options: compiler options.
       refusals: as for `program_nbytes_if_compiled`.
     """

@@ -11,12 +11,12 @@ from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.sharding_marks import find_loop_shardings
 
-# What a rewriting of a program raises by mistake. It refuses a program by ValueError or RuntimeError.
+# Errors raised by mistakes in a rewriting. A rewriting refuses a program by ValueError or RuntimeError.
 FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError)
 
 
 def describe_fault(fault: BaseException, doing: str) -> Finding:
-    """The finding of a step that runs as it is written, after a fault while jaxoff was `doing` something."""
+    """The finding of a step run as written, after a fault while jaxoff was `doing` something."""
     frames = traceback.extract_tb(fault.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     said = " ".join(str(fault).split())[:200]

@@ -1,4 +1,4 @@
-"""Errors and warnings of a program that would fail, or compute wrong numbers, where it runs."""
+"""Errors and warnings of a program bound to fail, or to compute wrong numbers, on its devices."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _is_loop(eqn: JaxprEqn) -> bool:
 
 
 def _list_new_results(loop: JaxprEqn) -> list[Any]:
-    """The results of a loop but for those that `jax.lax.while_loop` makes in the place of an operand."""
+    """The results of a loop but for results which `jax.lax.while_loop` makes in the place of an operand."""
     if loop.primitive.name != "while":
         return list(loop.outvars)
     initial = loop.invars[len(loop.invars) - len(loop.outvars) :]

@@ -1,4 +1,4 @@
-"""A stack of residuals in host memory, between the loop that writes its rows and the loop that reads them."""
+"""A stack of residuals in host memory, between the loop writing its rows and the loop reading its rows."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class Jitted:
             self._probed.traced = None
 
     def _rewrite(self, call: Call, signature: Any, given: compat.ClosedJaxpr, shapes: Any) -> Rewritten:
-        """Rewrites a call's program; asks the compiler how it divides the loops, where it may."""
+        """Rewrites a call's program; asks the compiler how loops are divided over several devices."""
 
         def compile_marked(marked: compat.ClosedJaxpr) -> None:
             self._probed.traced = Traced(signature, marked, shapes, Rewritten.as_given(marked))
@@ -394,7 +394,7 @@ class Jitted:
         return self._instances[key]
 
     def _make_instance(self, call: Call, setting: Setting | None, made: Traced | None = None) -> Any:
-        """A `jax.jit` function for a setting; with state on the host, one that moves it."""
+        """A `jax.jit` function for a setting; with state on the host, a function moving the state."""
         options = (dict(setting.options) if setting else {}) | self._given
         is_hosted = made is not None and made.host_argument_nbytes > 0
         keywords: dict[str, Any] = self._kwargs | ({"keep_unused": True} if is_hosted else {})

@@ -29,7 +29,7 @@ class Update:
       scalars: other operands.
       eqns: the equations, in order. Other equations may read their results `late`, and no others.
       outs: the results of the program among the results of `eqns`.
-      late: those of `outs` that other equations read, such as a norm of the new parameters. They are on the
+      late: results of `outs` read by other equations, e.g. for a norm of the new parameters. They are on the
         device, and their readers run after the update.
     """
 
