@@ -23,7 +23,7 @@ XLA_FLAGS = {
     # XLA's newer emitters of fused kernels for a CPU take two thirds of a compilation. The older ones
     # contract products and sums where the processor can, in some programs: tests of bits see it.
     "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
-    "--xla_cpu_max_isa": "SSE4_2",
+    "--xla_cpu_max_isa": "AVX",
     # Kernels of a GPU that is not there cannot be timed, only compiled in vain.
     "--xla_gpu_autotune_level": "0",
 }
