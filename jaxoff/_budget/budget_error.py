@@ -6,9 +6,8 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from jaxoff._budget.memory import list_peak_values
+from jaxoff._budget.memory import argument_nbytes, list_peak_values
 from jaxoff._budget.report import PlacedValue, shorten
-from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._report.tables import format_nbytes
 
@@ -58,10 +57,9 @@ def list_largest(program: ClosedJaxpr, placed: Sequence[PlacedValue]) -> list[st
       program: the program.
       placed: the values of its layers with their placements.
     """
-    arguments = compat.nbytes_of(v for v in program.jaxpr.invars if not compat.is_host(v.aval))
     kept = [v for v in placed if v.placement == "save"]
     known = {(v.shape, v.source) for v in kept}
-    lines = [(arguments, "arguments", "", "")]
+    lines = [(argument_nbytes(program), "arguments", "", "")]
     lines += [(v.nbytes, _count(v.count, v.shape), v.value, v.source) for v in kept]
     lines += [
         (nbytes, _count(count, shape), "", source)

@@ -12,7 +12,7 @@ from jaxoff._budget.budget_error import BudgetError, list_largest
 from jaxoff._budget.choose import Costs, choose_placements, refuse_unmatched, saved_nbytes
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
-from jaxoff._budget.memory import ESTIMATE_MARGIN, estimate_nbytes
+from jaxoff._budget.memory import ESTIMATE_MARGIN, argument_nbytes, estimate_nbytes
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import Region, write_in_parts
 from jaxoff._budget.placements import list_joint_graphs, write_placed
@@ -236,7 +236,7 @@ class _Search[P]:
         temporaries are left to compilation.
         """
         whole, in_parts, limit = self._whole, self._in_parts, self._budget.device_nbytes
-        arguments = compat.nbytes_of(v for v in whole.program.jaxpr.invars if not compat.is_host(v.aval))
+        arguments = argument_nbytes(whole.program)
         if manual_devices is not None:
             room = max(0.0, limit - arguments / manual_devices)
             everything = saved_nbytes(whole.costs, whole.fastest[0])

@@ -28,10 +28,14 @@ def estimate_nbytes(closed: ClosedJaxpr, donated: Sequence[bool]) -> int:
       closed: a program.
       donated: for each argument, whether the program may reuse the argument's memory.
     """
-    arguments = [v for v in closed.jaxpr.invars if not compat.is_host(v.aval)]
     reusable = {v for v, is_donated in zip(closed.jaxpr.invars, donated, strict=True) if is_donated}
-    held = compat.nbytes_of(arguments) + compat.nbytes_of(closed.jaxpr.constvars)
+    held = argument_nbytes(closed) + compat.nbytes_of(closed.jaxpr.constvars)
     return held + _find_peak(closed.jaxpr, reusable)[0]
+
+
+def argument_nbytes(closed: ClosedJaxpr) -> int:
+    """The device memory of a program's arguments."""
+    return compat.nbytes_of(v for v in closed.jaxpr.invars if not compat.is_host(v.aval))
 
 
 def list_peak_values(closed: ClosedJaxpr) -> dict[tuple[str, str], tuple[int, int]]:

@@ -13,6 +13,7 @@ import jaxoff
 from bench.client_steps import PROGRAMS
 from jaxoff._budget.parts import write_in_parts
 from jaxoff._jaxpr import compat
+from tests.aot.programs import QUICK
 from tests.aot.test_clients import DEEP
 
 pytestmark = pytest.mark.aot
@@ -130,9 +131,7 @@ def test_the_least_without_an_embedding_or_a_repeat_is_that_of_checkpointed_laye
 
     ways = itertools.pairwise(widths)
     args = [{"up": struct(a, 4096), "down": struct(4096, b)} for a, b in ways], struct(8192, widths[0])
-    # Products of cuBLAS alone, as they come: to compile XLA's own, by Triton, takes most of the time.
-    quick = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-    target, options = jaxoff.target("h100"), {"compiler_options": quick}
+    target, options = jaxoff.target("h100"), {"compiler_options": QUICK}
     stock = (jax.jit(make(checkpoint), donate_argnums=0, **options) for checkpoint in (False, True))
     saved, recomputed = (jaxoff.verify(target.compile(fun, *args)).device_peak_bytes for fun in stock)
     facts = compile_within(target, make(False), args, 1.03 * recomputed, **options)

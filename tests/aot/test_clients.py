@@ -12,11 +12,9 @@ import jaxoff
 from bench.client_steps import NAMES, PROGRAMS, Sizes, build_decoder, offload, save
 from bench.clients import make_shardings
 from jaxoff import FindingCode
+from tests.aot.programs import QUICK
 
 pytestmark = pytest.mark.aot
-
-# Products of cuBLAS alone, as they come: to compile XLA's own, by Triton, takes most of the time.
-QUICK = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
 SMALL = Sizes(
     layers=4,
