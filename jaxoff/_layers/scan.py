@@ -14,6 +14,7 @@ from jaxoff._device.profile import Device, find_device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.scopes import LAYER_LOOP, PLAIN_LOOP
 from jaxoff._layers.keep_first import Block, KeepFirstOption, check_keep_first, choose_last_policy
+from jaxoff._layers.rules import warn_of_unmatched_rules
 from jaxoff._policy.combinators import FirstLayers
 from jaxoff._policy.protocol import check_policy
 from jaxoff._report.near_miss import near_miss
@@ -41,6 +42,8 @@ def scan(
     more device memory than as a `jax.lax.scan` under `jax.jit`. A `jaxoff.FirstLayers` makes two loops;
     inside `jaxoff.jit` both loops read the rows of xs, and write the rows' gradients, in place. Elsewhere
     XLA copies the rows. Copies of a single layer, a loop of one iteration, do not overlap.
+
+    Outside of `jaxoff.jit`, a rule that matches no name in the layers is warned of: `rule-matched-nothing`.
 
     Args:
       body: `(carry, x) -> (carry, y)`, as for `jax.lax.scan`.
@@ -154,7 +157,9 @@ def scan_by_strategy(
         return init, jax.tree.map(lambda *ys: lax.concatenate(ys, 0), *stacked)
     iterations = steps // block
     args = jax.eval_shape(lambda: (init, jax.tree.map(lambda leaf: leaf[0], xs)))
-    last = choose_last_policy(Block(body, args, block, iterations), policy, keep_first, device)
+    traced = Block(body, args, policy, block, iterations)
+    warn_of_unmatched_rules([traced])
+    last = choose_last_policy(traced, keep_first, device)
     policies = [policy] * (block - 1) + [last]
     if strategy == "ordered":
         return _run_unrolled(_checkpoint_steps(body, policies), init, xs, steps, reverse)
@@ -223,16 +228,16 @@ def layers(
     for function, _ in calls:
         if not callable(function):
             raise TypeError(f"layers takes functions, got {function!r} of type {type(function).__name__}.")
-    chosen = {}  # function, policy and types of a layer -> policy: equal layers are traced once
+    blocks = {}  # function, policy and types of a layer -> block and policy: equal layers are traced once
     for i, (function, weights) in enumerate(calls):
         given = policy.of(i) if isinstance(policy, FirstLayers) else policy
         args = *weights, x
         key = id(function), given, jax.tree.structure(args), *map(jax.typeof, jax.tree.leaves(args))
-        if key not in chosen:
-            chosen[key] = choose_last_policy(
-                Block(function, args, iterations=len(calls)), given, keep_first, device
-            )
-        x = jax.checkpoint(function, policy=chosen[key])(*args)
+        if key not in blocks:
+            block = Block(function, args, given, iterations=len(calls))
+            blocks[key] = block, choose_last_policy(block, keep_first, device)
+        x = jax.checkpoint(function, policy=blocks[key][1])(*args)
+    warn_of_unmatched_rules([block for block, _ in blocks.values()])
     return x
 
 

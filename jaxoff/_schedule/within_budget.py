@@ -127,8 +127,12 @@ def find_within(
                 written = compile_written()
                 if written.nbytes <= budget.device_nbytes:
                     return _as_written(written, traced, budget, device)
+                if written.nbytes < error.least_bytes():
+                    nbytes = math.ceil(written.nbytes)
+                    error = error.extend(f"The step as it is written takes {format_nbytes(nbytes)}.")
+                    error.smallest_bytes = nbytes
             if not _may_host_state(call):
-                raise
+                raise error from None
             return search_with_state(error, error.least_bytes() - budget.device_nbytes)
 
     try:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoff
+from jaxoff._runtime.program_memory import program_nbytes
 from jaxoff._schedule import faults, within_budget
 
 
@@ -47,3 +48,17 @@ def test_a_budget_error_says_why_xla_compiles_nothing():
     within = jaxoff.jit(step, device_bytes=1e8, compiler_options={"xla_nonsense": True})
     with pytest.raises(jaxoff.BudgetError, match=r"XLA says: .*xla_nonsense"):
         within.lower(*ARGS)
+
+
+def test_the_least_budget_counts_the_step_as_written(monkeypatch):
+    def find_nothing(*args, **kwargs):
+        raise jaxoff.BudgetError("no placement fits.", 10**9)
+
+    monkeypatch.setattr(within_budget, "find_fitting", find_nothing)
+    taken = program_nbytes(jax.jit(step).lower(*ARGS).compile())
+    with pytest.raises(jaxoff.BudgetError, match=r"no placement fits\. The step as it is written takes") as e:
+        jaxoff.jit(step, device_bytes=taken - 1).lower(*ARGS)
+    assert e.value.smallest_bytes == taken
+    within = jaxoff.jit(step, device_bytes=taken)
+    within.lower(*ARGS)
+    assert within.plan.peak_bytes == taken
