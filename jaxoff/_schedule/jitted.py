@@ -43,7 +43,7 @@ from jaxoff._schedule.tuning import (
     refuse_several_processes,
     write_decision,
 )
-from jaxoff._schedule.within_budget import Written, estimate_within, find_within
+from jaxoff._schedule.within_budget import Search, Written, estimate_within
 from jaxoff._state import hosted
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
@@ -285,9 +285,9 @@ class Jitted:
 
         device, paths = self._share_link(call.devices), call.list_paths(self._fun, traced.signature[1])
         donated = self._find_donated(call)
-        within = find_within(
+        within = Search(
             twin, call, traced, device, budget, compile_program, compile_written, paths, donated, refusals
-        )
+        ).run()
         self._report(within.findings)
         on_host = within.instance.on_host if isinstance(within.instance, hosted.Hosted) else ()
         places = hosted.list_shardings(call.args, on_host)

@@ -47,24 +47,15 @@ class Within:
     findings: tuple[Finding, ...] = ()
 
 
-def find_within(
-    twin: ClosedJaxpr,
-    call: Call,
-    traced: Traced,
-    device: Device,
-    budget: Budget,
-    compile_program: Callable[..., tuple[float, _Made] | None],
-    compile_written: Callable[[], Written],
-    paths: Sequence[str],
-    donated: Sequence[bool],
-    refusals: Sequence[str],
-) -> Within:
-    """Finds the step within a budget; after a fault of jaxoff the step as the user wrote it, if it fits.
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """A search for the step within a budget.
 
     The fastest placements that fit come first, then the step as the user wrote it, then placements with state
-    on the host.
+    on the host. State that must leave the device, since the arguments alone are beyond the budget, leaves it
+    at once.
 
-    Args:
+    Attributes:
       twin: the step with every value on the device.
       call, traced: of the step.
       device: rates of the device.
@@ -75,79 +66,121 @@ def find_within(
       paths: the name of each argument.
       donated: for each argument, whether the program may reuse its memory.
       refusals: XLA's reasons for the programs that it did not compile.
-
-    Raises:
-      BudgetError: if no program fits.
     """
 
-    def find(closed: ClosedJaxpr, budget: Budget) -> Tried[_Made]:
+    twin: ClosedJaxpr
+    call: Call
+    traced: Traced
+    device: Device
+    budget: Budget
+    compile_program: Callable[..., tuple[float, _Made] | None]
+    compile_written: Callable[[], Written]
+    paths: Sequence[str]
+    donated: Sequence[bool]
+    refusals: Sequence[str]
+
+    def run(self) -> Within:
+        """Finds the step; after a fault of jaxoff the step as the user wrote it, if it fits.
+
+        Raises:
+          BudgetError: if no program fits.
+        """
+        try:
+            return self._find()
+        except BudgetError as error:
+            if error.smallest_bytes is None and self.refusals:
+                raise error.extend(f"XLA says: {self.refusals[0]}") from None
+            raise
+        except FAULTS as fault:
+            written, finding = (
+                self.compile_written(),
+                describe_fault(fault, "the search for a program in its budget"),
+            )
+            if written.nbytes > self.budget.device_nbytes:
+                nbytes = format_nbytes(int(written.nbytes)) if math.isfinite(written.nbytes) else "too much"
+                text = f"no program fits: the step as it is written takes {nbytes}. {finding.message}"
+                raise BudgetError(text, None) from fault
+            return dataclasses.replace(self._as_written(written), findings=(finding,))
+
+    def _find(self) -> Within:
+        arguments = compat.nbytes_of(self.twin.jaxpr.invars)
+        missing = arguments - self.budget.device_nbytes
+        if missing > 0 and _may_host_state(self.call) and self._state.fits(self.budget.host_nbytes):
+            alone = BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", None)
+            try:
+                return self._find_with_state(alone, missing)
+            except BudgetError as error:
+                with_state = error
+            try:
+                return self._find_on_device()
+            except BudgetError as error:
+                raise min(with_state, error, key=BudgetError.least_bytes) from None
+        try:
+            return self._find_on_device()
+        except BudgetError as error:
+            on_device = error
+        if arguments <= self.call.devices * self.budget.device_nbytes:
+            written = self.compile_written()
+            if written.nbytes <= self.budget.device_nbytes:
+                return self._as_written(written)
+            on_device = _count_written(on_device, written)
+        if not _may_host_state(self.call):
+            raise on_device
+        return self._find_with_state(on_device, on_device.least_bytes() - self.budget.device_nbytes)
+
+    def _find_on_device(self) -> Within:
+        """The step with all state on the device."""
+        return self._make_within(self._find_fitting(self.twin, self.budget))
+
+    def _find_with_state(self, error: BudgetError, missing_nbytes: float) -> Within:
+        """The step with state on the host; `error` and `missing_nbytes` as for `State.search`."""
+        find = self._find_fitting
+        found, hosted = self._state.search(self.paths, self.device, self.budget, error, find, missing_nbytes)
+        within = self._make_within(found)
+        return dataclasses.replace(within, plan=hosted.add_to(within.plan))
+
+    def _find_fitting(self, closed: ClosedJaxpr, budget: Budget) -> Tried[_Made]:
         def compile_preferred(program: ClosedJaxpr) -> tuple[float, _Made]:
-            compiled = compile_program(program, preferred=True)
+            compiled = self.compile_program(program, preferred=True)
             assert compiled is not None  # every program has a recipe
             return compiled
 
         def compile_otherwise(program: ClosedJaxpr) -> tuple[float, _Made] | None:
-            return compile_program(program, preferred=False) if call.is_on_gpu else None
+            return self.compile_program(program, preferred=False) if self.call.is_on_gpu else None
 
         # The preferred recipe hides the copies best; others may take less memory.
         return find_fitting(
             closed,
-            device,
+            self.device,
             budget,
-            donated,
+            self.donated,
             compile_preferred,
-            devices=call.devices,
+            devices=self.call.devices,
             compile_otherwise=compile_otherwise,
         )
 
-    arguments = compat.nbytes_of(twin.jaxpr.invars)
-    find_state = functools.cache(lambda: State.find(twin, donated))
+    @functools.cached_property
+    def _state(self) -> State:
+        return State.find(self.twin, self.donated)
 
-    def search_with_state(error: BudgetError, missing_nbytes: float) -> Within:
-        found, hosted = find_state().search(paths, device, budget, error, find, missing_nbytes)
-        within = _make_within(found, budget, device)
-        return dataclasses.replace(within, plan=hosted.add_to(within.plan))
+    def _make_within(self, found: Tried[_Made]) -> Within:
+        setting, instance = found.program
+        return Within(setting, found.make_plan(self.budget, self.device, None), instance)
 
-    def search() -> Within:
-        missing = arguments - budget.device_nbytes
-        if missing > 0 and _may_host_state(call) and find_state().fits(budget.host_nbytes):
-            alone = BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", None)
-            try:
-                return search_with_state(alone, missing)
-            except BudgetError as error:
-                with_state = error
-            try:
-                return _make_within(find(twin, budget), budget, device)
-            except BudgetError as error:
-                raise min(with_state, error, key=BudgetError.least_bytes) from None
-        try:
-            return _make_within(find(twin, budget), budget, device)
-        except BudgetError as error:
-            if arguments <= call.devices * budget.device_nbytes:
-                written = compile_written()
-                if written.nbytes <= budget.device_nbytes:
-                    return _as_written(written, traced, budget, device)
-                if written.nbytes < error.least_bytes():
-                    nbytes = math.ceil(written.nbytes)
-                    error = error.extend(f"The step as it is written takes {format_nbytes(nbytes)}.")
-                    error.smallest_bytes = nbytes
-            if not _may_host_state(call):
-                raise error from None
-            return search_with_state(error, error.least_bytes() - budget.device_nbytes)
+    def _as_written(self, written: Written) -> Within:
+        sizes = written.nbytes, peak_host_nbytes(written.program)
+        plan = make_plan_as_written(self.traced.given, sizes, self.budget, self.device, None)
+        return Within(written.setting, plan)
 
-    try:
-        return search()
-    except BudgetError as error:
-        if error.smallest_bytes is None and refusals:
-            raise error.extend(f"XLA says: {refusals[0]}") from None
-        raise
-    except FAULTS as fault:
-        written, finding = compile_written(), describe_fault(fault, "the search for a program in its budget")
-        if written.nbytes > budget.device_nbytes:
-            nbytes = format_nbytes(int(written.nbytes)) if math.isfinite(written.nbytes) else "too much"
-            text = f"no program fits: the step as it is written takes {nbytes}. {finding.message}"
-            raise BudgetError(text, None) from fault
-        return dataclasses.replace(_as_written(written, traced, budget, device), findings=(finding,))
+
+def _count_written(error: BudgetError, written: Written) -> BudgetError:
+    """The error of a search, with the step as written as the least program if it takes less."""
+    if written.nbytes >= error.least_bytes():
+        return error
+    nbytes = math.ceil(written.nbytes)
+    error = error.extend(f"The step as it is written takes {format_nbytes(nbytes)}.")
+    error.smallest_bytes = nbytes
+    return error
 
 
 def estimate_within(
@@ -158,7 +191,7 @@ def estimate_within(
     paths: Sequence[str],
     donated: Sequence[bool],
 ) -> Plan:
-    """The plan of a step within a budget by an estimate of memory; arguments as for `find_within`.
+    """The plan of a step within a budget by an estimate of memory; arguments as for `Search`.
 
     Raises:
       BudgetError: if no program fits.
@@ -177,15 +210,5 @@ def estimate_within(
         return hosted.add_to(found.make_plan(budget, device, None, is_compiled=False))
 
 
-def _as_written(written: Written, traced: Traced, budget: Budget, device: Device) -> Within:
-    sizes = written.nbytes, peak_host_nbytes(written.program)
-    return Within(written.setting, make_plan_as_written(traced.given, sizes, budget, device, None))
-
-
 def _may_host_state(call: Call) -> bool:
     return call.devices == 1 and not call.has_shardings
-
-
-def _make_within(found: Tried[_Made], budget: Budget, device: Device) -> Within:
-    setting, instance = found.program
-    return Within(setting, found.make_plan(budget, device, None), instance)
