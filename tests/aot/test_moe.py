@@ -16,6 +16,7 @@ def loss(x, w1, w2, probs, experts):
     return jnp.sum(jnp.sin(moe(x, probs, experts, w1, w2, activation="swiglu").astype(jnp.float32)))
 
 
+@pytest.mark.long  # eight kernels, each compiled for 6 s
 def test_no_gathered_rows_are_in_memory():
     narrow = [(TOKENS, WIDTH), (EXPERTS, WIDTH, 2 * HIDDEN), (EXPERTS, HIDDEN, WIDTH)]
     given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in narrow]
