@@ -324,11 +324,13 @@ def _add_pair(
         keeping = [(way.variable, -1.0) for way in kept.get(v, ())]
         return keeping + ([(repeated[maker[v]], -1.0)] if v in maker else [])
 
-    for v in pair.needed - free.keys():
-        program.add_upper_bound(ways(v), -1.0)
+    # In the order of the program: the solver's choice among equals would differ from run to run.
+    for v in dict.fromkeys((*pair.carried, *(v for eqn in pair.pure for v in eqn.outvars))):
+        if v in pair.needed and v not in free:
+            program.add_upper_bound(ways(v), -1.0)
     for i, eqn in enumerate(pair.pure):
         program.cost[repeated[i]] += length * (costs.equation_ms[i] + 1e-6)
-        for v in set(variables(eqn)) - free.keys():
+        for v in dict.fromkeys(v for v in variables(eqn) if v not in free):
             program.add_upper_bound([(repeated[i], 1.0), *ways(v)], 0.0)
 
     if copies_back:

@@ -15,7 +15,7 @@ from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import ESTIMATE_MARGIN, argument_nbytes, estimate_nbytes
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import Region, write_in_parts
-from jaxoff._budget.placements import list_joint_graphs, write_placed
+from jaxoff._budget.placements import LayeredProgram
 from jaxoff._budget.report import PlacedValue, Plan, list_values, merge_rows
 from jaxoff._device.kernel_time import lower_clock, program_ms
 from jaxoff._device.profile import Device
@@ -170,14 +170,14 @@ class _Form:
     """A form of the program: whole, or with regions in parts.
 
     Attributes:
-      program: the program, its values on the device.
+      layered: the program, its values on the device.
       regions: the regions in parts.
       pairs: its layers.
       costs: by pair.
       fastest: the fastest placements in any memory, and the time they add to a step, in ms.
     """
 
-    program: ClosedJaxpr
+    layered: LayeredProgram
     regions: tuple[Region, ...]
     pairs: tuple[JointGraph, ...]
     costs: tuple[Costs, ...]
@@ -190,11 +190,12 @@ class _Form:
 
     @staticmethod
     def of(program: ClosedJaxpr, regions: Sequence[Region], device: Device, budget: Budget) -> _Form:
-        pairs = list_joint_graphs(program)
+        layered = LayeredProgram(program)
+        pairs = layered.list_joint_graphs()
         costs = [Costs.of(pair, device, budget.compress) for pair in pairs]
         fastest = choose_placements(costs, device, math.inf, _NO_COPIES)
         assert fastest is not None  # everything may be saved
-        return _Form(program, tuple(regions), tuple(pairs), tuple(costs), fastest)
+        return _Form(layered, tuple(regions), tuple(pairs), tuple(costs), fastest)
 
 
 class _Search[P]:
@@ -225,6 +226,7 @@ class _Search[P]:
         self._in_parts = _Form.of(in_parts, regions, self._device, budget) if regions else self._whole
         refuse_unmatched(self._whole.costs, budget.compress)
         self._step_ms = sum(c.pair.count * (c.forward_ms + c.backward_ms) for c in self._whole.costs)
+        self._written: tuple[Any, ClosedJaxpr] | None = None  # the latest program
         self._form, self._room = self._begin(devices if is_manual else None)
         self.tried: list[Tried[P]] = []
         self._progress = Progress()
@@ -236,7 +238,7 @@ class _Search[P]:
         temporaries are left to compilation.
         """
         whole, in_parts, limit = self._whole, self._in_parts, self._budget.device_nbytes
-        arguments = argument_nbytes(whole.program)
+        arguments = argument_nbytes(whole.layered.closed)
         if manual_devices is not None:
             room = max(0.0, limit - arguments / manual_devices)
             everything = saved_nbytes(whole.costs, whole.fastest[0])
@@ -255,7 +257,7 @@ class _Search[P]:
         if self._whole.pairs:
             graph = KernelGraph(self._whole.pairs[0].rest, frozenset())
             device = lower_clock(graph, graph.kernels, device)
-        return program_ms(write_placed(self._whole.program, lambda _: next(left)).jaxpr, device)
+        return program_ms(self._whole.layered.write(lambda _: next(left)).jaxpr, device)
 
     def may_win_by_copies(self, found: Tried[P] | None) -> bool:
         """Whether a program with copies may be faster than a program found without, by the model."""
@@ -357,8 +359,12 @@ class _Search[P]:
         return estimate_nbytes(self._write(form, placements), self._donated)
 
     def _write(self, form: _Form, placements: Sequence[Placements]) -> ClosedJaxpr:
-        left = iter(placements)
-        return write_placed(form.program, lambda pair: next(left), fills=self._fills)
+        """The program of a form with placements, which is estimated first and then compiled."""
+        key = id(form), tuple(placements)
+        if self._written is None or self._written[0] != key:
+            left = iter(placements)
+            self._written = key, form.layered.write(lambda pair: next(left), fills=self._fills)
+        return self._written[1]
 
     def _add(
         self, form: _Form, placements: Sequence[Placements], added_ms: float, compiled: tuple[float, P]

@@ -16,7 +16,7 @@ import numpy as np
 _NODES = 5000
 _SECONDS = 20.0
 # Part of the cost by which a solution may be above the optimum: its proof to 1e-9 took ten times as long.
-_GAP = 1e-4
+_GAP = 1e-3
 
 # Index of a variable -> its coefficient in a linear expression.
 type Terms = Mapping[int, float]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 from jaxoff._budget.compression import pack, unpack
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
-from jaxoff._budget.sequences import Sequenced, find_sequences
+from jaxoff._budget.sequenced import Sequenced
+from jaxoff._budget.sequences import find_sequences
 from jaxoff._budget.write_sequences import write_sequences
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -19,49 +21,99 @@ from jaxoff._jaxpr.dataflow import drop_dead, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 
 
+class LayeredProgram:
+    """A differentiated program, whose layers are found once for all programs with other placements.
+
+    Attributes:
+      closed: the program. Its values are on the device.
+    """
+
+    def __init__(self, closed: ClosedJaxpr):
+        self.closed = closed
+        self._levels: dict[int, _Level] = {}  # by id of the program
+
+    def list_joint_graphs(self) -> list[JointGraph]:
+        """The layers, in the order in which `write` asks for their placements."""
+        graphs: list[JointGraph] = []
+        self.write(graphs.append)  # returns None: leaves the layers
+        return graphs
+
+    def write(self, decide: Callable[[JointGraph], Placements | None], *, fills: bool = True) -> ClosedJaxpr:
+        """The program with other placements of the values of its layers, in loops and one after the other.
+
+        Args:
+          decide: the placements for a pair of loops or a sequence of layers, or None to leave the layers.
+            They come in a fixed order; loops inside of layers are left.
+          fills: whether loops fill their stacks before they write them. Without, the program has to be that
+            of one device.
+        """
+
+        def write(program: Jaxpr) -> Jaxpr:
+            found = self._find_level(program)
+            level, by_eqn, paired = _write_sequences(found.inlined, found.sequenced, decide), {}, set()
+            loops = found.loops
+            if level is not found.inlined:  # the equations that read values of the sequences are others now
+                left = {pair.forward.outvars[0] for pair in loops}
+                loops = [pair for pair in find_loop_pairs(level) if pair.forward.outvars[0] in left]
+            for pair in loops:
+                paired.update((id(pair.forward), id(pair.backward)))
+                if (placements := decide(pair)) is not None:
+                    by_eqn[id(pair.forward)] = by_eqn[id(pair.backward)] = pair, placements
+            inner = {
+                id(eqn): eqn if id(eqn) in paired else compat.map_programs(eqn, write) for eqn in level.eqns
+            }
+            same = all(inner[id(eqn)].params == eqn.params for eqn in level.eqns)
+            if level is found.inlined and not by_eqn and same:
+                return program
+            return _write_level(level, by_eqn, inner, fills=fills)
+
+        return compat.map_open(self.closed, write)
+
+    def _find_level(self, program: Jaxpr) -> _Level:
+        if id(program) not in self._levels:
+            self._levels[id(program)] = _Level.of(program)
+        return self._levels[id(program)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    """A program, and the layers among its own equations.
+
+    Attributes:
+      program: the program.
+      inlined: the program with its calls inlined.
+      sequenced: its layers one after the other; None without.
+      loops: its pairs of loops outside of these layers.
+    """
+
+    program: Jaxpr
+    inlined: Jaxpr
+    sequenced: Sequenced | None
+    loops: Sequence[LoopPair]
+
+    @staticmethod
+    def of(program: Jaxpr) -> _Level:
+        inlined = inline_program(program)
+        found = find_sequences(inlined)
+        loops = find_loop_pairs(inlined)
+        return _Level(
+            program,
+            inlined,
+            found,
+            [pair for pair in loops if not found or pair.forward.outvars[0] not in found.values],
+        )
+
+
 def write_placed(
     closed: ClosedJaxpr, decide: Callable[[JointGraph], Placements | None], *, fills: bool = True
 ) -> ClosedJaxpr:
-    """A program with other placements of the values of its layers, in loops and one after the other.
-
-    Args:
-      closed: a differentiated program. Its values are on the device.
-      decide: the placements for a pair of loops or a sequence of layers, or None to leave the layers. They
-        come in a fixed order; loops inside of layers are left.
-      fills: whether loops fill their stacks before they write them. Without, the program has to be that of
-        one device.
-    """
-
-    def write(program: Jaxpr) -> Jaxpr:
-        inlined = inline_program(program)
-        found = find_sequences(inlined)
-        loops = [
-            pair
-            for pair in find_loop_pairs(inlined)
-            if not found or pair.forward.outvars[0] not in found.values
-        ]
-        level, by_eqn, paired = _write_sequences(inlined, found, decide), {}, set()
-        if level is not inlined:  # the equations that read values of the sequences are others now
-            left = {pair.forward.outvars[0] for pair in loops}
-            loops = [pair for pair in find_loop_pairs(level) if pair.forward.outvars[0] in left]
-        for pair in loops:
-            paired.update((id(pair.forward), id(pair.backward)))
-            if (placements := decide(pair)) is not None:
-                by_eqn[id(pair.forward)] = by_eqn[id(pair.backward)] = pair, placements
-        inner = {id(eqn): eqn if id(eqn) in paired else compat.map_programs(eqn, write) for eqn in level.eqns}
-        same = all(inner[id(eqn)].params == eqn.params for eqn in level.eqns)
-        if level is inlined and not by_eqn and same:
-            return program
-        return _write_level(level, by_eqn, inner, fills=fills)
-
-    return compat.map_open(closed, write)
+    """A program with other placements of its values; as `LayeredProgram.write`."""
+    return LayeredProgram(closed).write(decide, fills=fills)
 
 
 def list_joint_graphs(closed: ClosedJaxpr) -> list[JointGraph]:
-    """The layers of a program, in the order in which `write_placed` asks for their placements."""
-    graphs: list[JointGraph] = []
-    write_placed(closed, graphs.append)  # returns None: leaves the layers
-    return graphs
+    """The layers of a program; as `LayeredProgram.list_joint_graphs`."""
+    return LayeredProgram(closed).list_joint_graphs()
 
 
 def _write_sequences(

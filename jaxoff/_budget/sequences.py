@@ -7,146 +7,23 @@ operands, under `jax.checkpoint`, stands for the forward value, and any value ma
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 from jaxoff._budget.inner_loops import InnerLoops
-from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.numbering import Numbering
 from jaxoff._budget.repeats import Run, find_runs
 from jaxoff._budget.sections import LEAST_NBYTES, cut_stretches, list_stretches
+from jaxoff._budget.sequenced import Layer, LayerSequence, Section, Sequenced
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
-from jaxoff._jaxpr.dataflow import mark_dependents, variables
+from jaxoff._jaxpr.dataflow import index_makers, index_readers, mark_dependents, variables
 from jaxoff._jaxpr.inline import Renamed, resolve
 from jaxoff._jaxpr.scopes import is_recomputed, is_transposed
 
 type _Place = tuple[Run, int]  # a layer
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """A layer of a sequence.
-
-    Attributes:
-      eqns: the equations of the forward pass.
-      arguments: the operands made by other layers, or by the equations ahead of the first layer.
-      only_backward: as in `JointGraph`.
-    """
-
-    eqns: tuple[JaxprEqn, ...]
-    arguments: tuple[Any, ...]
-    only_backward: tuple[JaxprEqn, ...]
-
-    @functools.cached_property
-    def values(self) -> tuple[Any, ...]:
-        """The arguments and the values of the forward pass, as in `JointGraph.values`."""
-        return (*self.arguments, *(v for eqn in self.eqns for v in eqn.outvars))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerSequence(JointGraph):
-    """Layers in a row; the layer in the middle stands for all in `eqns` and the like.
-
-    Attributes:
-      layers: the layers, or a group of the layers, in the order of the forward pass.
-      first_reads: index of the first equation of the backward pass, for each layer of the whole sequence;
-        descending.
-    """
-
-    layers: tuple[Layer, ...]
-    first_reads: tuple[int, ...]
-
-    def list_passed(self) -> list[Any]:
-        """The values that stay on the device as they are not the layers' to place.
-
-        Values passed on by the last layer have readers right behind, and are a single layer's.
-        """
-        before, last = self.layers[-2:]
-        return [last.values[before.values.index(v)] for v in last.arguments if v in before.values]
-
-    def split(self) -> list[LayerSequence]:
-        """The sequence in groups of layers, each with placements of its own.
-
-        Of three groups in the ratio 1 : 2 : 4, a value can be kept in any number of sevenths of the layers.
-        """
-        first, second = round(self.count / 7), round(3 * self.count / 7)
-        groups = self.layers[:first], self.layers[first:second], self.layers[second:]
-        return [dataclasses.replace(self, count=len(group), layers=group) for group in groups if group]
-
-    def find_layer(self, i: int) -> int | None:
-        """The number of the layer to whose backward pass equation `i` belongs; None ahead of all layers."""
-        behind = bisect.bisect_right(self.first_reads[::-1], i)
-        return None if behind == 0 else len(self.first_reads) - behind
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Section(LayerSequence):
-    """A section of the forward pass, as a sequence of one layer.
-
-    Attributes:
-      fixed: the values that stay on the device: small ones, results of the program, and values read by loops
-        and other control flow.
-    """
-
-    is_section: ClassVar[bool] = True
-    fixed: frozenset[Any]
-
-    def list_passed(self) -> list[Any]:
-        """The fixed values."""
-        return list(self.fixed)
-
-    def split(self) -> list[LayerSequence]:
-        """The section alone."""
-        return [self]
-
-
-@dataclasses.dataclass(frozen=True)
-class Sequenced:
-    """A program and its layers in a row.
-
-    Attributes:
-      eqns: the equations. Those of the backward pass have values of the forward pass as operands where they
-        had the same value computed again.
-      repeated: indices of the equations that repeat, or belong to, values of layers without their cotangents:
-        the backward pass makes them where they are read.
-      outvars: the results.
-      sequences: the layers, then the sections.
-    """
-
-    eqns: tuple[JaxprEqn, ...]
-    repeated: frozenset[int]
-    outvars: tuple[Any, ...]
-    sequences: tuple[LayerSequence, ...]
-
-    @functools.cached_property
-    def values(self) -> frozenset[Var]:
-        """The values of the layers without cotangents among their ancestors, repeated ones included."""
-        sequences = (sequence for sequence in self.sequences if not sequence.is_section)
-        layers = (layer for sequence in sequences for layer in sequence.layers)
-        eqns = [eqn for layer in layers for eqn in (*layer.eqns, *layer.only_backward)]
-        eqns += [self.eqns[i] for i in self.repeated]
-        return frozenset(v for eqn in eqns for v in eqn.outvars)
-
-    @functools.cached_property
-    def all_values(self) -> frozenset[Var]:
-        """The values of the layers and sections, forward and backward, repeated ones included."""
-        indices = set(self.repeated)
-        in_sections: list[JaxprEqn] = []
-        for sequence in self.sequences:
-            if sequence.is_section:
-                in_sections += (*sequence.eqns, *sequence.rest)
-                continue
-            first, second, *_ = sequence.first_reads
-            # The backward pass of the first layer takes as many equations as the second layer's.
-            end = min(2 * first - second, len(self.eqns))
-            indices.update(range(sequence.first_reads[-1], end))
-        eqns = (*in_sections, *(self.eqns[i] for i in indices))
-        return self.values.union(v for eqn in eqns for v in eqn.outvars)
 
 
 def find_sequences(jaxpr: Jaxpr) -> Sequenced | None:
@@ -218,6 +95,7 @@ class _Joint:
         self._dependent: set[Var] = set()  # values of layers that depend on the layer's arguments
         self._loops = InnerLoops(self._numbering)
         self._index: dict[int, int] = {}  # id of an equation -> its place
+        self._is_backward = [is_pure_backward(eqn) for eqn in eqns]
         for run in runs:
             if run.count > 1:
                 self._find_arguments(run)
@@ -233,7 +111,7 @@ class _Joint:
                 self._numbering.add(here)
                 self._loops.add(here)
                 read.update(variables(here))
-            elif self._owner and is_pure_backward(eqn):
+            elif self._owner and self._is_backward[i]:
                 self._follow(i, here, read)
 
     def _find_arguments(self, run: Run) -> None:
@@ -265,20 +143,41 @@ class _Joint:
         """Finds the values that a section reads of the forward pass ahead of it."""
         eqns = [self.eqns[i] for i in section.layer(0)]
         made = {v for eqn in eqns for v in eqn.outvars}
-        ahead = {v for eqn in self.eqns[: section.start] if not is_transposed(eqn) for v in eqn.outvars}
-        read = dict.fromkeys(v for eqn in eqns for v in variables(eqn) if v in ahead)
+        read = dict.fromkeys(v for eqn in eqns for v in variables(eqn) if self._is_ahead(v, section.start))
         own = tuple(v for v in read if compat.nbytes_of([v]) >= LEAST_NBYTES)
         self._arguments[section, 0] = own
         self._passed_to.update(dict.fromkeys(own, (section, 0)))
         self._dependent |= made
 
+    @functools.cached_property
+    def _makers(self) -> dict[Var, int]:
+        return index_makers(self.eqns)  # results stay: only operands change
+
+    def _is_ahead(self, v: Var, start: int) -> bool:
+        """Whether the forward pass makes a value ahead of an equation."""
+        return (i := self._makers.get(v, start)) < start and not is_transposed(self.eqns[i])
+
     def list_needed(self) -> set[Var]:
         """The values that the backward pass reads, and repeats by no equation."""
-        return {v for i in self._list_backward() for v in variables(self.eqns[i])}
+        return {v for i in self._backward for v in variables(self.eqns[i])}
 
-    def _list_backward(self) -> list[int]:
+    @functools.cached_property
+    def _backward(self) -> dict[int, None]:
         """The indices of the equations of the backward pass, without those of repeated values."""
-        return [i for i, eqn in enumerate(self.eqns) if is_pure_backward(eqn) and i not in self.repeated]
+        is_backward = enumerate(self._is_backward)
+        return dict.fromkeys(i for i, does in is_backward if does and i not in self.repeated)
+
+    @functools.cached_property
+    def _readers(self) -> dict[Var, list[int]]:
+        return index_readers(self.eqns)
+
+    def _list_others(self, v: Var, own: Container[int]) -> list[int]:
+        """The readers of a value that are neither among some equations nor of repeated values."""
+        return [i for i in self._readers.get(v, ()) if i not in own and i not in self.repeated]
+
+    def _is_result(self, v: Var, own: Container[int]) -> bool:
+        """Whether a value is read elsewhere in the forward pass, or is a result of the program."""
+        return v in self._outs or any(not self._is_backward[i] for i in self._list_others(v, own))
 
     def _follow(self, i: int, eqn: JaxprEqn, read: set[Var]) -> None:
         """Takes an equation of the backward pass out if it makes a value of a layer without cotangents."""
@@ -347,27 +246,29 @@ class _Joint:
             return None
         number = run.count // 2
         layer, (start, end) = layers[number], (first[number], first[number - 1])
-        backward = self._list_backward()
-        rest = [self.eqns[i] for i in backward if start <= i < end]
-        later = {v for i in range(end, len(self.eqns)) for v in variables(self.eqns[i])} | self._outs
+        rest = [self.eqns[i] for i in self._backward if start <= i < end]
         pure = (*layer.eqns, *layer.only_backward)
         made = {v for eqn in pure for v in eqn.outvars}
         passed_on = self._passed_to.keys() & {v for eqn in layer.eqns for v in eqn.outvars}
-        read_backward = {v for i in backward for v in variables(self.eqns[i])}
-        own, skip = set(run.layer(number)), {*backward, *self.repeated}
-        elsewhere = (i for i in range(len(self.eqns)) if i not in own and i not in skip)
-        read_forward = {v for i in elsewhere for v in variables(self.eqns[i])} | self._outs
+        own = set(run.layer(number))
         operands = {v for eqn in pure for v in variables(eqn)} - made - {*layer.arguments}
+        mine = (made | {*layer.arguments}) - passed_on
+
+        def is_read_later(v: Var) -> bool:
+            return v in self._outs or any(i >= end for i in self._readers.get(v, ()))
+
         return LayerSequence(
             count=run.count,
             eqns=layer.eqns,
-            results=tuple(v for eqn in layer.eqns for v in eqn.outvars if v in read_forward),
+            results=tuple(v for eqn in layer.eqns for v in eqn.outvars if self._is_result(v, own)),
             carried=layer.arguments,
             free={v: v for v in operands},
             only_backward=layer.only_backward,
             rest=tuple(rest),
-            outs=tuple(v for eqn in rest for v in eqn.outvars if v in later),
-            needed=frozenset((made | {*layer.arguments}) & read_backward - passed_on),
+            outs=tuple(v for eqn in rest for v in eqn.outvars if is_read_later(v)),
+            needed=frozenset(
+                v for v in mine if not self._backward.keys().isdisjoint(self._readers.get(v, ()))
+            ),
             names=names,
             has_stacks=False,
             position=run.start,
@@ -381,29 +282,31 @@ class _Joint:
         eqns = tuple(self.eqns[i] for i in run.layer(0))
         made = {v for eqn in (*eqns, *only_backward) for v in eqn.outvars}
         own = {v for v in (*arguments, *made) if self._passed_to.get(v, (run, 0)) == (run, 0)}
-        backward = self._list_backward()
-        reads = [i for i in backward if not own.isdisjoint(variables(self.eqns[i]))]
+        reads = sorted({i for v in own for i in self._readers.get(v, ()) if i in self._backward})
         if not reads:
             return None
         is_own = set(run.layer(0))
-        others = [eqn for i, eqn in enumerate(self.eqns) if i not in is_own and i not in self.repeated]
-        by_control = {v for eqn in others if compat.control_flow(eqn) is not None for v in variables(eqn)}
+
+        def is_read_by_control(v: Var) -> bool:
+            others = self._list_others(v, is_own)
+            return any(compat.control_flow(self.eqns[i]) is not None for i in others)
+
         forward = {v for eqn in eqns for v in eqn.outvars}
         small = {v for v in forward if compat.nbytes_of([v]) < LEAST_NBYTES}
-        fixed = small | (own & (by_control | self._outs) & {*arguments, *forward})
+        placed = own & {*arguments, *forward}
+        fixed = small | {v for v in placed if v in self._outs or is_read_by_control(v)}
         operands = {v for eqn in (*eqns, *only_backward) for v in variables(eqn)} - made - {*arguments}
-        read_forward = {v for eqn in others if not is_pure_backward(eqn) for v in variables(eqn)} | self._outs
         rest = [self.eqns[i] for i in reads]
-        read_later = {v for eqn in others for v in variables(eqn)} | self._outs
+        ends = (v for eqn in rest for v in eqn.outvars)
         return Section(
             count=1,
             eqns=eqns,
-            results=tuple(v for eqn in eqns for v in eqn.outvars if v in read_forward),
+            results=tuple(v for eqn in eqns for v in eqn.outvars if self._is_result(v, is_own)),
             carried=arguments,
             free={v: v for v in operands | fixed},
             only_backward=only_backward,
             rest=tuple(rest),
-            outs=tuple(v for eqn in rest for v in eqn.outvars if v in read_later),
+            outs=tuple(v for v in ends if v in self._outs or self._list_others(v, is_own)),
             needed=frozenset(own & {v for eqn in rest for v in variables(eqn)}),
             names=names,
             has_stacks=False,
@@ -422,9 +325,9 @@ class _Joint:
             arguments = (v for v in layer.arguments if isinstance(v, Var))
             of_layer.update(dict.fromkeys((*arguments, *own), n))
         first: dict[int, int] = {}
-        for i, eqn in enumerate(self.eqns):
-            if i >= run.end and is_pure_backward(eqn) and i not in self.repeated:
-                for v in variables(eqn):
+        for i in self._backward:
+            if i >= run.end:
+                for v in variables(self.eqns[i]):
                     if v in of_layer:
                         first.setdefault(of_layer[v], i)
         found = [first.get(n, -1) for n in range(len(layers))]

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from jaxoff._budget.joint_graph import Placements
-from jaxoff._budget.sequences import LayerSequence, Sequenced, is_pure_backward
+from jaxoff._budget.sequenced import LayerSequence, Sequenced
+from jaxoff._budget.sequences import is_pure_backward
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead, variables

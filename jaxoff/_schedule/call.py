@@ -49,7 +49,7 @@ class Call:
             return Call(args, kwargs, given, None, is_traced=True, had_host_arrays=had_host_arrays)
         named = (*enumerate(args), *kwargs.items())
         values = [value for name, value in named if name in statics and isinstance(value, Hashable)]
-        key = tree, tuple(map(_type_of, leaves)), tuple(values), meshes.current_mesh()
+        key = tree, _list_types(leaves), tuple(values), meshes.current_mesh()
         return Call(args, kwargs, given, key, is_traced=False, had_host_arrays=had_host_arrays)
 
     # Asked for at the first call of a key only, these are left out of every later call.
@@ -95,12 +95,33 @@ class Call:
         return not (platforms or {jax.default_backend()}).isdisjoint({"gpu", "cuda", "rocm"})
 
 
-def _type_of(leaf: Any) -> Hashable:
-    """The type of an argument; of an object that can only be static, the object itself."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return tuple(leaf.shape), leaf.dtype, getattr(leaf, "weak_type", False), _sharding_of(leaf)
-    is_object = isinstance(leaf, Hashable) and not isinstance(leaf, (bool, int, float, complex))
-    return leaf if is_object else type(leaf)
+def _list_types(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+    """The types of arguments; of an object that can only be static, the object itself.
+
+    Every call lists them, and most are arrays.
+    """
+    first = jax.local_devices()[0]
+    usual_memory = first.default_memory().kind
+
+    def place_of(sharding: Any) -> Hashable:
+        """The device and memory; None for those of arrays without a sharding, as of described arrays."""
+        if type(sharding) is not jax.sharding.SingleDeviceSharding:
+            return sharding if isinstance(sharding, jax.sharding.Sharding) else None
+        ((device,), memory) = sharding.device_set, sharding.memory_kind
+        return None if device is first and memory in (None, usual_memory) else (device, memory)
+
+    def type_of(leaf: Any) -> Hashable:
+        try:
+            return leaf.shape, leaf.dtype, leaf.weak_type, place_of(leaf.sharding)
+        except AttributeError:
+            pass
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):  # of numpy, and others
+            place = place_of(getattr(leaf, "sharding", None))
+            return tuple(leaf.shape), leaf.dtype, getattr(leaf, "weak_type", False), place
+        is_object = isinstance(leaf, Hashable) and not isinstance(leaf, (bool, int, float, complex))
+        return leaf if is_object else type(leaf)
+
+    return tuple(map(type_of, leaves))
 
 
 def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:

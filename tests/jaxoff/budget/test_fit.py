@@ -13,6 +13,7 @@ import jaxoff
 from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.fit import TRIES, find_fitting
+from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.limits import Budget, parse_nbytes
 from jaxoff._budget.memory import estimate_nbytes
@@ -84,6 +85,22 @@ def test_the_program_fits_after_few_compilations_and_is_nearly_the_fastest(
     best = choose_placements(costs, H200, (budget - fixed) / factor)
     assert best is not None
     assert found.added_ms <= best[1] + 0.02 * LAYERS * (costs[0].forward_ms + costs[0].backward_ms)
+
+
+def test_a_program_traced_again_has_the_same_integer_program(monkeypatch):
+    """Not in the order of a set of variables, which is that of their addresses."""
+    solve, solved = IntegerProgram.minimise, []
+
+    def minimise(self, cost):
+        solved.append(([list(terms.items()) for terms, _ in self._rows], list(self.cost.items())))
+        return solve(self, cost)
+
+    monkeypatch.setattr(IntegerProgram, "minimise", minimise)
+    for _ in range(4):
+        traced = jax.make_jaxpr(jax.value_and_grad(lambda *args: loss(*args)))(*structs())
+        choose_placements([Costs.of(pair, H200) for pair in list_joint_graphs(traced)], H200, 120e6)
+    assert len(solved) == 4
+    assert all(program == solved[0] for program in solved)
 
 
 def test_what_nothing_fits_is_an_error_with_the_least(closed):

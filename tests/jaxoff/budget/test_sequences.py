@@ -13,7 +13,8 @@ import jaxoff
 from jaxoff._budget.choose import Costs, choose_placements
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.placements import list_joint_graphs, write_placed
-from jaxoff._budget.sequences import LayerSequence, find_sequences
+from jaxoff._budget.sequenced import LayerSequence
+from jaxoff._budget.sequences import find_sequences
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inline_program

@@ -192,6 +192,24 @@ def test_it_traces_once_a_signature():
     assert len(traces) > first
 
 
+def test_a_step_within_a_budget_is_found_once_for_described_arrays_and_arrays_at_hand():
+    traces = []
+
+    @functools.partial(jaxoff.jit, device_bytes="1GB")
+    def step(w, x):
+        traces.append(x.shape)
+        return jax.grad(loss_of(BOTH))(w, x)
+
+    w, x = arguments()
+    step.lower(*jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (w, x))).compile()
+    step(w, x)
+    step(w, np.asarray(x))
+    assert len(traces) == 1
+    elsewhere = jax.device_put((w, x), jax.devices()[1])
+    assert jax.tree.leaves(step(*elsewhere))[0].devices() == {jax.devices()[1]}
+    assert len(traces) == 2
+
+
 def test_lower_compile_trace_and_eval_shape():
     step = jaxoff.jit(STEP)
     want = jax.jit(STEP)(*arguments())
