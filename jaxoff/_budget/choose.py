@@ -17,13 +17,14 @@ from jaxoff._budget.compression import BLOCK, can_compress, compressed_nbytes
 from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.labels import label
+from jaxoff._budget.row_statistics import find_row_statistics
 from jaxoff._device.kernel_time import step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
 from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, find_stored
-from jaxoff._jaxpr.primitives import VIEWS, is_compute, is_fused
+from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_compute, is_fused
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._report.near_miss import near_miss
 
@@ -85,10 +86,12 @@ class Costs:
             times[i] = step_kernel_ms(graph, i, device)
         rest = KernelGraph(pair.rest, frozenset(v for v in pair.outs if isinstance(v, Var)))
         # Values of weights and constants alone are conversions and the like: cheap to repeat. Which operands
-        # of a section are weights is not known.
-        depends = [pair.is_section or d for d in mark_dependents(pair.eqns, set(pair.carried))]
+        # of a section are weights is not known. Random numbers are not cheap: dropout masks may be kept.
+        drawn = {v for eqn in pair.eqns if eqn.primitive.name in RANDOM for v in eqn.outvars}
+        depends = [pair.is_section or d for d in mark_dependents(pair.eqns, drawn.union(pair.carried))]
         layers = [eqn for eqn, does in zip(pair.eqns, depends, strict=True) if does and not eqn.effects]
-        values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars)]
+        statistics = find_row_statistics(pair)
+        values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars if v not in statistics.values)]
         nbytes = {v: compat.nbytes(v.aval) for v in values if hasattr(v.aval, "shape") and v not in pair.free}
         forward = times[: len(pair.eqns)]  # the first of `pure`
         ready = dict.fromkeys(pair.carried, 0.0)
@@ -101,7 +104,8 @@ class Costs:
         into_kernels |= find_compute_operands(pure)
         inner = sum(nbytes.get(v, 0) for v in find_stored(pair.needed, (*pure, *pair.rest)))
         for i, eqn in enumerate(pure):
-            if is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars):
+            in_readers = is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars)
+            if in_readers or i in statistics.reductions:
                 times[i] = 0.0  # inside of its readers
         return Costs(
             pair,

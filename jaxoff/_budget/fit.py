@@ -16,7 +16,8 @@ from jaxoff._budget.memory import ESTIMATE_MARGIN, argument_nbytes, estimate_nby
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import Region, write_in_parts
 from jaxoff._budget.placements import LayeredProgram
-from jaxoff._budget.report import PlacedValue, Plan, list_values, merge_rows
+from jaxoff._budget.report import PlacedValue
+from jaxoff._budget.tried import Tried, correct_room
 from jaxoff._device.kernel_time import lower_clock, program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -47,52 +48,6 @@ _NO_COPIES = 0.0
 _LARGE = 1 / 64
 # Part of a step by which a further program must be faster, by the model, to be worth a compilation.
 _FASTER = 2e-3
-
-
-@dataclasses.dataclass(frozen=True)
-class Tried[P]:
-    """A program of the search.
-
-    Attributes:
-      pairs: the pairs of loops.
-      placements: by pair of loops.
-      regions: the regions in parts.
-      added_ms: the time added to a step by the placements, by the model.
-      saved_ms: the time of a step with every value of the layers saved, by the model.
-      nbytes: device memory of the compiled program.
-      programs: the number of programs tried up to now.
-      program: the second result of the caller's `compile_program`.
-    """
-
-    pairs: tuple[JointGraph, ...]
-    placements: tuple[Placements, ...]
-    regions: tuple[Region, ...]
-    added_ms: float
-    saved_ms: float
-    nbytes: float
-    programs: int
-    program: P
-
-    def list_values(self) -> tuple[PlacedValue, ...]:
-        """The values of all layers with their placements."""
-        pairs = zip(self.pairs, self.placements, strict=True)
-        return merge_rows(list_values(pair, placements) for pair, placements in pairs)
-
-    def make_plan(self, budget: Budget, device: Device, step: Any, *, is_compiled: bool = True) -> Plan:
-        """The plan of this program, for a step within the budget by a profile's rates."""
-        values = self.list_values()
-        return Plan(
-            device_bytes=budget.device_nbytes,
-            peak_bytes=self.nbytes,
-            host_bytes=sum(v.nbytes for v in values if v.placement == "offload"),
-            step_ms=self.saved_ms + self.added_ms,
-            device=device.name,
-            is_compiled=is_compiled,
-            programs=self.programs,
-            values=values,
-            in_parts=tuple(map(str, self.regions)),
-            step=step,
-        )
 
 
 def find_fitting[P](
@@ -307,7 +262,7 @@ class _Search[P]:
                 break
             if 0 <= limit - latest.nbytes <= CLOSE_ENOUGH * limit:
                 break
-            self._room = _correct(costs, [t for t in mine if t.regions == self._form.regions], limit)
+            self._room = correct_room(costs, [t for t in mine if t.regions == self._form.regions], limit)
             if self._form is not self._in_parts and latest.nbytes > limit:
                 self._form, self._room = self._in_parts, self._room + self._in_parts.spared_nbytes
                 skipped.clear()
@@ -422,16 +377,6 @@ def _join(device: Device, devices: int) -> Device:
 def _scale(budget: Budget, devices: int) -> Budget:
     host = None if budget.host_nbytes is None else devices * budget.host_nbytes
     return dataclasses.replace(budget, device_nbytes=devices * budget.device_nbytes, host_nbytes=host)
-
-
-def _correct(costs: Sequence[Costs], tried: Sequence[Tried[Any]], device_nbytes: float) -> float:
-    """Room for kept values, by the compiled memory of the programs nearest to the budget."""
-    nearest = min(tried, key=lambda t: abs(t.nbytes - device_nbytes))
-    if math.isinf(nearest.nbytes):
-        return saved_nbytes(costs, nearest.placements) / 2
-    over = nearest.nbytes - device_nbytes
-    # Down by a little more than the excess, up by a little less than the rest.
-    return max(0.0, saved_nbytes(costs, nearest.placements) - over - abs(over) * 0.05)
 
 
 def _describe(values: Sequence[PlacedValue]) -> str:

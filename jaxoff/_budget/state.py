@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxoff._budget.budget_error import BudgetError
-from jaxoff._budget.fit import Tried
 from jaxoff._budget.labels import format_type
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import PlacedValue, Plan
+from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Var

@@ -49,6 +49,8 @@ ARGUMENT_VIEWS = frozenset(_ARGUMENT_VIEW_NAMES.split())
 # Primitives on the way from a kernel to the narrow form of its result. Only convert_element_type makes the
 # narrow form.
 ROUNDING = ("convert_element_type", "reduce_precision")
+# Primitives that draw random bits: of typed keys, of keys as numbers, and by XLA's own generator.
+RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 _MOVE_NAMES = """
 argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice
 gather random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoff._budget.budget_error import BudgetError
-from jaxoff._budget.fit import Tried, find_estimated, find_fitting
+from jaxoff._budget.fit import find_estimated, find_fitting
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
+from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr

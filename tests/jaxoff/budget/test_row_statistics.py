@@ -1,0 +1,118 @@
+"""Which values of a layer a budget may keep: masks of random numbers, and no statistic inside of a kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxoff
+from jaxoff._budget.choose import Costs
+from jaxoff._budget.placements import list_joint_graphs
+from jaxoff._budget.row_statistics import find_row_statistics
+from jaxoff._device.profile import Device
+from tests.jaxoff.policy.matrix import inputs
+
+LAYERS, ROWS, WIDTH = 3, 32, 16
+H200 = Device.of("h200")
+
+
+def attend(x, w, weigh):
+    scores = (x @ w["q"]) @ (x @ w["k"]).T
+    return jnp.sin(weigh(scores) @ x)
+
+
+def softmax(scores):
+    return jax.nn.softmax(scores, axis=-1)
+
+
+def weights():
+    return {name: inputs(LAYERS, WIDTH, WIDTH) for name in "qk"}
+
+
+def trace(weigh):
+    """The layer of a scan."""
+
+    def loss(ws, x):
+        return lax.scan(lambda x, w: (attend(x, w, weigh), None), x, ws)[0].sum()
+
+    (pair,) = list_joint_graphs(jax.make_jaxpr(jax.grad(loss))(weights(), inputs(ROWS, WIDTH)))
+    return pair
+
+
+def reductions_of(pair):
+    return [pair.pure[i].primitive.name for i in sorted(find_row_statistics(pair).reductions)]
+
+
+def test_the_maximum_of_a_softmax_is_made_in_the_kernel_of_its_readers():
+    pair = trace(softmax)
+    assert reductions_of(pair) == ["reduce_max"]
+    statistics, costs = find_row_statistics(pair), Costs.of(pair, H200)
+    assert statistics.values.isdisjoint(costs.nbytes)
+    assert [costs.equation_ms[i] for i in statistics.reductions] == [0.0]
+    sums = [v for eqn in pair.eqns if eqn.primitive.name == "reduce_sum" for v in eqn.outvars]
+    assert sums and costs.nbytes.keys() >= set(sums)  # which the backward pass reads
+
+
+def over_columns(scores):
+    return jnp.exp(scores - lax.stop_gradient(scores.max(0, keepdims=True)))
+
+
+def of_other_rows(scores):
+    return jnp.exp(scores - lax.stop_gradient(scores.max(-1)))  # of square scores: along the other axis
+
+
+def named(scores):
+    return jnp.exp(scores - jaxoff.name(lax.stop_gradient(scores.max(-1, keepdims=True)), "max"))
+
+
+def summed(scores):
+    most = lax.stop_gradient(scores.max(-1, keepdims=True))
+    return jnp.exp(scores - most) + lax.cumsum(most)
+
+
+def read_backward(scores):
+    return scores * lax.rsqrt(jnp.square(scores).mean(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("weigh", [over_columns, named, summed, read_backward])
+def test_other_statistics_may_be_kept(weigh):
+    assert reductions_of(trace(weigh)) == []
+
+
+def test_a_statistic_may_be_broadcast_along_another_axis():
+    assert reductions_of(trace(of_other_rows)) == ["reduce_max"]
+
+
+@pytest.mark.parametrize("loop", ["scan", "python"])
+def test_a_mask_of_random_numbers_may_be_kept_and_is_the_same_where_it_is_drawn_again(loop):
+    def layer(x, w):
+        mask = jax.random.bernoulli(w["key"], 0.8, (ROWS, ROWS))
+        return attend(x, w, lambda scores: jnp.where(mask, softmax(scores), 0.0))
+
+    def step(ws, x):
+        def loss(arrays):
+            both = arrays | {"key": ws["key"]}
+            if loop == "scan":
+                return lax.scan(lambda x, w: (layer(x, w), None), x, both)[0].sum()
+            rows = (jax.tree.map(lambda leaf, i=i: leaf[i], both) for i in range(LAYERS))
+            return functools.reduce(layer, rows, x).sum()
+
+        return jax.grad(loss)({name: ws[name] for name in "qk"})
+
+    args = weights() | {"key": jax.random.split(jax.random.key(1), LAYERS)}, inputs(ROWS, WIDTH)
+    pairs = list_joint_graphs(jax.make_jaxpr(step)(*args))
+    for pair in pairs:
+        masks = [v for eqn in pair.eqns for v in eqn.outvars if v.aval.str_short() == f"bool[{ROWS},{ROWS}]"]
+        assert masks and Costs.of(pair, H200).nbytes.keys() >= set(masks)
+    want = jax.jit(step)(*args)
+    for device_bytes in ("1GB", "60kB"):
+        within = jaxoff.jit(step, device_bytes=device_bytes)
+        try:
+            got = within(*args)
+        except jaxoff.BudgetError as error:
+            within = jaxoff.jit(step, device_bytes=error.smallest_bytes)
+            got = within(*args)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)
