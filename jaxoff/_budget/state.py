@@ -54,16 +54,18 @@ class State:
     Attributes:
       closed: the step, for one device, its calls inlined.
       updates: the updates of the state.
+      is_donated: whether the step donates an argument.
     """
 
     closed: ClosedJaxpr
     updates: tuple[Update, ...]
+    is_donated: bool
 
     @staticmethod
     def find(closed: ClosedJaxpr, donated: Sequence[bool]) -> State:
         """Finds the state of a step; `donated`: for each argument, whether its memory may be reused."""
         closed = compat.map_open(closed, inline_program)
-        return State(closed, tuple(list_streamable(find_updates(closed.jaxpr, donated))))
+        return State(closed, tuple(list_streamable(find_updates(closed.jaxpr, donated))), any(donated))
 
     def fits(self, host_nbytes: float | None) -> bool:
         """Whether there is state to rest on the host, all of the state within a budget of host memory."""
@@ -96,6 +98,8 @@ class State:
             text = (
                 "No donated argument is state that may rest on the host: read by an elementwise update "
                 "alone, which replaces it."
+                if self.is_donated
+                else "No argument is donated (donate_argnums), so no state may rest on the host."
             )
             raise error.extend(text) from None
         some = _choose(self.updates, (1 + _SPARE) * missing_nbytes)

@@ -206,6 +206,13 @@ def source_line(eqn: JaxprEqn) -> str:
     return ":".join(parts[:2]) + (f" ({function}" if function else "")
 
 
+@functools.lru_cache(maxsize=4096)
+def has_user_code(traceback: Any) -> bool:
+    """Whether a traceback of `source_info` goes through code of the user."""
+    info = source_info_util.SourceInfo(traceback, source_info_util.new_name_stack())
+    return ":" in source_info_util.summarize(info)
+
+
 def as_open(jaxpr) -> Jaxpr:
     """The open jaxpr of a closed jaxpr; an open jaxpr unchanged."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
@@ -332,12 +339,6 @@ def inlinable_call(eqn: JaxprEqn) -> Call | None:
 def is_backward(eqn: JaxprEqn) -> bool:
     """Whether an equation is the backward pass of a `jax.checkpoint`."""
     return checkpoint_in(eqn) is not None and bool(eqn.params.get("differentiated"))
-
-
-def add_scopes_of(call: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
-    """Puts the scopes of a call ahead of the scopes of an equation in the called jaxpr."""
-    scopes = call.source_info.name_stack + eqn.source_info.name_stack
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=scopes))
 
 
 @functools.cache

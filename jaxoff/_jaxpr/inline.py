@@ -102,7 +102,7 @@ def instantiate(jaxpr: Jaxpr, operands: Sequence[Any], like: JaxprEqn) -> tuple[
     for eqn in jaxpr.eqns:
         outs = [Var(v.aval) for v in eqn.outvars]
         invars = [resolve(inner, v) for v in eqn.invars]
-        eqns.append(compat.add_scopes_of(like, eqn).replace(invars=invars, outvars=outs))
+        eqns.append(_into_scopes_of(like, eqn).replace(invars=invars, outvars=outs))
         inner.update(zip(eqn.outvars, outs, strict=True))
     return eqns, [resolve(inner, v) for v in jaxpr.outvars]
 
@@ -122,3 +122,15 @@ def trace_call(
 def resolve(renamed: Renamed, atom: Any) -> Any:
     """Looks up the atom to read in place of `atom`. An atom without an entry stays."""
     return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
+
+
+def _into_scopes_of(call: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
+    """Puts the scopes of a call ahead of the scopes of an equation in the called jaxpr.
+
+    An equation of library code gets the source of the call: JAX traces its own functions once for all calls.
+    """
+    own, outer = eqn.source_info, call.source_info
+    traceback = own.traceback if compat.has_user_code(own.traceback) else outer.traceback
+    return eqn.replace(
+        source_info=own.replace(name_stack=outer.name_stack + own.name_stack, traceback=traceback)
+    )

@@ -193,8 +193,11 @@ def test_without_host_memory_the_least_is_that_of_a_program(budget):
 
 
 def test_state_that_is_not_donated_stays_and_the_error_says_what_it_takes(budget):
-    with pytest.raises(jaxoff.BudgetError, match="No donated argument is state"):
+    with pytest.raises(jaxoff.BudgetError, match=r"No argument is donated \(donate_argnums\)"):
         jaxoff.jit(step, device_bytes=budget).lower(*make_arguments())
+    unused = pytest.warns(UserWarning, match="donated buffers were not usable")
+    with unused, pytest.raises(jaxoff.BudgetError, match="No donated argument is state"):
+        jaxoff.jit(step, donate_argnums=1, device_bytes=budget).lower(*make_arguments())
 
 
 def test_the_program_takes_and_returns_host_memory(budget):
