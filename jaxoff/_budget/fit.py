@@ -326,7 +326,8 @@ class _Search[P]:
     ) -> Tried[P]:
         nbytes, handle = compiled
         made = form.pairs, tuple(placements), form.regions
-        times, number = (added_ms, self._saved_ms), len(self.tried) + 1
+        is_fastest = form is self._whole and tuple(placements) == tuple(form.fastest[0])
+        times, number = (added_ms, is_fastest, self._saved_ms), len(self.tried) + 1
         tried = Tried(*made, *times, self.devices * nbytes, number, handle)
         self.tried.append(tried)
         takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"

@@ -27,6 +27,9 @@ from jaxoff._report.tables import format_nbytes, render_text
 # Part of the largest value below which values share a row of the table, and are left out of a policy.
 _SMALL = 1e-3
 
+# Part of the budget below which a plan says why it leaves the rest.
+_UNUSED = 0.9
+
 
 @dataclasses.dataclass(frozen=True)
 class PlacedValue:
@@ -67,6 +70,7 @@ class Plan:
       values: a row for each array of state on the host, for each kept value, and for each recomputed product
         and the like.
       in_parts: values in memory a part at a time, e.g. the logits of a head.
+      is_fastest: whether no other placements are faster in any memory, by the model of time.
       step: the step, to be called or lowered.
       in_shardings: a pytree like the step's positional arguments: the sharding of each array, with the memory
         where it rests between steps. None for an estimate.
@@ -81,6 +85,7 @@ class Plan:
     programs: int
     values: tuple[PlacedValue, ...]
     in_parts: tuple[str, ...] = ()
+    is_fastest: bool = False
     step: Any = dataclasses.field(default=None, repr=False, compare=False)
     in_shardings: Any = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -142,6 +147,8 @@ class Plan:
         how = f"compiled peak {peak}" if self.is_compiled else f"estimated peak {peak}, not compiled,"
         rows.append(f"{how} of {budget}; {tried}; host {format_nbytes(self.host_bytes)}")
         rows.append(f"step about {self.step_ms:.1f} ms on {self.device}")
+        if self.is_fastest and self.peak_bytes < _UNUSED * self.device_bytes and self.values:
+            rows.append("The rest of the budget is left: no placements are faster, by the model of time.")
         if self.programs and not self.values:
             rows.append(
                 "No value is placed: the step has no layers with a backward pass. A loss is planned as "

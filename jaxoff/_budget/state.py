@@ -43,6 +43,7 @@ class HostedState:
             plan,
             host_bytes=plan.host_bytes + sum(value.nbytes for value in self.values),
             step_ms=plan.step_ms + self.milliseconds,
+            is_fastest=False,
             values=(*self.values, *plan.values),
         )
 

@@ -27,6 +27,7 @@ class Tried[P]:
       placements: by pair of loops.
       regions: the regions in parts.
       added_ms: the time added to a step by the placements, by the model.
+      is_fastest: whether no placements are faster in any memory, by the model.
       saved_ms: the time of a step with every value of the layers saved, by the model.
       nbytes: device memory of the compiled program.
       programs: the number of programs tried up to now.
@@ -37,6 +38,7 @@ class Tried[P]:
     placements: tuple[Placements, ...]
     regions: tuple[Region, ...]
     added_ms: float
+    is_fastest: bool
     saved_ms: float
     nbytes: float
     programs: int
@@ -60,6 +62,7 @@ class Tried[P]:
             programs=self.programs,
             values=values,
             in_parts=tuple(map(str, self.regions)),
+            is_fastest=self.is_fastest,
             step=step,
         )
 

@@ -87,6 +87,21 @@ def test_the_program_fits_after_few_compilations_and_is_nearly_the_fastest(
     assert found.added_ms <= best[1] + 0.02 * LAYERS * (costs[0].forward_ms + costs[0].backward_ms)
 
 
+def test_a_plan_that_leaves_memory_says_that_no_placements_are_faster(closed):
+    left = "The rest of the budget is left: no placements are faster, by the model of time."
+
+    def plan_within(nbytes):
+        budget = Budget(nbytes, host_nbytes=0)
+        return find_fitting(closed, H200, budget, DONATED, LargeCompiler(0, 1.0)).make_plan(
+            budget, H200, None
+        )
+
+    plan = plan_within(1e12)
+    assert plan.is_fastest and str(plan).endswith(left)
+    assert left not in str(plan_within(1.05 * plan.peak_bytes))
+    assert not plan_within(0.7 * plan.peak_bytes).is_fastest
+
+
 def test_a_program_traced_again_has_the_same_integer_program(monkeypatch):
     """Not in the order of a set of variables, which is that of their addresses."""
     solve, solved = IntegerProgram.minimise, []
