@@ -45,7 +45,7 @@ class Call:
     ) -> Call:
         """The call of a function that was given to `jit` with keywords; `statics` name static arguments."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
+        if any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
             return Call(args, kwargs, given, None, is_traced=True, had_host_arrays=had_host_arrays)
         named = (*enumerate(args), *kwargs.items())
         values = [value for name, value in named if name in statics and isinstance(value, Hashable)]
