@@ -15,9 +15,11 @@ from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_readers
-from jaxoff._jaxpr.primitives import is_fused
+from jaxoff._jaxpr.primitives import is_compute, is_fused
 
 _REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_sum"})
+# The most elements of a row in one kernel: a softmax over 16,384 is one, over 32,768 five (jaxlib 0.11.2).
+_LONGEST_ROW = 16_384
 
 
 class RowStatistics(NamedTuple):
@@ -36,49 +38,74 @@ def find_row_statistics(pair: JointGraph) -> RowStatistics:
     """Finds the statistics of rows that are read in the layer alone, to be broadcast over the rows.
 
     Statistics with a name, and those that the backward pass reads beside the row, are left out: to keep them
-    may spare the row.
+    may spare the row. So are those whose rows no product reads, as in a cross entropy: XLA makes no
+    kernel of such a row.
     """
-    eqns = pair.pure
-    readers = index_readers(eqns)
-    outside = {*pair.needed, *pair.results, *pair.names}
-    values: set[Var] = set()
-    reductions: set[int] = set()
-    for i, eqn in enumerate(eqns):
-        found = _follow(eqn, eqns, readers, outside) if _is_over_rows(eqn) else None
-        if found is not None:
-            values |= found
-            reductions.add(i)
-    return RowStatistics(frozenset(values), frozenset(reductions))
+    return _Search(pair).run()
+
+
+class _Search:
+    """The search for the statistics of a layer."""
+
+    def __init__(self, pair: JointGraph):
+        self._eqns = pair.pure
+        self._readers = index_readers(self._eqns)
+        self._outside = {*pair.needed, *pair.results, *pair.names}
+
+    def run(self) -> RowStatistics:
+        values: set[Var] = set()
+        reductions: set[int] = set()
+        for i, eqn in enumerate(self._eqns):
+            found = self._follow(eqn) if _is_over_rows(eqn) else None
+            if found is not None:
+                values |= found
+                reductions.add(i)
+        return RowStatistics(frozenset(values), frozenset(reductions))
+
+    def _follow(self, reduction: JaxprEqn) -> set[Var] | None:
+        """The values made of a reduction row by row; None unless a product reads rows made of them."""
+        each, whole = _size(reduction.outvars[0]), _size(reduction.invars[0])
+        found: set[Var] = set()
+        rows: list[Var] = []
+        todo = list(reduction.outvars)
+        while todo:
+            v = todo.pop()
+            if v in found:
+                continue
+            if v in self._outside:
+                return None
+            found.add(v)
+            for reader in self._read(v):
+                sizes = {_size(out) for out in reader.outvars}
+                if not is_fused(reader) or not sizes <= {each, whole}:
+                    return None
+                (todo if sizes == {each} else rows).extend(reader.outvars)
+        return found if self._reach_product(rows) else None
+
+    def _reach_product(self, rows: list[Var]) -> bool:
+        """Whether a product reads an elementwise function of values, which is in memory then."""
+        todo, seen = list(rows), set()
+        while todo:
+            v = todo.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            for reader in self._read(v):
+                if is_compute(reader):
+                    return True
+                if is_fused(reader):
+                    todo += reader.outvars
+        return False
+
+    def _read(self, v: Var) -> list[JaxprEqn]:
+        return [self._eqns[i] for i in self._readers.get(v, ())]
 
 
 def _is_over_rows(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name not in _REDUCTIONS:
         return False
     shape = compat.shape_of(eqn.invars[0].aval)
-    return tuple(eqn.params["axes"]) == (len(shape) - 1,) and shape[-1] > 1
-
-
-def _follow(
-    reduction: JaxprEqn, eqns: tuple[JaxprEqn, ...], readers: dict[Var, list[int]], outside: set[Var]
-) -> set[Var] | None:
-    """The values made of a reduction row by row; None if one has a reader that does not broadcast it."""
-    each, whole = _size(reduction.outvars[0]), _size(reduction.invars[0])
-    found: set[Var] = set()
-    todo = list(reduction.outvars)
-    while todo:
-        v = todo.pop()
-        if v in found:
-            continue
-        if v in outside:
-            return None
-        found.add(v)
-        for reader in (eqns[j] for j in readers.get(v, ())):
-            sizes = {_size(out) for out in reader.outvars}
-            if not is_fused(reader) or not sizes <= {each, whole}:
-                return None
-            if sizes == {each}:
-                todo += reader.outvars
-    return found
+    return tuple(eqn.params["axes"]) == (len(shape) - 1,) and 1 < shape[-1] <= _LONGEST_ROW
 
 
 def _size(v: Any) -> int:

@@ -76,7 +76,17 @@ def read_backward(scores):
     return scores * lax.rsqrt(jnp.square(scores).mean(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("weigh", [over_columns, named, summed, read_backward])
+def entropy(scores):
+    """No kernel stores the logarithms of the softmax: one of a row is read."""
+    chosen = jnp.arange(ROWS)[:, None]
+    return scores * jnp.take_along_axis(jax.nn.log_softmax(scores), chosen, axis=-1)
+
+
+def long(scores):
+    return jax.nn.softmax(jnp.broadcast_to(scores[:, :1], (ROWS, 20_000)))[:, :ROWS]
+
+
+@pytest.mark.parametrize("weigh", [over_columns, named, summed, read_backward, entropy, long])
 def test_other_statistics_may_be_kept(weigh):
     assert reductions_of(trace(weigh)) == []
 
