@@ -4,7 +4,7 @@ In: a traced train step. Its layers become `JointGraph`s, each the equations of 
 pass: `find_loop_pairs` finds loops over layers with the loops of their backward passes (`LoopPair`),
 `find_sequences` alike layers one after the other (`LayerSequence`) and sections of what does not repeat
 (`Section`). `choose_placements` decides for each value, as `Placements`: saved on the device, offloaded into
-host memory, or recomputed in the backward pass. `write_placed` writes the program. `find_fitting` compiles
+host memory, or recomputed in the backward pass. `LayeredProgram` writes the program. `find_fitting` compiles
 programs until a program is within the budget. Out: a program of the same step.
 
 Invariant: the results of the step do not depend on the placements, but for rounding.

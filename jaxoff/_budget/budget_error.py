@@ -45,9 +45,10 @@ class BudgetError(ValueError):
             return self.args[0]
         return "\n  ".join((f"{self.args[0]} The largest values at its peak:", *self.largest))
 
-    def extend(self, text: str) -> BudgetError:
-        """The same error with a further sentence."""
-        return BudgetError(f"{self.args[0]} {text}", self.smallest_bytes, lambda: self.largest)
+    def extend(self, text: str, smallest_bytes: int | None = None) -> BudgetError:
+        """The same error with a further sentence, and with another smallest budget if given."""
+        least = self.smallest_bytes if smallest_bytes is None else smallest_bytes
+        return BudgetError(f"{self.args[0]} {text}", least, lambda: self.largest)
 
 
 def list_largest(program: ClosedJaxpr, placed: Sequence[PlacedValue]) -> list[str]:

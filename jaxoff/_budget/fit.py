@@ -112,11 +112,9 @@ def find_estimated(
     try:
         return find_fitting(closed, device, free, donated, estimate, devices=devices)
     except BudgetError as error:
-        error = error.extend(
-            f"Memory is estimated; {format_nbytes(int(budget.device_nbytes))} less a fifth is used."
-        )
-        if error.smallest_bytes is not None:
-            error.smallest_bytes = math.ceil(error.smallest_bytes / part)
+        limit, least = format_nbytes(int(budget.device_nbytes)), error.smallest_bytes
+        text = f"Memory is estimated; {limit} less a fifth is used."
+        error = error.extend(text, None if least is None else math.ceil(least / part))
         raise error from None
 
 

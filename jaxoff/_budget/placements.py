@@ -104,18 +104,6 @@ class _Level:
         )
 
 
-def write_placed(
-    closed: ClosedJaxpr, decide: Callable[[JointGraph], Placements | None], *, fills: bool = True
-) -> ClosedJaxpr:
-    """A program with other placements of its values; as `LayeredProgram.write`."""
-    return LayeredProgram(closed).write(decide, fills=fills)
-
-
-def list_joint_graphs(closed: ClosedJaxpr) -> list[JointGraph]:
-    """The layers of a program; as `LayeredProgram.list_joint_graphs`."""
-    return LayeredProgram(closed).list_joint_graphs()
-
-
 def _write_sequences(
     level: Jaxpr, found: Sequenced | None, decide: Callable[[JointGraph], Placements | None]
 ) -> Jaxpr:

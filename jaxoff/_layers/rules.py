@@ -30,6 +30,8 @@ def warn_of_unmatched_rules(blocks: Iterable[Block]) -> None:
         return
     names: dict[Any, set[str]] = {}  # policy -> the names in its layers
     for block in blocks:
+        if next(list_entries(block.policy), None) is None:
+            continue  # nothing to match, nothing to trace
         try:
             found = collect_labels(block.traced.sites) | block.kept.labels
         except (NotImplementedError, TypeError, ValueError):

@@ -93,10 +93,8 @@ class Search:
                 raise error.extend(f"XLA says: {self.refusals[0]}") from None
             raise
         except FAULTS as fault:
-            written, finding = (
-                self.compile_written(),
-                describe_fault(fault, "the search for a program in its budget"),
-            )
+            written = self.compile_written()
+            finding = describe_fault(fault, "the search for a program in its budget")
             if written.nbytes > self.budget.device_nbytes:
                 nbytes = format_nbytes(int(written.nbytes)) if math.isfinite(written.nbytes) else "too much"
                 text = f"no program fits: the step as it is written takes {nbytes}. {finding.message}"
@@ -179,9 +177,7 @@ def _count_written(error: BudgetError, written: Written) -> BudgetError:
     if written.nbytes >= error.least_bytes():
         return error
     nbytes = math.ceil(written.nbytes)
-    error = error.extend(f"The step as it is written takes {format_nbytes(nbytes)}.")
-    error.smallest_bytes = nbytes
-    return error
+    return error.extend(f"The step as it is written takes {format_nbytes(nbytes)}.", nbytes)
 
 
 def estimate_within(

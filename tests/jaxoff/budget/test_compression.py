@@ -13,9 +13,9 @@ from jax import lax
 import jaxoff
 from jaxoff._budget.compression import compress, compressed_nbytes, restore
 from jaxoff._budget.joint_graph import Placements
-from jaxoff._budget.placements import list_joint_graphs, write_placed
 from jaxoff._jaxpr import compat
 from tests.clients.test_clients import ROUNDED
+from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 
 LAYERS, ROWS, WIDTH, HIDDEN = 4, 16, 128, 256
 

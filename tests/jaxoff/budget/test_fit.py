@@ -17,10 +17,10 @@ from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.limits import Budget, parse_nbytes
 from jaxoff._budget.memory import estimate_nbytes
-from jaxoff._budget.placements import list_joint_graphs
 from jaxoff._budget.report import Plan, list_values
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr.tag import Tag
+from tests.jaxoff.budget.layered import list_joint_graphs
 
 LAYERS, ROWS, WIDTH = 6, 2048, 512
 

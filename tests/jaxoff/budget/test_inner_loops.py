@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 from jaxoff._budget.joint_graph import Placements, list_recomputed
-from jaxoff._budget.placements import list_joint_graphs, write_placed
 from jaxoff._jaxpr import compat
+from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 from tests.jaxoff.budget.test_placements import keep_all, keep_some, offload_inputs
 
 LAYERS, STEPS, WIDTH = 4, 3, 8

@@ -15,9 +15,9 @@ from bench.client_steps import PROGRAMS
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair
 from jaxoff._budget.numbering import Numbering
-from jaxoff._budget.placements import list_joint_graphs, write_placed
 from jaxoff._jaxpr import compat
 from tests.clients.test_clients import ROUNDED
+from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 
 QUICK = {("decoder-scan", "all recomputed")}
 STYLES = (

@@ -9,9 +9,9 @@ from jax import lax
 
 import jaxoff
 from jaxoff._budget.choose import Costs
-from jaxoff._budget.placements import list_joint_graphs
 from jaxoff._budget.row_statistics import find_row_statistics
 from jaxoff._device.profile import Device
+from tests.jaxoff.budget.layered import list_joint_graphs
 from tests.jaxoff.policy.matrix import inputs
 
 LAYERS, ROWS, WIDTH = 3, 32, 16

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import jaxoff
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
-from jaxoff._budget.placements import list_joint_graphs, write_placed
 from jaxoff._budget.repeats import Run
 from jaxoff._budget.sections import _cut
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.dataflow import variables
+from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 from tests.jaxoff.budget.test_sequences import (
     CHECKPOINTS,
     assert_placed_alike,

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 import jaxoff
 from jaxoff._budget.choose import Costs, choose_placements
 from jaxoff._budget.joint_graph import Placements, list_recomputed
-from jaxoff._budget.placements import list_joint_graphs, write_placed
 from jaxoff._budget.sequenced import LayerSequence
 from jaxoff._budget.sequences import find_sequences
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inline_program
 from tests.clients.test_clients import ROUNDED
+from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 
 LAYERS, ROWS, WIDTH = 4, 16, 8
 CHECKPOINTS = {
