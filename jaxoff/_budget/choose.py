@@ -105,7 +105,9 @@ class Costs:
         inner = sum(nbytes.get(v, 0) for v in find_stored(pair.needed, (*pure, *pair.rest)))
         for i, eqn in enumerate(pure):
             in_readers = is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars)
-            if in_readers or i in statistics.reductions:
+            if i in statistics.differences:
+                times[i] = device.pass_ms(compat.nbytes_of(eqn.outvars))  # a softmax's kernel
+            elif in_readers or i in statistics.reductions:
                 times[i] = 0.0  # inside of its readers
         return Costs(
             pair,

@@ -28,10 +28,13 @@ class RowStatistics(NamedTuple):
     Attributes:
       values: the results of the reductions, and what elementwise equations make of them row by row.
       reductions: indices of the reductions in `JointGraph.pure`.
+      differences: indices of the equations that broadcast a maximum over its row. XLA stores what the kernel
+        makes of them, the exponentials of a softmax: no reader computes a maximum again.
     """
 
     values: frozenset[Var]
     reductions: frozenset[int]
+    differences: frozenset[int]
 
 
 def find_row_statistics(pair: JointGraph) -> RowStatistics:
@@ -55,18 +58,25 @@ class _Search:
     def run(self) -> RowStatistics:
         values: set[Var] = set()
         reductions: set[int] = set()
+        differences: set[int] = set()
         for i, eqn in enumerate(self._eqns):
             found = self._follow(eqn) if _is_over_rows(eqn) else None
             if found is not None:
-                values |= found
+                statistics, readers = found
+                values |= statistics
                 reductions.add(i)
-        return RowStatistics(frozenset(values), frozenset(reductions))
+                if eqn.primitive.name == "reduce_max":
+                    differences |= readers
+        return RowStatistics(frozenset(values), frozenset(reductions), frozenset(differences))
 
-    def _follow(self, reduction: JaxprEqn) -> set[Var] | None:
-        """The values made of a reduction row by row; None unless a product reads rows made of them."""
+    def _follow(self, reduction: JaxprEqn) -> tuple[set[Var], set[int]] | None:
+        """The values made of a reduction row by row, and the equations that make rows of them.
+
+        None unless a product reads such rows.
+        """
         each, whole = _size(reduction.outvars[0]), _size(reduction.invars[0])
         found: set[Var] = set()
-        rows: list[Var] = []
+        rows: set[int] = set()
         todo = list(reduction.outvars)
         while todo:
             v = todo.pop()
@@ -75,30 +85,32 @@ class _Search:
             if v in self._outside:
                 return None
             found.add(v)
-            for reader in self._read(v):
+            for i in self._readers.get(v, ()):
+                reader = self._eqns[i]
                 sizes = {_size(out) for out in reader.outvars}
                 if not is_fused(reader) or not sizes <= {each, whole}:
                     return None
-                (todo if sizes == {each} else rows).extend(reader.outvars)
-        return found if self._reach_product(rows) else None
+                if sizes == {each}:
+                    todo += reader.outvars
+                else:
+                    rows.add(i)
+        made = [v for i in sorted(rows) for v in self._eqns[i].outvars]
+        return (found, rows) if self._reach_product(made) else None
 
-    def _reach_product(self, rows: list[Var]) -> bool:
+    def _reach_product(self, values: list[Var]) -> bool:
         """Whether a product reads an elementwise function of values, which is in memory then."""
-        todo, seen = list(rows), set()
+        todo, seen = list(values), set()
         while todo:
             v = todo.pop()
             if v in seen:
                 continue
             seen.add(v)
-            for reader in self._read(v):
+            for reader in (self._eqns[i] for i in self._readers.get(v, ())):
                 if is_compute(reader):
                     return True
                 if is_fused(reader):
                     todo += reader.outvars
         return False
-
-    def _read(self, v: Var) -> list[JaxprEqn]:
-        return [self._eqns[i] for i in self._readers.get(v, ())]
 
 
 def _is_over_rows(eqn: JaxprEqn) -> bool:

@@ -7,6 +7,7 @@ Two models. `kernel_ms` serves the scheduler and `explain`: a kernel alone at th
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Container, Sequence
 
 from jax import lax
@@ -23,6 +24,9 @@ from jaxoff._jaxpr.primitives import is_attention, is_collective, is_compute, is
 
 # Primitives that read a part of an operand.
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
+
+# Elements of a side of a block of cuBLAS, of 16-bit numbers.
+_BLOCK = 8
 
 
 def kernel_ms(graph: KernelGraph, i: int, device: Device) -> float:
@@ -76,7 +80,8 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
         return copies + device.calibration.collective_exposed_share.value * collective_ms(made, device)
     traffic = _traffic_ms(made + compat.nbytes_of(variables(eqn)), device)
     if matrix_ms := _matrix_ms(eqn, device):
-        return copies + matrix_ms + device.calibration.traffic_share.value * traffic
+        busy_ms = max(matrix_ms + device.calibration.traffic_share.value * traffic, traffic)
+        return copies + _paddings_ms(eqn, device) + busy_ms
     return copies + traffic
 
 
@@ -158,6 +163,25 @@ def _copies_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], rows: Container[Var],
                 converted = True
             taken = operands[0]
         if taken in rows and not converted:
+            ms += device.pass_ms(compat.nbytes(v.aval))
+    return ms
+
+
+def _paddings_ms(eqn: JaxprEqn, device: Device) -> float:
+    """The time to copy a product's operands into matrices of whole blocks, in ms.
+
+    cuBLAS takes 16-bit matrices whose sides are multiples of 8, and XLA pads others.
+    """
+    if eqn.primitive.name != "dot_general":
+        return 0.0
+    contracted, batch = eqn.params["dimension_numbers"]
+    ms = 0.0
+    for v, summed, shared in zip(eqn.invars, contracted, batch, strict=True):
+        shape = compat.shape_of(v.aval)
+        depth = math.prod(shape[i] for i in summed)
+        width = math.prod(n for i, n in enumerate(shape) if i not in (*summed, *shared))
+        is_narrow = compat.struct_of(v.aval).dtype.itemsize == 2
+        if is_narrow and min(depth, width) > 1 and (depth % _BLOCK or width % _BLOCK):
             ms += device.pass_ms(compat.nbytes(v.aval))
     return ms
 

@@ -51,6 +51,9 @@ def test_the_maximum_of_a_softmax_is_made_in_the_kernel_of_its_readers():
     statistics, costs = find_row_statistics(pair), Costs.of(pair, H200)
     assert statistics.values.isdisjoint(costs.nbytes)
     assert [costs.equation_ms[i] for i in statistics.reductions] == [0.0]
+    scores = H200.pass_ms(4 * ROWS * ROWS)
+    assert [pair.pure[i].primitive.name for i in statistics.differences] == ["sub"]
+    assert [costs.equation_ms[i] for i in statistics.differences] == [pytest.approx(scores)]
     sums = [v for eqn in pair.eqns if eqn.primitive.name == "reduce_sum" for v in eqn.outvars]
     assert sums and costs.nbytes.keys() >= set(sums)  # which the backward pass reads
 
@@ -93,6 +96,12 @@ def test_other_statistics_may_be_kept(weigh):
 
 def test_a_statistic_may_be_broadcast_along_another_axis():
     assert reductions_of(trace(of_other_rows)) == ["reduce_max"]
+
+
+def test_a_norms_rows_are_made_in_their_readers():
+    """XLA computes a mean in a kernel of its own, and its readers compute their rows again."""
+    pair = trace(lambda scores: jnp.square(scores - scores.mean(-1, keepdims=True)))
+    assert reductions_of(pair) == ["reduce_sum"] and not find_row_statistics(pair).differences
 
 
 @pytest.mark.parametrize("loop", ["scan", "python"])
