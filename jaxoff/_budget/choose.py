@@ -62,6 +62,7 @@ class Costs:
       inner_nbytes: bytes of the layer's values in memory when its backward pass runs. Values between
         elementwise kernels are not: XLA computes them in their readers.
       compressible: value that may be kept in float8 -> its bytes there.
+      only_with: value -> another, without which it may not be kept.
     """
 
     pair: JointGraph
@@ -73,7 +74,8 @@ class Costs:
     backward_ms: float
     kernels: int
     inner_nbytes: float
-    compressible: Mapping[Var, int] = dataclasses.field(default_factory=dict)
+    compressible: Mapping[Var, int]
+    only_with: Mapping[Var, Var]
 
     @staticmethod
     def of(pair: JointGraph, device: Device, compress: Sequence[str] = ()) -> Costs:
@@ -120,6 +122,7 @@ class Costs:
             len(graph.kernels) + len(rest.kernels),
             inner,
             _find_compressible(pair, nbytes, compress),
+            statistics.sums,
         )
 
 
@@ -321,6 +324,9 @@ def _add_pair(
             copies_back.append((move, device.h2d_ms(nbytes)))
             program.cost[move] += length * (pass_ms + added)
 
+    for v, other in costs.only_with.items():
+        without = [(way.variable, -1.0) for way in kept.get(other, ())]
+        program.add_upper_bound([(way.variable, 1.0) for way in kept.get(v, ())] + without, 0.0)
     repeated = [program.add_variable() for _ in pair.pure]
     maker = {v: i for i, eqn in enumerate(pair.pure) for v in eqn.outvars}
     free = pair.free

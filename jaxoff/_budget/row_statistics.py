@@ -9,6 +9,7 @@ plain step, and stored the exponentials in float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxoff._budget.joint_graph import JointGraph
@@ -30,11 +31,14 @@ class RowStatistics(NamedTuple):
       reductions: indices of the reductions in `JointGraph.pure`.
       differences: indices of the equations that broadcast a maximum over its row. XLA stores what the kernel
         makes of them, the exponentials of a softmax: no reader computes a maximum again.
+      sums: the sums of such rows, and what elementwise equations make of them -> the row. To keep a sum takes
+        the kernel apart as well, unless its row is kept.
     """
 
     values: frozenset[Var]
     reductions: frozenset[int]
     differences: frozenset[int]
+    sums: Mapping[Var, Var]
 
 
 def find_row_statistics(pair: JointGraph) -> RowStatistics:
@@ -67,7 +71,29 @@ class _Search:
                 reductions.add(i)
                 if eqn.primitive.name == "reduce_max":
                     differences |= readers
-        return RowStatistics(frozenset(values), frozenset(reductions), frozenset(differences))
+        return RowStatistics(
+            frozenset(values), frozenset(reductions), frozenset(differences), self._find_sums(differences)
+        )
+
+    def _find_sums(self, differences: set[int]) -> dict[Var, Var]:
+        """The sums of rows that elementwise equations make of `differences`, with the row of each."""
+        starts = [v for i in sorted(differences) for v in self._eqns[i].outvars]
+        rows = {v for start in starts for v in self._list_derived(start)}
+        sums = ((e.outvars[0], e.invars[0]) for e in self._eqns if _is_over_rows(e) and e.invars[0] in rows)
+        return {v: row for total, row in sums for v in self._list_derived(total)}
+
+    def _list_derived(self, start: Var) -> list[Var]:
+        """A value, and the values of its size that elementwise equations make of it."""
+        found: dict[Var, None] = {}
+        todo = [start]
+        while todo:
+            v = todo.pop()
+            if v not in found:
+                found[v] = None
+                readers = (self._eqns[i] for i in self._readers.get(v, ()))
+                made = (out for eqn in readers if is_fused(eqn) for out in eqn.outvars)
+                todo += [out for out in made if _size(out) == _size(start)]
+        return list(found)
 
     def _follow(self, reduction: JaxprEqn) -> tuple[set[Var], set[int]] | None:
         """The values made of a reduction row by row, and the equations that make rows of them.

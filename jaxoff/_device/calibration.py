@@ -51,6 +51,7 @@ class Calibration:
       collective_link_share: the bandwidth between GPUs, share of `Device.memory_gbps`.
       collective_exposed_share: the part of a collective's time without a product beside.
       wide_type_slowdown: time of a product of wider operands, over the time with 16-bit operands.
+      threefry_operations: 16-bit operations in the time of a random number by Threefry, of 32 bits.
       measured_flops_share: `Device.flops` of a profile, over the rate timed by `Device.measure`.
     """
 
@@ -65,6 +66,7 @@ class Calibration:
     collective_link_share: Constant
     collective_exposed_share: Constant
     wide_type_slowdown: Constant
+    threefry_operations: Constant
     measured_flops_share: Constant
 
     @classmethod

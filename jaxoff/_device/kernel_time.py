@@ -72,7 +72,8 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
             return device.pass_ms(compat.nbytes(eqn.invars[1].aval))
         sliced = not _SLICES.isdisjoint(e.primitive.name for e in (eqn, *between))
         sizes = (compat.nbytes(v.aval) for v in graph.reads[i])
-        return _traffic_ms(made + sum(min(n, made) if sliced else n for n in sizes), device)
+        nbytes = made + sum(min(n, made) if sliced else n for n in sizes)
+        return max(_traffic_ms(nbytes, device), _drawing_ms(eqn, device))
     copies = _copies_ms(eqn, between, rows, device)
     if compat.control_flow(eqn) is not None:
         return copies + programs_ms(eqn, device)
@@ -165,6 +166,15 @@ def _copies_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], rows: Container[Var],
         if taken in rows and not converted:
             ms += device.pass_ms(compat.nbytes(v.aval))
     return ms
+
+
+def _drawing_ms(eqn: JaxprEqn, device: Device) -> float:
+    """The time to draw random numbers by Threefry, in ms; 0 for other equations."""
+    name = eqn.primitive.name
+    if name != "threefry2x32" and not (name == "random_bits" and "fry" in str(eqn.invars[0].aval)):
+        return 0.0
+    numbers = compat.nbytes_of(eqn.outvars) / 4
+    return 1e3 * numbers * device.calibration.threefry_operations.value / device.flops
 
 
 def _paddings_ms(eqn: JaxprEqn, device: Device) -> float:

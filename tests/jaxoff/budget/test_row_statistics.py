@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff._budget.choose import Costs
+from jaxoff._budget.choose import Costs, choose_placements
 from jaxoff._budget.row_statistics import find_row_statistics
 from jaxoff._device.profile import Device
 from tests.jaxoff.budget.layered import list_joint_graphs
@@ -96,6 +96,20 @@ def test_other_statistics_may_be_kept(weigh):
 
 def test_a_statistic_may_be_broadcast_along_another_axis():
     assert reductions_of(trace(of_other_rows)) == ["reduce_max"]
+
+
+def test_the_sum_of_a_softmax_is_kept_with_its_row_alone():
+    pair = trace(softmax)
+    costs, sums = Costs.of(pair, H200), find_row_statistics(pair).sums
+    assert {row.aval.str_short() for row in sums.values()} == {f"float32[{ROWS},{ROWS}]"}
+    assert any(v in pair.needed for v in sums)
+    held = []
+    for room in range(0, sum(costs.nbytes.values()) * LAYERS, 512):
+        if (chosen := choose_placements([costs], H200, room, 0.0)) is not None:
+            kept = set(chosen[0][0].list_kept(pair))
+            held.append(kept & sums.keys())
+            assert all(sums[v] in kept for v in held[-1])
+    assert set() in held and any(held)
 
 
 def test_a_norms_rows_are_made_in_their_readers():

@@ -255,6 +255,19 @@ def test_efficiencies_are_those_of_the_devices_calibration():
         assert milliseconds(jnp.matmul, *operands, device=mine) == pytest.approx(times * usual)
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_numbers_by_threefry_are_computed(impl):
+    shape = (ROWS, WIDTH)
+    key = jax.random.key(0, impl=impl)
+    found = milliseconds(lambda key: jax.random.bits(key, shape), key, device=QUICK)
+    drawn = 1e3 * ROWS * WIDTH * H200_CALIBRATION.threefry_operations.value / QUICK.flops
+    assert found == pytest.approx(drawn if impl == "threefry2x32" else 0.0, abs=1e-6)
+    quick = dataclasses.replace(DEVICE, flops=1e30)
+    assert milliseconds(lambda key: jax.random.bits(key, shape), key, device=quick) == pytest.approx(
+        traffic_ms(array(*shape, dtype=jnp.uint32)), rel=0.01
+    )
+
+
 def test_what_is_no_product_goes_by_its_bytes():
     assert milliseconds(lambda x: lax.fft(x, "FFT", (WIDTH,)), array(ROWS, WIDTH, dtype=jnp.complex64)) == (
         pytest.approx(DEVICE.pass_ms(8 * X.size))
