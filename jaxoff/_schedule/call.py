@@ -12,6 +12,8 @@ from jax.core import Tracer
 
 from jaxoff._jaxpr import meshes
 from jaxoff._jaxpr.statics import list_parameters
+from jaxoff._schedule.argument_types import ArgumentTypes
+from jaxoff._state import hosted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +25,7 @@ class Call:
       given: the keywords of `jit`.
       key: the types of the arguments and the values of static arguments: equal keys mean equal programs.
       is_traced: whether an argument belongs to a trace around the call.
-      had_host_arrays: whether the caller's arguments hold arrays in host memory that are described here as on
-        the device.
+      moves_to_device: whether arguments are in host memory that count as on the device.
     """
 
     args: tuple[Any, ...]
@@ -32,7 +33,7 @@ class Call:
     given: Any
     key: Hashable
     is_traced: bool
-    had_host_arrays: bool = False
+    moves_to_device: bool = False
 
     @staticmethod
     def of(
@@ -40,22 +41,27 @@ class Call:
         kwargs: dict[str, Any],
         given: Any,
         statics: Collection[int | str],
-        *,
-        had_host_arrays: bool = False,
+        types: ArgumentTypes,
     ) -> Call:
         """The call of a function that was given to `jit` with keywords; `statics` name static arguments."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
-            return Call(args, kwargs, given, None, is_traced=True, had_host_arrays=had_host_arrays)
+            return Call(args, kwargs, given, None, is_traced=True)
         named = (*enumerate(args), *kwargs.items())
         values = [value for name, value in named if name in statics and isinstance(value, Hashable)]
-        key = tree, _list_types(leaves), tuple(values), meshes.current_mesh()
-        return Call(args, kwargs, given, key, is_traced=False, had_host_arrays=had_host_arrays)
+        key, on_host = types.make_key(leaves, (tree, tuple(values), meshes.current_mesh()))
+        return Call(args, kwargs, given, key, False, on_host and types.ignores_host)
+
+    @functools.cached_property
+    def described(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments to trace with: a struct on the device for each array that moves there."""
+        both = self.args, self.kwargs
+        return hosted.describe_on_device(both) if self.moves_to_device else both
 
     # Asked for at the first call of a key only, these are left out of every later call.
     @functools.cached_property
     def _shardings(self) -> list[jax.sharding.Sharding]:
-        found = map(_sharding_of, jax.tree.leaves((self.args, self.kwargs, self.given)))
+        found = map(_sharding_of, jax.tree.leaves((*self.described, self.given)))
         return [sharding for sharding in found if sharding is not None]
 
     @functools.cached_property
@@ -85,7 +91,7 @@ class Call:
                 "/"
             )
 
-        paths = [path for path, _ in jax.tree.leaves_with_path((self.args, self.kwargs))]
+        paths = [path for path, _ in jax.tree.leaves_with_path(self.described)]
         return [describe(paths[i]) for i in positions]
 
     @functools.cached_property
@@ -93,35 +99,6 @@ class Call:
         """Whether the call compiles for GPUs."""
         platforms = {device.platform for s in self._shardings for device in _devices_of(s)}
         return not (platforms or {jax.default_backend()}).isdisjoint({"gpu", "cuda", "rocm"})
-
-
-def _list_types(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
-    """The types of arguments; of an object that can only be static, the object itself.
-
-    Every call lists them, and most are arrays.
-    """
-    first = jax.local_devices()[0]
-    usual_memory = first.default_memory().kind
-
-    def place_of(sharding: Any) -> Hashable:
-        """The device and memory; None for those of arrays without a sharding, as of described arrays."""
-        if type(sharding) is not jax.sharding.SingleDeviceSharding:
-            return sharding if isinstance(sharding, jax.sharding.Sharding) else None
-        ((device,), memory) = sharding.device_set, sharding.memory_kind
-        return None if device is first and memory in (None, usual_memory) else (device, memory)
-
-    def type_of(leaf: Any) -> Hashable:
-        try:
-            return leaf.shape, leaf.dtype, leaf.weak_type, place_of(leaf.sharding)
-        except AttributeError:
-            pass
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):  # of numpy, and others
-            place = place_of(getattr(leaf, "sharding", None))
-            return tuple(leaf.shape), leaf.dtype, getattr(leaf, "weak_type", False), place
-        is_object = isinstance(leaf, Hashable) and not isinstance(leaf, (bool, int, float, complex))
-        return leaf if is_object else type(leaf)
-
-    return tuple(map(type_of, leaves))
 
 
 def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:

@@ -26,6 +26,7 @@ from jaxoff._report.warn import warn_of
 from jaxoff._runtime.disk import make_key
 from jaxoff._runtime.flags import PlacedBy
 from jaxoff._runtime.program_memory import lowered_nbytes, program_nbytes_if_compiled
+from jaxoff._schedule.argument_types import ArgumentTypes
 from jaxoff._schedule.call import Call, list_donated
 from jaxoff._schedule.faults import rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
@@ -78,6 +79,7 @@ class Jitted:
         self._recipe, self._tunes, self._budget = recipe, tune, budget
         self._inner: Any = _jax_jit(fun, **kwargs)
         self._statics = find_statics(fun, kwargs)
+        self._types = ArgumentTypes(ignores_host=budget is not None)
         self._chosen: dict[Hashable, Setting] = {}  # types of a call's arguments -> setting
         self._instances: dict[Hashable, Any] = {}  # types and setting -> the `jax.jit` function
         self._tunings: dict[Hashable, Tuning] = {}  # types -> the programs that are being timed
@@ -97,8 +99,7 @@ class Jitted:
                 name, has_budget = getattr(self, "__name__", "the function"), self._budget is not None
                 self._report(find_lost_order(traced.jaxpr.jaxpr, name, has_budget=has_budget))
             return self._inner(*args, **kwargs)
-        tuning = self._find_tuning(call) if self._tunes else None
-        if tuning is not None:
+        if self._tunes and (tuning := self._find_tuning(call)) is not None:
             return self._take_timed_step(call, tuning)
         with self._settle(call) as jitted:
             return jitted(*args, **kwargs)
@@ -115,10 +116,9 @@ class Jitted:
             with self._settle(call) as jitted:
                 return LoweredByRecipe.of(jitted.lower(*args, **kwargs), self.options, self._placed_by)
         with self._probe(call) as traced:
-            settings = self._list_settings(call, traced)
-            self._latest = settings[0]
-            lowered = self._lower(call, settings[0])
-        if len(settings) == 1:
+            self._latest, *others = self._list_settings(call, traced)
+            lowered = self._lower(call, self._latest)
+        if not others:
             return LoweredByRecipe.of(lowered, self.options, self._placed_by)
         mesh = meshes.current_mesh()
 
@@ -177,29 +177,26 @@ class Jitted:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call; within a budget, its state counts as on the device, wherever the last step left it."""
-        on_host = self._budget is not None and hosted.has_host_arrays((args, kwargs))
-        if on_host:
-            args, kwargs = hosted.describe_on_device((args, kwargs))
-        return Call.of(args, kwargs, self._kwargs, self._statics, had_host_arrays=on_host)
+        return Call.of(args, kwargs, self._kwargs, self._statics, self._types)
 
     @contextlib.contextmanager
     def _settle(self, call: Call, traced: Traced | None = None) -> Iterator[Any]:
         """Yields the `jax.jit` function for a call, and chooses its setting the first time."""
         if call.key in self._chosen:
             self._latest = self._chosen[call.key]
-            yield hosted.taking_host_arrays(self._find_instance(call, self._latest), call.had_host_arrays)
+            yield hosted.taking_host_arrays(self._find_instance(call, self._latest), call.moves_to_device)
             return
         with self._probe(call, traced) as traced:
             self._latest = (self._choose if self._budget is None else self._fit)(call, traced)
             self._chosen[call.key] = self._latest
-            yield hosted.taking_host_arrays(self._find_instance(call, self._latest), call.had_host_arrays)
+            yield hosted.taking_host_arrays(self._find_instance(call, self._latest), call.moves_to_device)
 
     @contextlib.contextmanager
     def _probe(self, call: Call, traced: Traced | None = None) -> Iterator[Traced]:
         """Traces the user's function for a call; the traces in the context take the program over."""
         if traced is None:
             try:
-                self._find_instance(call, None).trace(*call.args, **call.kwargs)
+                self._find_instance(call, None).trace(*call.described[0], **call.described[1])
                 raise AssertionError("a probe ends with ProbedError")
             except ProbedError as error:
                 signature, given, shapes, findings = error.found
@@ -220,7 +217,7 @@ class Jitted:
         def compile_marked(marked: compat.ClosedJaxpr) -> None:
             self._probed.traced = Traced(signature, marked, shapes, Rewritten.as_given(marked))
             stock = self._overlapped(call.devices, Setting(Recipe.STOCK, ()))
-            _jax_jit(stock, **self._kwargs).lower(*call.args, **call.kwargs).compile()
+            _jax_jit(stock, **self._kwargs).lower(*call.described[0], **call.described[1]).compile()
 
         divided = call.devices > 1 and not compat.holds_tracers(given)
         device = self._share_link(call.devices)
@@ -260,7 +257,7 @@ class Jitted:
         """The setting of the program within the budget; its instance takes the place of a choice."""
         self.plan = None
         assert self._budget is not None
-        twin, budget = traced.take_twin(), self._budget.resolve((call.args, call.kwargs))
+        twin, budget = traced.take_twin(), self._budget.resolve(call.described)
         refusals: list[str] = []
 
         def compile_program(closed: compat.ClosedJaxpr, *, preferred: bool) -> tuple[float, Any] | None:
@@ -290,7 +287,7 @@ class Jitted:
         ).run()
         self._report(within.findings)
         on_host = within.instance.on_host if isinstance(within.instance, hosted.Hosted) else ()
-        places = hosted.list_shardings(call.args, on_host)
+        places = hosted.list_shardings(call.described[0], on_host)
         self.plan = dataclasses.replace(within.plan, step=self, in_shardings=places)
         if within.instance is not None:
             self._instances[call.key, within.setting] = within.instance
@@ -300,7 +297,9 @@ class Jitted:
         """Whether each argument of a call is donated."""
         keywords = {name: value for name, value in self._kwargs.items() if name != "out_shardings"}
         nothing = functools.wraps(self._fun)(lambda *_, **__: None)
-        return list_donated(_jax_jit(nothing, **keywords).trace(*call.args, **call.kwargs).args_info)
+        return list_donated(
+            _jax_jit(nothing, **keywords).trace(*call.described[0], **call.described[1]).args_info
+        )
 
     def make_estimator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Budget], Plan]:
         """Traces a call once, for its plans by an estimate of memory: budget -> plan, or a BudgetError."""
@@ -346,7 +345,9 @@ class Jitted:
                 self._tunings[call.key] = Tuning(settings, key, unmet)
                 return
         setting = find_fastest(settings, self.tuned) or settings[0]
-        self._find_instance(call, setting).trace(*call.args, **call.kwargs)  # JAX keeps it for the call
+        self._find_instance(call, setting).trace(
+            *call.described[0], **call.described[1]
+        )  # JAX keeps it for the call
         self._settle_on(call, setting, unmet)
 
     def _take_timed_step(self, call: Call, tuning: Tuning) -> Any:
@@ -404,7 +405,7 @@ class Jitted:
 
     def _lower(self, call: Call, setting: Setting) -> jax.stages.Lowered:
         """Lowers the program of a setting for a call."""
-        return self._find_instance(call, setting).lower(*call.args, **call.kwargs)
+        return self._find_instance(call, setting).lower(*call.described[0], **call.described[1])
 
     def _overlapped(
         self, devices: int, setting: Setting | None, streamed: Traced | None = None

@@ -23,18 +23,13 @@ def move_to(places: Sequence[Var], values: Sequence[Any]) -> list[Any]:
     return [move(v, x) for v, x in zip(places, values, strict=True)]
 
 
-def has_host_arrays(tree: Any) -> bool:
-    """Whether an array of a pytree is in pinned host memory."""
-    return any(map(_is_on_host, jax.tree.leaves(tree)))
-
-
 def describe_on_device(tree: Any) -> Any:
     """A pytree with a struct on the device for each array in host memory, to trace functions with."""
 
     def describe(leaf: Any) -> Any:
-        if not _is_on_host(leaf):
+        if not is_on_host(leaf):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_on_device(leaf.sharding))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_device(leaf.sharding))
 
     return jax.tree.map(describe, tree)
 
@@ -122,14 +117,14 @@ def list_shardings(args: tuple[Any, ...], on_host: Collection[int]) -> tuple[Any
 
 
 def _put(leaf: Any, *, to_host: bool) -> Any:
-    if _is_on_host(leaf) == to_host or not hasattr(leaf, "sharding"):
+    if is_on_host(leaf) == to_host or not hasattr(leaf, "sharding"):
         return leaf
     sharding = leaf.sharding
     if isinstance(leaf, jax.ShapeDtypeStruct):
         sharding = sharding or _first_device()
-        sharding = sharding.with_memory_kind(HOST) if to_host else _on_device(sharding)
+        sharding = sharding.with_memory_kind(HOST) if to_host else on_device(sharding)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    moved = jax.device_put(leaf, sharding.with_memory_kind(HOST) if to_host else _on_device(sharding))
+    moved = jax.device_put(leaf, sharding.with_memory_kind(HOST) if to_host else on_device(sharding))
     if to_host:
         leaf.delete()  # a step's state is donated: the caller's array ends with the call
     return moved
@@ -139,11 +134,13 @@ def _first_device() -> jax.sharding.SingleDeviceSharding:
     return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
-def _is_on_host(leaf: Any) -> bool:
+def is_on_host(leaf: Any) -> bool:
+    """Whether an array, or a described array, is in pinned host memory."""
     return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == HOST
 
 
-def _on_device(sharding: Any) -> Any:
+def on_device(sharding: Any) -> Any:
+    """A sharding in the memory of its devices."""
     (device, *_) = sharding.device_set
     return sharding.with_memory_kind(device.default_memory().kind)
 
