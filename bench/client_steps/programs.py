@@ -11,7 +11,7 @@ import jax
 import jaxoff
 from bench.client_steps.step import ClientStep, Sizes, offload, save
 
-WITHOUT_ATTENTION = ("retention", "ssm")
+WITHOUT_ATTENTION = ("autoencoder", "retention", "ssm")
 NAMES = ("block_in", "attn")
 TINY = Sizes(
     layers=4,
@@ -79,6 +79,7 @@ EXPERTS = Sizes(
 LORA = Sizes(layers=32, batch=4, length=2048)
 UNET = Sizes(layers=4, width=256, heads=8, vocabulary=1, batch=144, length=128)
 PAIRS = Sizes(layers=16, width=2048, hidden=8192, heads=32, kv_heads=8, head_size=64, batch=4, length=2048)
+PICTURES = Sizes(layers=12, width=768, hidden=3072, heads=12, head_size=64, batch=768, length=196)
 RETENTION = Sizes(
     layers=12, width=2560, hidden=8960, heads=20, head_size=128, vocabulary=65536, batch=4, length=4096
 )
@@ -177,6 +178,7 @@ PROGRAMS = {
     "lora": _by_names("lora", "build_lora", sizes=LORA),
     "unet": _by_names("unet", "build_unet", "unet.in", "unet.conv", sizes=UNET),
     "dpo": _by_names("dpo", "build_dpo", sizes=PAIRS),
+    "autoencoder": _by_names("autoencoder", "build_autoencoder", "mae.in", "mae.attn", sizes=PICTURES),
     "retention": _by_policy(
         "retention", "build_retention", jaxoff.policy(offload=["block_in", "mix.*"]), sizes=RETENTION
     ),

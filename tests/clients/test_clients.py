@@ -18,6 +18,7 @@ ROUNDED = {"xla_allow_excess_precision": False, "xla_disable_hlo_passes": "algsi
 # Styles close to another's: bits of whole steps on demand.
 LONG = {
     "accumulation",
+    "autoencoder",
     "decoder-python",
     "dit",
     "dpo",
@@ -52,7 +53,7 @@ TRACED_TWICE = {
 
 
 def build(name, **options):
-    if name == "equinox":
+    if name in ("autoencoder", "equinox"):
         pytest.importorskip("equinox")
     program = PROGRAMS[name].shrink()
     layers = 4 if name == "groups" else 2
