@@ -45,6 +45,9 @@ class BudgetError(ValueError):
             return self.args[0]
         return "\n  ".join((f"{self.args[0]} The largest values at its peak:", *self.largest))
 
+    def __reduce__(self):  # for another process, which has no program to list values of
+        return BudgetError, (self.args[0], self.smallest_bytes, functools.partial(tuple, self.largest))
+
     def extend(self, text: str, smallest_bytes: int | None = None) -> BudgetError:
         """The same error with a further sentence, and with another smallest budget if given."""
         least = self.smallest_bytes if smallest_bytes is None else smallest_bytes

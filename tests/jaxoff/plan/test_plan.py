@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import traceback
 
 import jax
@@ -69,6 +70,9 @@ def test_what_nothing_fits_is_an_error_with_the_least_budget():
     assert least is not None
     assert plan_within(1.001 * least).peak_bytes <= 0.8 * 1.001 * least
     assert 0.95 * LEAST < least < LEAST
+    there = pickle.loads(pickle.dumps(caught.value))  # in another process
+    assert (type(there), there.smallest_bytes, str(there)) == (jaxoff.BudgetError, least, str(caught.value))
+    assert caught.value.largest and there.largest == caught.value.largest
 
 
 def test_a_slower_link_moves_less():
