@@ -169,8 +169,8 @@ class _Search[P]:
         compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
         devices: int,
     ):
-        is_manual = any(map(compat.is_shard_map, inline_program(closed.jaxpr).eqns))
-        self.devices = 1 if is_manual else devices
+        self._is_manual = any(map(compat.is_shard_map, inline_program(closed.jaxpr).eqns))
+        self.devices = 1 if self._is_manual else devices
         self._device, self._budget = _join(device, self.devices), _scale(budget, self.devices)
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
@@ -180,7 +180,7 @@ class _Search[P]:
         refuse_unmatched(self._whole.costs, budget.compress)
         self._step_ms = sum(c.pair.count * (c.forward_ms + c.backward_ms) for c in self._whole.costs)
         self._written: tuple[Any, ClosedJaxpr] | None = None  # the latest program
-        self._form, self._room = self._begin(devices if is_manual else None)
+        self._form, self._room = self._begin(devices if self._is_manual else None)
         self.tried: list[Tried[P]] = []
         self._progress = Progress()
 
@@ -329,6 +329,7 @@ class _Search[P]:
         tried = Tried(*made, *times, self.devices * nbytes, number, handle)
         self.tried.append(tried)
         takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"
+        takes += ", too much" if self._budget.device_nbytes < tried.nbytes < math.inf else ""
         self._progress.say(
             f"program {number} for {self._format_budget()} of device memory takes {takes}, with "
             f"{_describe(tried.list_values())}"
@@ -355,10 +356,11 @@ class _Search[P]:
         kept = _describe(least.list_values())
         if not self._form.pairs:
             kept += (
-                ": no layers were found, neither a loop over layers (jax.lax.scan) with a loop of its "
-                "backward pass nor layers one after the other with products. A jax.shard_map that is "
-                "differentiated from outside is not placed"
+                ": no layers were found, neither a loop over layers (jax.lax.scan) that keeps values for a "
+                "loop of its backward pass nor layers one after the other with products"
             )
+            if self._is_manual:
+                kept += ". A jax.shard_map that is differentiated from outside is not placed"
         return BudgetError(
             f"no program fits {budget} of device memory. The least of {len(self.tried)} tried takes "
             f"{format_nbytes(nbytes)}, with {kept}.",

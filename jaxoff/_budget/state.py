@@ -16,7 +16,7 @@ from jaxoff._jaxpr.compat import ClosedJaxpr, Var
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._report.tables import format_nbytes
 from jaxoff._state.stream import list_streamable, plan_loops, stream_updates
-from jaxoff._state.updates import Update, find_updates
+from jaxoff._state.updates import LEAST_NBYTES, Update, find_updates
 
 # Part of the link's rate, both directions at a time, that a loop over blocks reaches (bench/LOG.md,
 # "2026-11-26: state on the host").
@@ -97,8 +97,9 @@ class State:
         """
         if not self.updates:
             text = (
-                "No donated argument is state that may rest on the host: read by an elementwise update "
-                "alone, which replaces it."
+                "No donated argument is state that may rest on the host: of "
+                f"{format_nbytes(LEAST_NBYTES)} or more, read by an elementwise update alone that replaces "
+                "it, outside of conditions (optax.MultiSteps, optax.apply_if_finite)."
                 if self.is_donated
                 else "No argument is donated (donate_argnums), so no state may rest on the host."
             )

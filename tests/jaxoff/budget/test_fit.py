@@ -149,7 +149,10 @@ def test_an_error_names_the_largest_values_at_the_peak():
 
 def test_a_long_search_says_how_far_it_is(closed, caplog, monkeypatch):
     caplog.set_level("INFO", logger="jaxoff")
-    found = find_fitting(closed, H200, Budget(180e6), DONATED, Compiler(10e6, 1.0))
+    compiler = Compiler(10e6, 1.0)
+    found = find_fitting(closed, H200, Budget(180e6), DONATED, compiler)
+    over = [", too much, with " in record.message for record in caplog.records]
+    assert over == [nbytes > 180e6 for nbytes in compiler.sizes]
     assert [record.levelname for record in caplog.records] == ["INFO"] * found.programs
     assert caplog.records[0].message.startswith("program 1 for 180.00 MB of device memory takes ")
     monkeypatch.setattr("jaxoff._report.progress._PATIENCE", 0.0)
@@ -237,10 +240,9 @@ def test_where_nothing_fits_the_smallest_programs_are_compiled_otherwise(closed)
 
 
 def test_a_step_without_a_loop_over_layers_is_told_so():
-    with pytest.raises(
-        BudgetError, match=r"no layers were found, neither a loop over layers \(jax.lax.scan\) with"
-    ):
+    with pytest.raises(BudgetError, match=r"no layers were found, .* loop over layers") as caught:
         jaxoff.jit(jax.grad(lambda x: jnp.sin(x).sum()), device_bytes=8)(jnp.ones(3))
+    assert "shard_map" not in str(caught.value)
 
 
 def test_less_memory_never_costs_less_time(costs):
