@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from bench.client_steps.step import OPTIMIZER, ClientStep, Sizes
+from bench.client_steps.step import ClientStep, Sizes, build_step
 
 PATCH = 16 * 16 * 3
 
@@ -109,9 +109,8 @@ def build_autoencoder(sizes: Sizes, policy: Any) -> ClientStep:
     structs = eqx.filter_eval_shape(make, jax.random.key(0))
     _, rest = eqx.partition(structs, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
-    def initialize(key):
-        arrays = eqx.filter(make(key), eqx.is_array)
-        return arrays, OPTIMIZER.init(arrays)
+    def initialize_params(key):
+        return eqx.filter(make(key), eqx.is_array)
 
     def loss_of(arrays, patches):
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), arrays)
@@ -120,11 +119,5 @@ def build_autoencoder(sizes: Sizes, policy: Any) -> ClientStep:
         error = jnp.square(found.astype(jnp.float32) - patches).mean(-1)
         return (error * masked).sum() / masked.sum()
 
-    def step(state, patches):
-        arrays, optimizer_state = state
-        loss, grads = jax.value_and_grad(loss_of)(arrays, patches)
-        updates, optimizer_state = OPTIMIZER.update(grads, optimizer_state, arrays)
-        return (eqx.apply_updates(arrays, updates), optimizer_state), loss
-
     batch = jax.ShapeDtypeStruct((sizes.batch, sizes.length, PATCH), jnp.bfloat16)
-    return ClientStep.of(step, initialize, batch, sizes)
+    return build_step(loss_of, initialize_params, batch, sizes)

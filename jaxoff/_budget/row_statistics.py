@@ -78,22 +78,9 @@ class _Search:
     def _find_sums(self, differences: set[int]) -> dict[Var, Var]:
         """The sums of rows that elementwise equations make of `differences`, with the row of each."""
         starts = [v for i in sorted(differences) for v in self._eqns[i].outvars]
-        rows = {v for start in starts for v in self._list_derived(start)}
+        rows = {v for start in starts for v in self._list_derived([start], _size(start))}
         sums = ((e.outvars[0], e.invars[0]) for e in self._eqns if _is_over_rows(e) and e.invars[0] in rows)
-        return {v: row for total, row in sums for v in self._list_derived(total)}
-
-    def _list_derived(self, start: Var) -> list[Var]:
-        """A value, and the values of its size that elementwise equations make of it."""
-        found: dict[Var, None] = {}
-        todo = [start]
-        while todo:
-            v = todo.pop()
-            if v not in found:
-                found[v] = None
-                readers = (self._eqns[i] for i in self._readers.get(v, ()))
-                made = (out for eqn in readers if is_fused(eqn) for out in eqn.outvars)
-                todo += [out for out in made if _size(out) == _size(start)]
-        return list(found)
+        return {v: row for total, row in sums for v in self._list_derived([total], _size(total))}
 
     def _follow(self, reduction: JaxprEqn) -> tuple[set[Var], set[int]] | None:
         """The values made of a reduction row by row, and the equations that make rows of them.
@@ -125,18 +112,22 @@ class _Search:
 
     def _reach_product(self, values: list[Var]) -> bool:
         """Whether a product reads an elementwise function of values, which is in memory then."""
-        todo, seen = list(values), set()
+        return any(is_compute(eqn) for v in self._list_derived(values) for eqn in self._read(v))
+
+    def _list_derived(self, values: list[Var], size: int | None = None) -> list[Var]:
+        """Values, and what elementwise equations make of them; of `size` elements each, if given."""
+        found: dict[Var, None] = {}
+        todo = list(values)
         while todo:
             v = todo.pop()
-            if v in seen:
-                continue
-            seen.add(v)
-            for reader in (self._eqns[i] for i in self._readers.get(v, ())):
-                if is_compute(reader):
-                    return True
-                if is_fused(reader):
-                    todo += reader.outvars
-        return False
+            if v not in found:
+                found[v] = None
+                made = [out for eqn in self._read(v) if is_fused(eqn) for out in eqn.outvars]
+                todo += [out for out in made if size in (None, _size(out))]
+        return list(found)
+
+    def _read(self, v: Var) -> list[JaxprEqn]:
+        return [self._eqns[i] for i in self._readers.get(v, ())]
 
 
 def _is_over_rows(eqn: JaxprEqn) -> bool:

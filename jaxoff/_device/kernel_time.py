@@ -20,7 +20,7 @@ from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, variables
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.kernels import KernelGraph
-from jaxoff._jaxpr.primitives import is_attention, is_collective, is_compute, is_pallas
+from jaxoff._jaxpr.primitives import is_attention, is_collective, is_compute, is_pallas, is_threefry
 
 # Primitives that read a part of an operand.
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
@@ -170,8 +170,7 @@ def _copies_ms(eqn: JaxprEqn, between: Sequence[JaxprEqn], rows: Container[Var],
 
 def _drawing_ms(eqn: JaxprEqn, device: Device) -> float:
     """The time to draw random numbers by Threefry, in ms; 0 for other equations."""
-    name = eqn.primitive.name
-    if name != "threefry2x32" and not (name == "random_bits" and "fry" in str(eqn.invars[0].aval)):
+    if not is_threefry(eqn):
         return 0.0
     numbers = compat.nbytes_of(eqn.outvars) / 4
     return 1e3 * numbers * device.calibration.threefry_operations.value / device.flops

@@ -123,6 +123,12 @@ def is_attention(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name.startswith("dot_product_attention")
 
 
+def is_threefry(eqn: JaxprEqn) -> bool:
+    """Whether an equation draws random numbers by Threefry, of a typed key or of a key as numbers."""
+    name = eqn.primitive.name
+    return name == "threefry2x32" or (name == "random_bits" and "fry" in str(eqn.invars[0].aval))
+
+
 def is_collective(eqn: JaxprEqn) -> bool:
     """Whether an equation exchanges bytes between devices, over an axis of several devices."""
     named = eqn.primitive.name in _COLLECTIVES and bool(find_collective_axes(eqn))

@@ -44,12 +44,12 @@ class _Latest:
       key: of types and others.
     """
 
-    avals: list[Any]
-    shardings: list[Any]
-    types: tuple[Hashable, ...]
-    on_host: list[bool]
-    others: Hashable
-    key: Key
+    avals: Sequence[Any] = ()
+    shardings: Sequence[Any] = ()
+    types: tuple[Hashable, ...] = ()
+    on_host: Sequence[bool] = ()
+    others: Hashable = None
+    key: Key = dataclasses.field(default_factory=lambda: Key(((), None)))
 
 
 class ArgumentTypes:
@@ -61,7 +61,7 @@ class ArgumentTypes:
 
     def __init__(self, *, ignores_host: bool):
         self.ignores_host = ignores_host
-        self._latest: _Latest | None = None
+        self._latest = _Latest()
 
     def make_key(self, leaves: Sequence[Any], others: Hashable) -> tuple[Key, bool]:
         """The key of a call with these leaves, and with `others` that tell programs apart.
@@ -71,20 +71,19 @@ class ArgumentTypes:
         """
         avals = [getattr(leaf, "aval", None) for leaf in leaves]
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-        latest = self._latest
-        new: Sequence[int] = range(len(leaves))
+        latest, new = self._latest, range(len(leaves))
         types: list[Hashable] = [None] * len(leaves)
         on_host = [False] * len(leaves)
-        if latest is not None and len(leaves) == len(latest.types):
+        if len(leaves) == len(latest.types):
             seen = zip(avals, latest.avals, shardings, latest.shardings, strict=True)
             new = [i for i, (a, b, s, t) in enumerate(seen) if a is None or a is not b or s is not t]
             types, on_host = list(latest.types), list(latest.on_host)
         for i in new:
             types[i] = _type_of(leaves[i], ignores_host=self.ignores_host)
             on_host[i] = is_on_host(leaves[i])
-        is_known = latest is not None and latest.types == tuple(types) and latest.others == others
-        key = latest.key if latest is not None and is_known else Key((tuple(types), others))
-        self._latest = _Latest(avals, shardings, tuple(types), on_host, others, key)
+        listed = tuple(types)
+        key = latest.key if (listed, others) == (latest.types, latest.others) else Key((listed, others))
+        self._latest = _Latest(avals, shardings, listed, on_host, others, key)
         return key, any(on_host)
 
 

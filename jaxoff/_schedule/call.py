@@ -58,10 +58,20 @@ class Call:
         both = self.args, self.kwargs
         return hosted.describe_on_device(both) if self.moves_to_device else both
 
+    def trace(self, jitted: Any) -> Any:
+        """A `jax.jit` function's trace for the arguments."""
+        args, kwargs = self.described
+        return jitted.trace(*args, **kwargs)
+
+    def lower(self, jitted: Any) -> jax.stages.Lowered:
+        """A `jax.jit` function lowered for the arguments."""
+        args, kwargs = self.described
+        return jitted.lower(*args, **kwargs)
+
     # Asked for at the first call of a key only, these are left out of every later call.
     @functools.cached_property
     def _shardings(self) -> list[jax.sharding.Sharding]:
-        found = map(_sharding_of, jax.tree.leaves((*self.described, self.given)))
+        found = map(_sharding_of, jax.tree.leaves((self.args, self.kwargs, self.given)))
         return [sharding for sharding in found if sharding is not None]
 
     @functools.cached_property
@@ -91,7 +101,7 @@ class Call:
                 "/"
             )
 
-        paths = [path for path, _ in jax.tree.leaves_with_path(self.described)]
+        paths = [path for path, _ in jax.tree.leaves_with_path((self.args, self.kwargs))]
         return [describe(paths[i]) for i in positions]
 
     @functools.cached_property

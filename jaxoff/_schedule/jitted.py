@@ -196,7 +196,7 @@ class Jitted:
         """Traces the user's function for a call; the traces in the context take the program over."""
         if traced is None:
             try:
-                self._find_instance(call, None).trace(*call.described[0], **call.described[1])
+                call.trace(self._find_instance(call, None))
                 raise AssertionError("a probe ends with ProbedError")
             except ProbedError as error:
                 signature, given, shapes, findings = error.found
@@ -217,7 +217,7 @@ class Jitted:
         def compile_marked(marked: compat.ClosedJaxpr) -> None:
             self._probed.traced = Traced(signature, marked, shapes, Rewritten.as_given(marked))
             stock = self._overlapped(call.devices, Setting(Recipe.STOCK, ()))
-            _jax_jit(stock, **self._kwargs).lower(*call.described[0], **call.described[1]).compile()
+            call.lower(_jax_jit(stock, **self._kwargs)).compile()
 
         divided = call.devices > 1 and not compat.holds_tracers(given)
         device = self._share_link(call.devices)
@@ -297,9 +297,7 @@ class Jitted:
         """Whether each argument of a call is donated."""
         keywords = {name: value for name, value in self._kwargs.items() if name != "out_shardings"}
         nothing = functools.wraps(self._fun)(lambda *_, **__: None)
-        return list_donated(
-            _jax_jit(nothing, **keywords).trace(*call.described[0], **call.described[1]).args_info
-        )
+        return list_donated(call.trace(_jax_jit(nothing, **keywords)).args_info)
 
     def make_estimator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Budget], Plan]:
         """Traces a call once, for its plans by an estimate of memory: budget -> plan, or a BudgetError."""
@@ -345,9 +343,7 @@ class Jitted:
                 self._tunings[call.key] = Tuning(settings, key, unmet)
                 return
         setting = find_fastest(settings, self.tuned) or settings[0]
-        self._find_instance(call, setting).trace(
-            *call.described[0], **call.described[1]
-        )  # JAX keeps it for the call
+        call.trace(self._find_instance(call, setting))  # JAX keeps it for the call
         self._settle_on(call, setting, unmet)
 
     def _take_timed_step(self, call: Call, tuning: Tuning) -> Any:
@@ -405,7 +401,7 @@ class Jitted:
 
     def _lower(self, call: Call, setting: Setting) -> jax.stages.Lowered:
         """Lowers the program of a setting for a call."""
-        return self._find_instance(call, setting).lower(*call.described[0], **call.described[1])
+        return call.lower(self._find_instance(call, setting))
 
     def _overlapped(
         self, devices: int, setting: Setting | None, streamed: Traced | None = None
