@@ -15,7 +15,8 @@ from jaxoff._state.updates import find_updates
 pytestmark = pytest.mark.gpu
 
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
-LAYERS, ROWS, WIDTH, VOCABULARY = 4, 512, 1024, 4096
+# 403 MB of state, of which 33.6 MB are little: the scratch of a product by cuBLAS, which autotuning may choose.
+LAYERS, ROWS, WIDTH, VOCABULARY = 4, 512, 2048, 8192
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
