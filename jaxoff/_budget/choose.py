@@ -93,7 +93,8 @@ class Costs:
         depends = [pair.is_section or d for d in mark_dependents(pair.eqns, drawn.union(pair.carried))]
         layers = [eqn for eqn, does in zip(pair.eqns, depends, strict=True) if does and not eqn.effects]
         statistics = find_row_statistics(pair)
-        values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars if v not in statistics.values)]
+        inside = statistics.values | statistics.wide
+        values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars if v not in inside)]
         nbytes = {v: compat.nbytes(v.aval) for v in values if hasattr(v.aval, "shape") and v not in pair.free}
         forward = times[: len(pair.eqns)]  # the first of `pure`
         ready = dict.fromkeys(pair.carried, 0.0)

@@ -15,7 +15,7 @@ from jaxoff._state.updates import find_updates
 pytestmark = pytest.mark.gpu
 
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
-# 403 MB of state, of which 33.6 MB are little: the scratch of a product by cuBLAS, which autotuning may choose.
+# 403 MB of state, large beside 33.6 MB: the scratch of a product by cuBLAS, if autotuning chooses it.
 LAYERS, ROWS, WIDTH, VOCABULARY = 4, 512, 2048, 8192
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 

@@ -112,6 +112,42 @@ def test_the_sum_of_a_softmax_is_kept_with_its_row_alone():
     assert set() in held and any(held)
 
 
+def in_float32(scores):
+    """The softmax of a model in bfloat16."""
+    narrow = scores.astype(jnp.bfloat16)
+    return jax.nn.softmax(jnp.sin(narrow @ narrow).astype(jnp.float32), axis=-1).astype(jnp.bfloat16)
+
+
+def test_rows_in_float32_of_scores_in_bfloat16_are_made_in_their_readers():
+    pair = trace(in_float32)
+    statistics, costs = find_row_statistics(pair), Costs.of(pair, H200)
+    makers = {v: eqn.primitive.name for eqn in pair.pure for v in eqn.outvars}
+    assert {"sub", "exp", "div"} <= {makers[v] for v in statistics.wide}
+    assert {v.aval.dtype.name for v in statistics.wide} == {"float32"}
+    assert statistics.wide.isdisjoint(costs.nbytes)
+    assert {row in costs.nbytes for row in statistics.sums.values()} == {False}
+    halves = [v for v in costs.nbytes if v.aval.str_short() == f"bfloat16[{ROWS},{ROWS}]"]
+    assert {makers[v] for v in halves} >= {"dot_general", "convert_element_type"}  # scores and weights
+
+
+def test_rows_as_wide_as_their_scores_may_be_kept():
+    assert not find_row_statistics(trace(softmax)).wide
+    both = find_row_statistics(trace(lambda scores: in_float32(scores) + softmax(scores)))
+    assert both.wide and any(row not in both.wide for row in both.sums.values())
+
+
+def test_a_named_row_may_be_kept_whatever_its_width():
+    def weigh(scores):
+        narrow = scores.astype(jnp.bfloat16)
+        return jaxoff.name(softmax((narrow @ narrow).astype(jnp.float32)), "row")
+
+    pair = trace(weigh)
+    named = {v for v, name in pair.names.items() if "row" in name}
+    assert {v.aval.dtype.name for v in named} == {"float32"}
+    wide = find_row_statistics(pair).wide
+    assert wide and named.isdisjoint(wide)
+
+
 def test_a_norms_rows_are_made_in_their_readers():
     """XLA computes a mean in a kernel of its own, and its readers compute their rows again."""
     pair = trace(lambda scores: jnp.square(scores - scores.mean(-1, keepdims=True)))
