@@ -11,10 +11,20 @@ pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu" or jax.device_count() < 8, reason="goldens are of 8 CPU devices"
 )
 
+# Seconds each, in a form or of a model that another program has as well.
+LONG = {
+    "gpu-any/mixtral-b4-l2/first_layers/megatron",
+    "gpu-any/mixtral-b4-l2/lax_scan/some",
+    "gpu-any/nano-b4-l2/layers/some",
+    "cpu/nano-b2-l2/loop/some",
+}
+
 
 # Under "te_v1" and "megatron" some programs offload less than asked: no backward pass reads a marked value.
 @pytest.mark.filterwarnings("ignore:(nothing-offloaded|offload-not-done):UserWarning")
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in PROGRAMS]
+)
 def test_the_program_is_the_stored_one(name):
     if not store.index():
         pytest.skip(store.missing(name, store.index()))

@@ -53,7 +53,7 @@ def test_kernel_in_float16(name):
     assert program.check(GROUPS["uneven, and a tail"], given)[0].dtype == jnp.float16
 
 
-@pytest.mark.parametrize("name", ["fc1", pytest.param("grad_w1, accumulator", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["fc1", pytest.param("grad_w1, accumulator", marks=pytest.mark.long)])
 def test_halves_of_a_tile_with_every_number_of_rows_at_every_start(name):
     """A group of n rows leaves through copies of powers of two, n = 1 to 63, and of 64 and a rest.
 

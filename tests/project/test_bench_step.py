@@ -349,6 +349,7 @@ def test_the_program_measures_every_variant_it_is_asked_for(tmp_path):
     assert rows["ordered"]["overhead_any"] is not None
 
 
+@pytest.mark.long  # compiles in processes of its own; test_all_variants_compute_the_same_step does in one
 def test_each_variant_runs_in_a_process_of_its_own(tmp_path):
     found = run(tmp_path, "--workloads dense-b1-l1 --variants captured --no-times")
     (peak,) = found["peaks"]

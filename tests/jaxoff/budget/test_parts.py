@@ -21,6 +21,8 @@ WITHOUT_TOKENS = {"autoencoder", "dit", "ssm", "ssm-chunks", "unet", "vit"}
 LARGE = {
     "autoencoder",
     "decoder-python",
+    "dit",
+    "encoder-decoder",
     "inner-jit",
     "nnx-list",
     "retention",
