@@ -30,13 +30,13 @@ class RowStatistics(NamedTuple):
       values: the results of the reductions, and what elementwise equations make of them row by row.
       reductions: indices of the reductions in `JointGraph.pure`.
       differences: indices of the equations that broadcast a maximum over its row. XLA stores what the kernel
-        makes of them, the exponentials of a softmax: no reader computes a maximum again.
+        makes of them, the exponentials or the weights of a softmax: no reader computes a maximum again.
       sums: the sums of such rows, and what elementwise equations make of them -> the row. To keep a sum takes
         the kernel apart as well, unless its row is kept.
-      wide: rows with more bytes than the scores they are made of, as of scores in bfloat16. XLA computes them
-        in each of their readers, in the forward pass as well: kept, they are written and read in float32. Of
-        a U-Net's five attentions over 1,024 pixels, kept exponentials took 18 GB of traffic more than
-        scores within reach, and all of the attention made again takes 6.
+      wide: rows with more bytes than the scores that they are made of: exponentials in float32 of scores in
+        bfloat16. XLA stores none, and computes them in each reader. To keep them takes the kernels of the
+        forward and of the backward softmax apart: of a U-Net's five attentions over 1,024 pixels, 18 GB of
+        traffic, where to make scores, exponentials and weights again takes 6.
     """
 
     values: frozenset[Var]

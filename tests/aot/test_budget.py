@@ -221,7 +221,10 @@ def test_a_plan_with_attention_by_xla_and_a_head_of_32000_fits():
 
 
 def test_softmax_stays_a_kernel_of_its_own():
-    """With the maxima of its rows kept, XLA compiles none, and the step takes 207 MB."""
+    """With the maxima of its rows kept, XLA compiles none, and the step takes 207 MB.
+
+    Kept exponentials, in float32 of scores in bfloat16, take it apart as well: 466 MB, no faster.
+    """
     batch, time, heads, width = 8, 512, 8, 512
 
     def attend(x, w):
@@ -237,7 +240,8 @@ def test_softmax_stays_a_kernel_of_its_own():
     shapes = {"qkv": (4, width, 3 * width), "o": (4, width, width)}
     w = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     args = w, jax.ShapeDtypeStruct((batch, time, width), "bfloat16")
-    within = jaxoff.jit(step, device_bytes="350MB", compiler_options=QUICK)
-    text = jaxoff.target("h100").compile(within, *args).as_text() or ""
-    assert within.plan.peak_bytes < 200e6
-    assert "__triton" in text
+    for budget in ("350MB", "600MB"):
+        within = jaxoff.jit(step, device_bytes=budget, compiler_options=QUICK)
+        text = jaxoff.target("h100").compile(within, *args).as_text() or ""
+        assert within.plan.peak_bytes < 200e6
+        assert "__triton" in text
