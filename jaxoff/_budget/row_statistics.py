@@ -91,7 +91,7 @@ class _Search:
         return {v: row for total, row in sums for v in self._list_derived([total], _size(total))}
 
     def _find_wide(self, differences: set[int]) -> Iterator[Var]:
-        """Rows that elementwise equations make of `differences`, with more bytes than what is in memory."""
+        """Rows that elementwise equations make of `differences`, with more bytes than their scores."""
         for i in sorted(differences):
             start = self._eqns[i].outvars[0]
             scores = sum(compat.nbytes(v.aval) for v in self._find_scores(start))
@@ -99,17 +99,19 @@ class _Search:
             yield from (v for v in rows if compat.nbytes(v.aval) > scores and v not in self._names)
 
     def _find_scores(self, row: Var) -> set[Var]:
-        """The values in memory of as many elements that elementwise equations make a row of."""
-        found: set[Var] = set()
-        todo = [row]
+        """The values of as many elements that elementwise equations make a row of, back to the others."""
+        scores: set[Var] = set()
+        todo, seen = [row], {row}
         while todo:
             v = todo.pop()
             maker = self._makers.get(v)
-            if maker is None or not is_fused(maker):
-                found.add(v)
-            else:
-                todo += [x for x in variables(maker) if _size(x) == _size(row) and x not in found]
-        return found
+            operands = variables(maker) if maker is not None and is_fused(maker) else []
+            whole = [x for x in operands if _size(x) == _size(row)]
+            if not whole:
+                scores.add(v)
+            todo += [x for x in whole if x not in seen]
+            seen.update(whole)
+        return scores
 
     def _follow(self, reduction: JaxprEqn) -> tuple[set[Var], set[int]] | None:
         """The values made of a reduction row by row, and the equations that make rows of them.

@@ -115,7 +115,7 @@ def test_the_sum_of_a_softmax_is_kept_with_its_row_alone():
 def in_float32(scores):
     """The softmax of a model in bfloat16."""
     narrow = scores.astype(jnp.bfloat16)
-    return jax.nn.softmax(jnp.sin(narrow @ narrow).astype(jnp.float32), axis=-1).astype(jnp.bfloat16)
+    return in_rows(jnp.sin(narrow @ narrow))
 
 
 def test_rows_in_float32_of_scores_in_bfloat16_are_made_in_their_readers():
@@ -134,6 +134,27 @@ def test_rows_as_wide_as_their_scores_may_be_kept():
     assert not find_row_statistics(trace(softmax)).wide
     both = find_row_statistics(trace(lambda scores: in_float32(scores) + softmax(scores)))
     assert both.wide and any(row not in both.wide for row in both.sums.values())
+
+
+def of_two_columns(scores):
+    left, right = (scores[:, i].astype(jnp.bfloat16) for i in range(2))
+    return in_rows(left[:, None] + right[None, :])
+
+
+def of_part(scores):
+    return in_rows(jnp.concatenate([scores, scores], 1)[:, :ROWS])
+
+
+def in_rows(scores):
+    return jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("weigh", [of_two_columns, of_part])
+def test_weights_of_scores_that_are_no_product_may_be_kept(weigh):
+    pair = trace(weigh)
+    assert find_row_statistics(pair).reductions
+    weights = [v for v in Costs.of(pair, H200).nbytes if v.aval.str_short() == f"bfloat16[{ROWS},{ROWS}]"]
+    assert weights and find_row_statistics(pair).wide.isdisjoint(weights)
 
 
 def test_a_named_row_may_be_kept_whatever_its_width():
