@@ -78,40 +78,40 @@ class _Search:
                 reductions.add(i)
                 if eqn.primitive.name == "reduce_max":
                     differences |= readers
-        sums, wide = self._find_sums(differences), self._find_wide(differences)
+        starts = (v for i in sorted(differences) for v in self._eqns[i].outvars)
+        rows = {v: self._list_derived([v], _size(v)) for v in starts}
         return RowStatistics(
-            frozenset(values), frozenset(reductions), frozenset(differences), sums, frozenset(wide)
+            frozenset(values),
+            frozenset(reductions),
+            frozenset(differences),
+            self._find_sums(rows),
+            frozenset(self._find_wide(rows)),
         )
 
-    def _find_sums(self, differences: set[int]) -> dict[Var, Var]:
-        """The sums of rows that elementwise equations make of `differences`, with the row of each."""
-        starts = [v for i in sorted(differences) for v in self._eqns[i].outvars]
-        rows = {v for start in starts for v in self._list_derived([start], _size(start))}
-        sums = ((e.outvars[0], e.invars[0]) for e in self._eqns if _is_over_rows(e) and e.invars[0] in rows)
+    def _find_sums(self, rows: Mapping[Var, list[Var]]) -> dict[Var, Var]:
+        """The sums of `rows`, with the row of each."""
+        made = {v for derived in rows.values() for v in derived}
+        sums = ((e.outvars[0], e.invars[0]) for e in self._eqns if _is_over_rows(e) and e.invars[0] in made)
         return {v: row for total, row in sums for v in self._list_derived([total], _size(total))}
 
-    def _find_wide(self, differences: set[int]) -> Iterator[Var]:
-        """Rows that elementwise equations make of `differences`, with more bytes than their scores."""
-        for i in sorted(differences):
-            start = self._eqns[i].outvars[0]
-            scores = sum(compat.nbytes(v.aval) for v in self._find_scores(start))
-            rows = self._list_derived([start], _size(start))
-            yield from (v for v in rows if compat.nbytes(v.aval) > scores and v not in self._names)
+    def _find_wide(self, rows: Mapping[Var, list[Var]]) -> Iterator[Var]:
+        """The rows with more bytes an element than their scores; rows without scores are not among them."""
+        for difference, derived in rows.items():
+            width = sum(map(_element_nbytes, self._find_scores(difference)))
+            yield from (v for v in derived if 0 < width < _element_nbytes(v) and v not in self._names)
 
-    def _find_scores(self, row: Var) -> set[Var]:
-        """The values of as many elements that elementwise equations make a row of, back to the others."""
-        scores: set[Var] = set()
+    def _find_scores(self, row: Var) -> Iterator[Var]:
+        """What elementwise equations make a row of, but for what is broadcast: readers read less of it."""
         todo, seen = [row], {row}
         while todo:
             v = todo.pop()
             maker = self._makers.get(v)
-            operands = variables(maker) if maker is not None and is_fused(maker) else []
-            whole = [x for x in operands if _size(x) == _size(row)]
-            if not whole:
-                scores.add(v)
-            todo += [x for x in whole if x not in seen]
-            seen.update(whole)
-        return scores
+            if maker is None or not is_fused(maker):
+                yield v
+                continue
+            whole = {x for x in variables(maker) if _size(x) >= _size(row)} - seen
+            seen |= whole
+            todo += whole
 
     def _follow(self, reduction: JaxprEqn) -> tuple[set[Var], set[int]] | None:
         """The values made of a reduction row by row, and the equations that make rows of them.
@@ -170,3 +170,7 @@ def _is_over_rows(eqn: JaxprEqn) -> bool:
 
 def _size(v: Any) -> int:
     return math.prod(compat.shape_of(v.aval))
+
+
+def _element_nbytes(v: Var) -> float:
+    return compat.nbytes(v.aval) / max(_size(v), 1)

@@ -118,8 +118,14 @@ def in_float32(scores):
     return in_rows(jnp.sin(narrow @ narrow))
 
 
-def test_rows_in_float32_of_scores_in_bfloat16_are_made_in_their_readers():
-    pair = trace(in_float32)
+def masked(scores):
+    narrow = scores.astype(jnp.bfloat16)
+    return in_rows(jnp.where(jnp.tril(jnp.ones((ROWS, ROWS), bool)), narrow @ narrow, -1e30))
+
+
+@pytest.mark.parametrize("weigh", [in_float32, masked])
+def test_rows_in_float32_of_scores_in_bfloat16_are_made_in_their_readers(weigh):
+    pair = trace(weigh)
     statistics, costs = find_row_statistics(pair), Costs.of(pair, H200)
     makers = {v: eqn.primitive.name for eqn in pair.pure for v in eqn.outvars}
     assert {"sub", "exp", "div"} <= {makers[v] for v in statistics.wide}
