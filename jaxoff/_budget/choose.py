@@ -23,7 +23,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
-from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, find_stored
+from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, find_stored, index_between_strides
 from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_compute, is_fused
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._report.near_miss import near_miss
@@ -105,6 +105,7 @@ class Costs:
         count_passes = _count_passes if pair.has_stacks else functools.partial(_count_stores, stored)
         saving = {v: count_passes(v, makers, into_kernels) * device.pass_ms(n) for v, n in nbytes.items()}
         into_kernels |= find_compute_operands(pure)
+        into_kernels.update(v for i in index_between_strides(pure) for v in pure[i].outvars)
         inner = sum(nbytes.get(v, 0) for v in find_stored(pair.needed, (*pure, *pair.rest)))
         for i, eqn in enumerate(pure):
             in_readers = is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars)
@@ -177,12 +178,18 @@ def _count_passes(v: Var, makers: Mapping[Var, JaxprEqn], into_kernels: set[Var]
 def _count_stores(stored: frozenset[Var], v: Var, makers: Mapping[Var, JaxprEqn], _: set[Var]) -> int:
     """How often memory takes a value outside of loops: not at all, unless only fused kernels read the value.
 
+    A slice is read in place, and kept it is a copy.
+
     Args:
       stored: results of kernels.
       v: the value.
       makers: value -> its equation in the layer.
     """
-    while v not in stored and v in makers and makers[v].primitive.name in VIEWS and variables(makers[v]):
+    while v in makers and makers[v].primitive.name in VIEWS and variables(makers[v]):
+        if makers[v].primitive.name == "slice":
+            return 2
+        if v in stored:
+            return 0
         v = variables(makers[v])[0]
     return 0 if v in stored or v not in makers else 1
 

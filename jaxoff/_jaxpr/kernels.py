@@ -115,8 +115,9 @@ def _find_kernels(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
     """Finds the equations whose results XLA stores.
 
     Kernels are the COMPUTE and MOVE equations, and the FUSED equations whose results are read by a COMPUTE
-    equation, by a copy, or by the caller. A COMPUTE equation widens its operand itself: of a widened operand,
-    the narrow variable is stored. A view of an argument is no kernel, unless the caller reads the view.
+    equation, by a copy, or by the caller, or lie between strides. A COMPUTE equation widens its operand
+    itself: of a widened operand, the narrow variable is stored. A view of an argument is no kernel, unless
+    the caller reads the view.
     """
     stored, maker = set(outs), map_makers(eqns)
     for eqn in eqns:
@@ -136,6 +137,7 @@ def _find_kernels(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
     # A narrowing takes the place of a MOVE kernel. A COMPUTE kernel stays in the graph.
     for wide, narrow in _find_narrowings(eqns, found, outs):
         found = (found if is_compute(eqns[wide]) else found - {wide}) | {narrow}
+    found |= {i for i in index_between_strides(eqns) if not made.isdisjoint(eqns[i].outvars)}
     return found | _find_fused_to_store(eqns, found, made)
 
 
@@ -209,6 +211,37 @@ def _find_fused_to_store(eqns: Sequence[JaxprEqn], kernels: set[int], made: set[
     return more
 
 
+def index_between_strides(eqns: Sequence[JaxprEqn]) -> set[int]:
+    """Indices of the FUSED equations whose results XLA stores between two moves of elements by strides.
+
+    `jax.lax.associative_scan` halves its operands by strided slices, level by level, and interleaves the
+    results by interior padding. One such move is done in the kernels that read the result. A kernel with
+    several moves would compute an element once for each path to it, so XLA ends a kernel where several
+    equations read a result behind a move and one of these equations is a move.
+    """
+    readers = index_readers(eqns)
+    found: set[int] = set()
+    moved: set[Var] = set()  # results behind a move, without a stored result between
+    for i, eqn in enumerate(eqns):
+        for v, operands in list_results(eqn) if is_fused(eqn) else ():
+            reading = set(readers.get(v, ()))
+            if _moves_by_strides(eqn):
+                moved.add(v)
+            elif moved.isdisjoint(operands):
+                continue
+            elif len(reading) > 1 and any(_moves_by_strides(eqns[j]) for j in reading):
+                found.add(i)
+            else:
+                moved.add(v)
+    return found
+
+
+def _moves_by_strides(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name == "slice":
+        return any(stride > 1 for stride in eqn.params["strides"] or ())
+    return eqn.primitive.name == "pad" and any(inner > 0 for _, _, inner in eqn.params["padding_config"])
+
+
 def find_compute_operands(eqns: Sequence[JaxprEqn]) -> set[Var]:
     """The operands of products, attention and the like, and the values of which the operands are views."""
     found, makers = set(), map_makers(eqns)
@@ -229,6 +262,7 @@ def find_stored(values: Iterable[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
       eqns: the equations.
     """
     makers, operands = map_makers(eqns), find_compute_operands(eqns)
+    operands.update(v for i in index_between_strides(eqns) for v in eqns[i].outvars)
     found, seen, todo = set(), set(), list(values)
     while todo:
         v = todo.pop()

@@ -259,3 +259,31 @@ def test_a_barrier_holds_two_values():
     barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
     assert barriers
     assert {len(eqn.invars) for eqn in barriers} == {2}
+
+
+def list_level_sizes(fun, *args):
+    """The sizes of the sums and products that are stored, but for the results."""
+    jaxpr, problem = trace_problem(fun, *args)
+    found = [v for eqn in stored(fun, *args) for v in eqn.outvars if v not in jaxpr.outvars]
+    assert {v.aval.size for v in find_stored(found, problem.eqns)} == {v.aval.size for v in found}
+    return sorted({v.aval.size for v in found}, reverse=True)
+
+
+def test_each_level_of_an_associative_scan_is_stored():
+    """XLA compiles two kernels a level: one halves, one interleaves. Of 16 rows, the first level halves."""
+
+    def fun(x):
+        return lax.associative_scan(lambda a, b: a * b + b, jnp.cos(x) + x)
+
+    assert list_level_sizes(fun, inputs(ROWS, WIDTH)) == [8 * WIDTH, 4 * WIDTH, 2 * WIDTH, WIDTH]
+
+
+def test_a_value_rotated_in_pairs_is_not_stored():
+    """Rotary embeddings take every second element once: their kernel reads the operand in place."""
+
+    def fun(x):
+        x = jnp.cos(x) + x
+        a, b = x[:, ::2], x[:, 1::2]
+        return lax.cumsum(a - 2 * b), lax.cumsum(b + 2 * a)
+
+    assert not list_level_sizes(fun, inputs(ROWS, WIDTH))
