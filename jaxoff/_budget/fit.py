@@ -21,7 +21,7 @@ from jaxoff._budget.tried import Tried, correct_room
 from jaxoff._device.kernel_time import lower_clock, program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn
 from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.kernels import KernelGraph
@@ -169,7 +169,7 @@ class _Search[P]:
         compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
         devices: int,
     ):
-        self._is_manual = any(map(compat.is_shard_map, inline_program(closed.jaxpr).eqns))
+        self._is_manual = any(map(_is_written_for_a_device, inline_program(closed.jaxpr).eqns))
         self.devices = 1 if self._is_manual else devices
         self._device, self._budget = _join(device, self.devices), _scale(budget, self.devices)
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
@@ -367,6 +367,11 @@ class _Search[P]:
             nbytes,
             lambda: list_largest(self._write(self._form_of(least), least.placements), least.list_values()),
         )
+
+
+def _is_written_for_a_device(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `jax.shard_map` of the user: jaxoff's own update state in host memory."""
+    return compat.is_shard_map(eqn) and not any(compat.is_host(v.aval) for v in eqn.invars)
 
 
 def _join(device: Device, devices: int) -> Device:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from jax.sharding import Sharding
+
 from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.labels import format_type
 from jaxoff._budget.limits import Budget
@@ -53,7 +55,7 @@ class State:
     """The state of a step that may rest on the host.
 
     Attributes:
-      closed: the step, for one device, its calls inlined.
+      closed: the step, its calls inlined.
       updates: the updates of the state.
       is_donated: whether the step donates an argument.
     """
@@ -63,14 +65,26 @@ class State:
     is_donated: bool
 
     @staticmethod
-    def find(closed: ClosedJaxpr, donated: Sequence[bool]) -> State:
-        """Finds the state of a step; `donated`: for each argument, whether its memory may be reused."""
+    def find(
+        closed: ClosedJaxpr, donated: Sequence[bool], shardings: Sequence[Sharding | None] = ()
+    ) -> State:
+        """Finds the state of a step.
+
+        Args:
+          closed: the step.
+          donated: for each argument, whether its memory may be reused.
+          shardings: of the arguments over several devices, else None; a step without any is for one device.
+        """
         closed = compat.map_open(closed, inline_program)
-        return State(closed, tuple(list_streamable(find_updates(closed.jaxpr, donated))), any(donated))
+        updates = find_updates(closed.jaxpr, donated)
+        if known := {v: s for v, s in zip(closed.jaxpr.invars, shardings, strict=False) if s is not None}:
+            divided = [found for update in updates if (found := update.divide(known))]
+            updates = [update for update in divided if update.has_mesh_of(divided[0])]
+        return State(closed, tuple(list_streamable(updates)), any(donated))
 
     def fits(self, host_nbytes: float | None) -> bool:
         """Whether there is state to rest on the host, all of the state within a budget of host memory."""
-        nbytes = sum(update.nbytes for update in self.updates)
+        nbytes = sum(update.local_nbytes for update in self.updates)
         return bool(self.updates) and (host_nbytes is None or nbytes <= host_nbytes)
 
     def search[P](
@@ -99,14 +113,15 @@ class State:
             text = (
                 "No donated argument is state that may rest on the host: of "
                 f"{format_nbytes(LEAST_NBYTES)} or more, read by an elementwise update alone that replaces "
-                "it, outside of conditions (optax.MultiSteps, optax.apply_if_finite)."
+                "it, outside of conditions (optax.MultiSteps, optax.apply_if_finite), and on several devices "
+                "with a NamedSharding."
                 if self.is_donated
                 else "No argument is donated (donate_argnums), so no state may rest on the host."
             )
             raise error.extend(text) from None
         some = _choose(self.updates, (1 + _SPARE) * missing_nbytes)
         for chosen in [some, self.updates] if len(some) < len(self.updates) else [self.updates]:
-            nbytes = sum(update.nbytes for update in chosen)
+            nbytes = sum(update.local_nbytes for update in chosen)
             left = None if budget.host_nbytes is None else budget.host_nbytes - nbytes
             if left is not None and left < 0:
                 rest = f"{format_nbytes(nbytes)} of state would rest on the host, beyond host_bytes."
@@ -132,10 +147,10 @@ class State:
 def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:
     """The largest updates that lower the memory on the device by a number of bytes; all if none do."""
     chosen: list[Update] = []
-    for update in sorted(updates, key=lambda update: -update.nbytes):
+    for update in sorted(updates, key=lambda update: -update.local_nbytes):
         chosen.append(update)
         buffers = sum(loop.buffer_nbytes for loop in plan_loops(chosen))
-        if sum(u.nbytes for u in chosen) - buffers >= nbytes:
+        if sum(u.local_nbytes for u in chosen) - buffers >= nbytes:
             break
     return chosen
 

@@ -7,12 +7,24 @@ may differ from device to device. To JAX they are `custom_partitioning` function
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+
+from jaxoff._jaxpr import compat
+
+
+def nbytes_on_device(aval: Any, sharding: Sharding | None) -> int:
+    """Bytes of a device's share of an array; of the array without a sharding."""
+    nbytes, shape = compat.nbytes(aval), compat.shape_of(aval)
+    if sharding is None or not nbytes:
+        return nbytes
+    return nbytes // math.prod(shape) * math.prod(sharding.shard_shape(shape))
 
 
 def apply_to_shares(

@@ -85,10 +85,29 @@ class Call:
         found = (device for s in self._shardings for device in _devices_of(s))
         return next(found, None) or jax.local_devices()[0]
 
-    @property
-    def has_shardings(self) -> bool:
-        """Whether `jit` was given shardings of arguments or results."""
-        return any(self.given.get(name) is not None for name in ("in_shardings", "out_shardings"))
+    @functools.cached_property
+    def why_state_stays(self) -> str | None:
+        """Why no argument may rest in host memory; None where arguments may."""
+        given = [self.given.get(name) for name in ("in_shardings", "out_shardings")]
+        entries = jax.tree.leaves(given, is_leaf=lambda entry: isinstance(entry, jax.P))
+        if jax.process_count() > 1:
+            return f"in several processes ({jax.process_count()}) state stays on the devices."
+        if entries and any(self.given.get(name) for name in ("static_argnums", "static_argnames")):
+            return "with static arguments and shardings given to jit, state stays on the devices."
+        if not all(map(_sharding_of, entries)):
+            return (
+                "shardings given to jit as a PartitionSpec keep state on the devices: give a NamedSharding."
+            )
+        return None
+
+    def list_shardings(self, positions: Sequence[int]) -> list[jax.sharding.Sharding | None]:
+        """The shardings over several devices of leaves of `(args, kwargs)`; None for the other leaves."""
+        found = [_sharding_of(leaf) for leaf in jax.tree.leaves(self.described)]
+        if self.why_state_stays is None and self.given.get("in_shardings") is not None:
+            given = hosted.spread_shardings(self.given["in_shardings"], self.args)
+            found = [s or own for s, own in zip(given, found, strict=True)]
+        of_positions = (found[i] for i in positions)
+        return [s if s is not None and s.num_devices > 1 else None for s in of_positions]
 
     def list_paths(self, fun: Callable[..., Any], positions: Sequence[int]) -> list[str]:
         """The paths of leaves of `(args, kwargs)`, such as "state/params/w" in the argument `state`."""

@@ -270,7 +270,7 @@ class Jitted:
                 lowered, options = self._lower(call, setting), dict(setting.options) | self._given
                 sizes[setting] = lowered_nbytes(lowered, call.device, call.devices, options, refusals)
                 if not call.is_on_gpu:  # where the two memories are one
-                    sizes[setting] -= made.host_argument_nbytes
+                    sizes[setting] -= made.count_host_arguments(call.list_shardings(made.signature[1]))
             least = min(sizes, key=lambda setting: sizes[setting], default=None)
             return None if least is None else (sizes[least], (least, self._instances[call.key, least]))
 
@@ -281,10 +281,9 @@ class Jitted:
             return Written(setting, nbytes, traced.follow(setting.recipe))
 
         device, paths = self._share_link(call.devices), call.list_paths(self._fun, traced.signature[1])
-        donated = self._find_donated(call)
-        within = Search(
-            twin, call, traced, device, budget, compile_program, compile_written, paths, donated, refusals
-        ).run()
+        donated, shardings = self._find_donated(call), call.list_shardings(traced.signature[1])
+        compilers, facts = (compile_program, compile_written), (paths, donated, shardings, refusals)
+        within = Search(twin, call, traced, device, budget, *compilers, *facts).run()
         self._report(within.findings)
         on_host = within.instance.on_host if isinstance(within.instance, hosted.Hosted) else ()
         places = hosted.list_shardings(call.described[0], on_host)
@@ -304,11 +303,13 @@ class Jitted:
         call = self._call(args, kwargs)
         with self._probe(call) as traced:
             twin = traced.take_twin()
-        donated = self._find_donated(call)
+        donated, shardings = self._find_donated(call), call.list_shardings(traced.signature[1])
         device, paths = self._share_link(call.devices), call.list_paths(self._fun, traced.signature[1])
 
         def estimate(budget: Budget) -> Plan:
-            plan = estimate_within(twin, call, device, budget.resolve((args, kwargs)), paths, donated)
+            plan = estimate_within(
+                twin, call, device, budget.resolve((args, kwargs)), paths, donated, shardings
+            )
             return dataclasses.replace(plan, step=self.within(budget))
 
         return estimate
@@ -393,11 +394,13 @@ class Jitted:
     def _make_instance(self, call: Call, setting: Setting | None, made: Traced | None = None) -> Any:
         """A `jax.jit` function for a setting; with state on the host, a function moving the state."""
         options = (dict(setting.options) if setting else {}) | self._given
-        is_hosted = made is not None and made.host_argument_nbytes > 0
-        keywords: dict[str, Any] = self._kwargs | ({"keep_unused": True} if is_hosted else {})
-        overlapped = self._overlapped(call.devices, setting, made if is_hosted else None)
+        streamed = made if made is not None and made.has_host_arguments else None
+        overlapped, keywords = self._overlapped(call.devices, setting, streamed), dict(self._kwargs)
+        if streamed is not None:
+            moved = hosted.move_shardings(keywords, call.args, streamed.shapes, streamed.given.jaxpr)
+            keywords = {**moved, "keep_unused": True}
         jitted = _jax_jit(overlapped, compiler_options=options or None, **keywords)
-        return hosted.Hosted.of(jitted, made.given.jaxpr, made.signature[1]) if made and is_hosted else jitted
+        return hosted.Hosted.of(jitted, streamed.given.jaxpr, streamed.signature[1]) if streamed else jitted
 
     def _lower(self, call: Call, setting: Setting) -> jax.stages.Lowered:
         """Lowers the program of a setting for a call."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
+
+from jax.sharding import Sharding
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.saved_twin import build_saved_twin
+from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding
 from jaxoff._schedule.recipes import Recipe
 from jaxoff._schedule.rewrite import Rewritten
@@ -50,9 +54,14 @@ class Traced:
         return self.given if recipe is Recipe.STOCK else self.program.jaxpr
 
     @property
-    def host_argument_nbytes(self) -> int:
-        """Bytes of the arguments in host memory."""
-        return compat.nbytes_of(v for v in self.given.jaxpr.invars if compat.is_host(v.aval))
+    def has_host_arguments(self) -> bool:
+        """Whether the program takes arguments in host memory."""
+        return any(compat.is_host(v.aval) for v in self.given.jaxpr.invars)
+
+    def count_host_arguments(self, shardings: Sequence[Sharding | None]) -> int:
+        """Bytes of the arguments in host memory, of a device's parts; `shardings` of all arguments."""
+        places = zip(self.given.jaxpr.invars, shardings, strict=True)
+        return sum(nbytes_on_device(v.aval, sharding) for v, sharding in places if compat.is_host(v.aval))
 
     @property
     def is_reusable(self) -> bool:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.sharding import Sharding
+
 from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.fit import find_estimated, find_fitting
 from jaxoff._budget.limits import Budget
@@ -15,8 +17,8 @@ from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
 from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
-from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding
 from jaxoff._report.tables import format_nbytes
 from jaxoff._schedule.call import Call
@@ -66,6 +68,7 @@ class Search:
       compile_written: compiles the step as the user wrote it.
       paths: the name of each argument.
       donated: for each argument, whether the program may reuse its memory.
+      shardings: of the arguments over several devices, else None.
       refusals: XLA's reasons for the programs that it did not compile.
     """
 
@@ -78,6 +81,7 @@ class Search:
     compile_written: Callable[[], Written]
     paths: Sequence[str]
     donated: Sequence[bool]
+    shardings: Sequence[Sharding | None]
     refusals: Sequence[str]
 
     def run(self) -> Within:
@@ -102,9 +106,12 @@ class Search:
             return dataclasses.replace(self._as_written(written), findings=(finding,))
 
     def _find(self) -> Within:
-        arguments = compat.nbytes_of(self.twin.jaxpr.invars)
+        arguments = sum(
+            nbytes_on_device(v.aval, sharding)
+            for v, sharding in zip(self.twin.jaxpr.invars, self.shardings, strict=True)
+        )
         missing = arguments - self.budget.device_nbytes
-        if missing > 0 and _may_host_state(self.call) and self._state.fits(self.budget.host_nbytes):
+        if missing > 0 and self.call.why_state_stays is None and self._state.fits(self.budget.host_nbytes):
             alone = BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", None)
             try:
                 return self._find_with_state(alone, missing)
@@ -118,13 +125,13 @@ class Search:
             return self._find_on_device()
         except BudgetError as error:
             on_device = error
-        if arguments <= self.call.devices * self.budget.device_nbytes:
+        if missing <= 0:
             written = self.compile_written()
             if written.nbytes <= self.budget.device_nbytes:
                 return self._as_written(written)
             on_device = _count_written(on_device, written)
-        if not _may_host_state(self.call):
-            raise on_device
+        if self.call.why_state_stays is not None:
+            raise on_device.extend(f"State on the host may help; {self.call.why_state_stays}") from None
         return self._find_with_state(on_device, on_device.least_bytes() - self.budget.device_nbytes)
 
     def _find_on_device(self) -> Within:
@@ -160,7 +167,7 @@ class Search:
 
     @functools.cached_property
     def _state(self) -> State:
-        return State.find(self.twin, self.donated)
+        return State.find(self.twin, self.donated, self.shardings)
 
     def _make_within(self, found: Tried[_Made]) -> Within:
         setting, instance = found.program
@@ -187,6 +194,7 @@ def estimate_within(
     budget: Budget,
     paths: Sequence[str],
     donated: Sequence[bool],
+    shardings: Sequence[Sharding | None],
 ) -> Plan:
     """The plan of a step within a budget by an estimate of memory; arguments as for `Search`.
 
@@ -200,12 +208,10 @@ def estimate_within(
     try:
         return find(twin, budget).make_plan(budget, device, None, is_compiled=False)
     except BudgetError as error:
-        if not _may_host_state(call):
+        if call.why_state_stays is not None:
             raise
         missing = error.least_bytes() - budget.device_nbytes
-        found, hosted = State.find(twin, donated).search(paths, device, budget, error, find, missing)
+        found, hosted = State.find(twin, donated, shardings).search(
+            paths, device, budget, error, find, missing
+        )
         return hosted.add_to(found.make_plan(budget, device, None, is_compiled=False))
-
-
-def _may_host_state(call: Call) -> bool:
-    return call.devices == 1 and not call.has_shardings

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, Var
@@ -89,6 +90,43 @@ class Hosted:
             tree, [_put(leaf, to_host=i in self.on_host) for i, leaf in enumerate(leaves)]
         )
         return fun(*args, **kwargs)
+
+
+def spread_shardings(given: Any, tree: Any) -> list[Any]:
+    """The sharding or None of each leaf of a pytree, from shardings for a prefix of the tree.
+
+    Args:
+      given: `in_shardings` or `out_shardings` of `jax.jit`.
+      tree: the positional arguments, or the results.
+    """
+    given = tuple(given) if isinstance(given, list) and isinstance(tree, tuple) else given
+    spread = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), given, tree, is_leaf=_is_entry)
+    return jax.tree.leaves(spread, is_leaf=_is_entry)
+
+
+def _is_entry(entry: Any) -> bool:
+    return entry is None or isinstance(entry, Sharding)
+
+
+def move_shardings(keywords: Mapping[str, Any], args: Any, results: Any, program: Jaxpr) -> dict[str, Any]:
+    """The keywords of `jax.jit` for a program with arguments and results in host memory.
+
+    Args:
+      keywords: of the step on the device. With `in_shardings`, all its arguments are positional.
+      args: the positional arguments.
+      results: a pytree like the results.
+      program: the program.
+    """
+    moved = dict(keywords)
+    for name, tree, places in (
+        ("in_shardings", args, program.invars),
+        ("out_shardings", results, program.outvars),
+    ):
+        if keywords.get(name) is not None:
+            entries = zip(spread_shardings(keywords[name], tree), places, strict=True)
+            found = [s.with_memory_kind(HOST) if s and compat.is_host(v.aval) else s for s, v in entries]
+            moved[name] = jax.tree.unflatten(jax.tree.structure(tree), found)
+    return moved
 
 
 def taking_host_arrays(jitted: Any, are_given: bool) -> Any:

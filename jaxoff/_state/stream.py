@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Literal, Var
@@ -82,17 +83,17 @@ class UpdateLoop:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes of states on the device at a time: the next block, this one, and its results."""
-        return 3 * sum(update.nbytes for update, _ in self.updates) // self.count
+        return 3 * sum(update.local_nbytes for update, _ in self.updates) // self.count
 
 
 def plan_loops(updates: Iterable[Update]) -> list[UpdateLoop]:
     """Divides updates among loops: as few loops as the shapes allow, with blocks of some `_BLOCK_NBYTES`."""
     left, loops = list(updates), []
     while left:
-        wanted = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, sum(u.nbytes for u in left) // _BLOCK_NBYTES))
+        wanted = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, sum(u.local_nbytes for u in left) // _BLOCK_NBYTES))
 
         count = max(range(2, _MOST_BLOCKS + 1), key=functools.partial(_rank, left, wanted))
-        found = [(u, blocks) for u in left if (blocks := Blocks.of(u.shape, count))]
+        found = [(u, blocks) for u in left if (blocks := Blocks.of(u.local_shape, count))]
         if not found:
             break
         loops.append(UpdateLoop(count, tuple(found)))
@@ -102,7 +103,7 @@ def plan_loops(updates: Iterable[Update]) -> list[UpdateLoop]:
 
 def _rank(updates: Sequence[Update], wanted: int, count: int) -> tuple[int, float]:
     """The bytes divisible into a number of blocks, and how near the number is to the wanted number."""
-    fitting = sum(update.nbytes for update in updates if Blocks.of(update.shape, count))
+    fitting = sum(update.local_nbytes for update in updates if Blocks.of(update.local_shape, count))
     return fitting, -abs(math.log(count / wanted))
 
 
@@ -110,7 +111,7 @@ def stream_updates(closed: ClosedJaxpr, updates: Sequence[Update]) -> ClosedJaxp
     """The program with the states of updates among its arguments and results in host memory.
 
     Args:
-      closed: a program for one device, with its calls inlined.
+      closed: a program for one device or divided by the compiler, with its calls inlined.
       updates: from `find_updates` of this program.
     """
     program = closed.jaxpr
@@ -140,9 +141,31 @@ def _write_loop(loop: UpdateLoop, host: dict[Var, Any]) -> tuple[list[JaxprEqn],
     """The equations of a loop, and the program's results among theirs."""
     like = loop.updates[0][0].eqns[0]
     operands = [_Operands.of(update, host) for update, _ in loop.updates]
-    made, results = trace_call(lambda *given: _run(loop, given), operands, like)
+    made, results = trace_call(_divide(loop), operands, like)
     places = [out for update, _ in loop.updates for out in _list_outs(update)]
     return made, dict(zip(places, results, strict=True))
+
+
+def _divide(loop: UpdateLoop) -> Callable[..., list[jax.Array]]:
+    """The function of a loop: operands -> results. Each device of a mesh runs the loop on its own parts."""
+
+    def run(*given: _Operands) -> list[jax.Array]:
+        return _run(loop, given)
+
+    updates = [update for update, _ in loop.updates]
+    shardings = [update.sharding for update in updates if update.sharding is not None]
+    if not shardings:
+        return run
+    outs = [
+        sharding.spec for update, sharding in zip(updates, shardings, strict=True) for _ in _list_outs(update)
+    ]
+    specs = tuple(map(_list_specs, updates, shardings))
+    return jax.shard_map(run, mesh=shardings[0].mesh, in_specs=specs, out_specs=outs, check_vma=False)
+
+
+def _list_specs(update: Update, sharding: NamedSharding) -> _Operands:
+    states, replaced, read = ([sharding.spec] * len(v) for v in (update.states, update.replaced, update.read))
+    return _Operands(states, replaced, read, [PartitionSpec()] * len(update.scalars))
 
 
 def _list_outs(update: Update) -> list[Var]:
@@ -236,7 +259,7 @@ def _make_stacks(update: Update, given: _Operands) -> list[Any]:
     """The arrays for the results of an update, in the order of `_list_outs`."""
     own = [*given.states, *given.replaced]
     others = _list_outs(update)[len(own) :]
-    return own + [jnp.zeros(update.shape, compat.struct_of(v.aval).dtype) for v in others]
+    return own + [jnp.zeros(update.local_shape, compat.struct_of(v.aval).dtype) for v in others]
 
 
 def _evaluate(update: Update, values: dict[Any, Any], shape: tuple[int, ...]) -> list[Any]:

@@ -7,10 +7,13 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import NamedSharding, Sharding
+
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_readers, map_makers, mark_dependents, variables
 from jaxoff._jaxpr.primitives import ELEMENTWISE
+from jaxoff._jaxpr.shares import nbytes_on_device
 
 # Smaller arguments stay on the device: a copy has a latency of some 10 us.
 LEAST_NBYTES = 1 << 20
@@ -31,6 +34,7 @@ class Update:
       outs: the results of the program among the results of `eqns`.
       late: results of `outs` read by other equations, e.g. for a norm of the new parameters. They are on the
         device, and their readers run after the update.
+      sharding: of the states over a mesh, whose devices update their own parts; None on a single device.
     """
 
     shape: tuple[int, ...]
@@ -41,11 +45,30 @@ class Update:
     eqns: tuple[JaxprEqn, ...]
     outs: tuple[Var, ...]
     late: frozenset[Var] = frozenset()
+    sharding: NamedSharding | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the arguments to rest on the host."""
-        return compat.nbytes_of(state for state, _ in self.states)
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of a device's part of an array."""
+        return self.sharding.shard_shape(self.shape) if self.sharding else self.shape
+
+    @property
+    def local_nbytes(self) -> int:
+        """Bytes of a device's parts of the arguments to rest on the host."""
+        return sum(nbytes_on_device(state.aval, self.sharding) for state, _ in self.states)
+
+    def has_mesh_of(self, other: Update) -> bool:
+        """Whether the states of two divided updates are over the same mesh."""
+        assert self.sharding is not None and other.sharding is not None
+        return self.sharding.mesh == other.sharding.mesh
+
+    def divide(self, shardings: Mapping[Var, Sharding]) -> Update | None:
+        """The update with the shardings of arguments; None unless a mesh divides its states alike."""
+        found = [shardings.get(state) for state, _ in self.states]
+        named = [sharding for sharding in found if isinstance(sharding, NamedSharding)]
+        if len(named) < len(found) or not all(s.is_equivalent_to(named[0], len(self.shape)) for s in named):
+            return None
+        return dataclasses.replace(self, sharding=named[0])
 
 
 def find_updates(program: Jaxpr, donated: Sequence[bool]) -> list[Update]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxoff
 
@@ -27,24 +28,35 @@ def step(state, x):
     return (optax.apply_updates(w, changes), optimizer_state), value
 
 
-def test_moments_rest_on_the_host_and_are_copied_in_place_by_dma():
+@pytest.mark.parametrize("devices", [1, 2])
+def test_moments_rest_on_the_host_and_are_copied_in_place_by_dma(devices):
+    """On two GPUs each holds half of the moments, weights and rows, divided by the compiler."""
     w = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
     args = (w, jax.eval_shape(OPTIMIZER.init, w)), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
-    target = jaxoff.target("h100")
-    budget = 1.4 * MOMENTS_NBYTES  # less than the state
+    target = jaxoff.target("h100", devices=devices)
+    mesh = target.mesh((devices,), ("data",))
+
+    def divide(leaf):
+        axes = [None] * (leaf.ndim - 2) + ["data", None][: leaf.ndim]
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    args = jax.tree.map(divide, args) if devices > 1 else args
+    of_a_device = MOMENTS_NBYTES // devices
+    budget = 1.9 * of_a_device if devices > 1 else 1.4 * MOMENTS_NBYTES  # less than the state takes
     within = jaxoff.jit(step, donate_argnums=0, device_bytes=budget)
     compiled = target.compile(within, *args)
     facts = jaxoff.verify(compiled, compiler_options=within.options)
     assert facts.device_peak_bytes <= budget
     assert within.plan.host_bytes == MOMENTS_NBYTES
     memory = compiled.memory_analysis()
-    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == MOMENTS_NBYTES
+    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == of_a_device
     assert memory.host_temp_size_in_bytes == 0  # nothing is copied within host memory
-    assert facts.d2h_bytes == facts.h2d_bytes == MOMENTS_NBYTES
+    assert facts.d2h_bytes == facts.h2d_bytes == of_a_device
     in_loops = [copy for copy in facts.copies if copy.loop]
     assert {copy.via for copy in in_loops} == {"dma"}
     assert not any(copy.captured for copy in in_loops)  # in graphs they would run one after the other
     # XLA dissolves the loop that reads the first of 16 blocks, and reads it by a kernel.
-    assert sum(copy.nbytes * copy.count for copy in in_loops) == (1 + 15 / 16) * MOMENTS_NBYTES
-    whole = rf"f32\[{LAYERS},{WIDTH},{WIDTH}\]\{{2,1,0:S\(5\)\}} copy"
+    assert sum(copy.nbytes * copy.count for copy in in_loops) == (1 + 15 / 16) * of_a_device
+    whole = rf"f32\[{LAYERS},{WIDTH // devices},{WIDTH}\]\{{2,1,0:S\(5\)\}} copy"
     assert not re.findall(whole, str(compiled.as_text()))
