@@ -21,9 +21,8 @@ from jaxoff._budget.tried import Tried, correct_room
 from jaxoff._device.kernel_time import lower_clock, program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn
+from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.dataflow import drop_dead
-from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._report.progress import Progress
@@ -58,6 +57,7 @@ def find_fitting[P](
     compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
     *,
     devices: int = 1,
+    is_manual: bool = False,
     compile_otherwise: Callable[[ClosedJaxpr], tuple[float, P] | None] = lambda _: None,
 ) -> Tried[P]:
     """Finds the fastest program within a budget, by compilations.
@@ -73,15 +73,15 @@ def find_fitting[P](
       compile_program: program -> (bytes on a device, a handle of the compiled program); infinitely many
         bytes for a program that XLA refuses.
       devices: the number of devices of the program. Where the compiler divides the values over devices, the
-        model sees a single device with the rates and the memory of all. The values in a `jax.shard_map` are
-        those of one device.
+        model sees a single device with the rates and the memory of all.
+      is_manual: whether layers are in a `jax.shard_map`, whose values are those of one device.
       compile_otherwise: as `compile_program`, by slower options that may take less memory, or None where a
         program has no others: for the smallest programs, if none fits.
 
     Raises:
       BudgetError: if no program fits.
     """
-    search = _Search(closed, device, budget, donated, compile_program, devices)
+    search = _Search(closed, device, budget, donated, compile_program, devices, is_manual)
     found = search.run(copies=False)
     if search.may_win_by_copies(found):
         with_copies = search.run(copies=True)
@@ -93,12 +93,18 @@ def find_fitting[P](
 
 
 def find_estimated(
-    closed: ClosedJaxpr, device: Device, budget: Budget, donated: Sequence[bool], *, devices: int = 1
+    closed: ClosedJaxpr,
+    device: Device,
+    budget: Budget,
+    donated: Sequence[bool],
+    *,
+    devices: int = 1,
+    is_manual: bool = False,
 ) -> Tried[None]:
     """Finds the fastest program within a budget by `estimate_nbytes`, with a part of the budget left free.
 
     Args:
-      closed, device, budget, donated, devices: as for `find_fitting`.
+      closed, device, budget, donated, devices, is_manual: as for `find_fitting`.
 
     Raises:
       BudgetError: if no program fits.
@@ -110,7 +116,7 @@ def find_estimated(
     part = 1 - ESTIMATE_MARGIN
     free = dataclasses.replace(budget, device_nbytes=part * budget.device_nbytes)
     try:
-        return find_fitting(closed, device, free, donated, estimate, devices=devices)
+        return find_fitting(closed, device, free, donated, estimate, devices=devices, is_manual=is_manual)
     except BudgetError as error:
         limit, least = format_nbytes(int(budget.device_nbytes)), error.smallest_bytes
         text = f"Memory is estimated; {limit} less a fifth is used."
@@ -168,9 +174,9 @@ class _Search[P]:
         donated: Sequence[bool],
         compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
         devices: int,
+        is_manual: bool,
     ):
-        self._is_manual = any(map(_is_written_for_a_device, inline_program(closed.jaxpr).eqns))
-        self.devices = 1 if self._is_manual else devices
+        self._is_manual, self.devices = is_manual, 1 if is_manual else devices
         self._device, self._budget = _join(device, self.devices), _scale(budget, self.devices)
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
@@ -367,11 +373,6 @@ class _Search[P]:
             nbytes,
             lambda: list_largest(self._write(self._form_of(least), least.placements), least.list_values()),
         )
-
-
-def _is_written_for_a_device(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a `jax.shard_map` of the user: jaxoff's own update state in host memory."""
-    return compat.is_shard_map(eqn) and not any(compat.is_host(v.aval) for v in eqn.invars)
 
 
 def _join(device: Device, devices: int) -> Device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jax.sharding import Sharding
 
@@ -16,7 +16,9 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Var
 from jaxoff._jaxpr.inline import inline_program
+from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.tables import format_nbytes
+from jaxoff._state.manual import ManualStep
 from jaxoff._state.stream import list_streamable, plan_loops, stream_updates
 from jaxoff._state.updates import LEAST_NBYTES, Update, find_updates
 
@@ -56,11 +58,13 @@ class State:
 
     Attributes:
       closed: the step, its calls inlined.
+      manual: the step in a `jax.shard_map`, where the state is updated there.
       updates: the updates of the state.
       is_donated: whether the step donates an argument.
     """
 
     closed: ClosedJaxpr
+    manual: ManualStep | None
     updates: tuple[Update, ...]
     is_donated: bool
 
@@ -77,10 +81,16 @@ class State:
         """
         closed = compat.map_open(closed, inline_program)
         updates = find_updates(closed.jaxpr, donated)
-        if known := {v: s for v, s in zip(closed.jaxpr.invars, shardings, strict=False) if s is not None}:
+        known = {v: s for v, s in zip(closed.jaxpr.invars, shardings, strict=False) if s is not None}
+        manual = None if updates else ManualStep.of(closed)
+        if manual is not None:
+            updates = [
+                update for update in manual.find(donated) if manual.list_arguments(update) <= known.keys()
+            ]
+        elif known:
             divided = [found for update in updates if (found := update.divide(known))]
             updates = [update for update in divided if update.has_mesh_of(divided[0])]
-        return State(closed, tuple(list_streamable(updates)), any(donated))
+        return State(closed, manual, tuple(list_streamable(updates)), any(donated))
 
     def fits(self, host_nbytes: float | None) -> bool:
         """Whether there is state to rest on the host, all of the state within a budget of host memory."""
@@ -127,7 +137,7 @@ class State:
                 rest = f"{format_nbytes(nbytes)} of state would rest on the host, beyond host_bytes."
                 error = error.extend(rest)
                 break
-            program = stream_updates(self.closed, chosen)
+            program = self.manual.stream(chosen) if self.manual else stream_updates(self.closed, chosen)
             try:
                 found = find(program, dataclasses.replace(budget, host_nbytes=left))
             except BudgetError as latest:
@@ -138,10 +148,20 @@ class State:
                     error = error.extend(f"It takes more where {rest}")
             else:
                 names = dict(zip(self.closed.jaxpr.invars, paths, strict=True))
-                states = [state for update in chosen for state, _ in update.states]
-                values = tuple(_describe(state, names[state]) for state in states)
+                states = [(update, state) for update in chosen for state, _ in update.states]
+                values = tuple(self._describe(update, state, names) for update, state in states)
                 return found, HostedState(values, _estimate_ms(nbytes, device))
         raise error from None
+
+    def _describe(self, update: Update, state: Var, names: Mapping[Var, str]) -> PlacedValue:
+        """The row of an update's state, with the bytes of all devices' parts; `names` of the arguments."""
+        argument = self.manual.argument_of[state] if self.manual else state
+        devices = (
+            self.manual.devices if self.manual else update.sharding.num_devices if update.sharding else 1
+        )
+        nbytes = devices * nbytes_on_device(state.aval, update.sharding)
+        text, source = format_type(argument.aval), "state, updated in blocks"
+        return PlacedValue(names[argument], text, 1, nbytes, "offload", source)
 
 
 def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:
@@ -159,9 +179,3 @@ def _estimate_ms(nbytes: int, device: Device) -> float:
     """The time to bring bytes to the device and back, both at a time."""
     both_gbps = device.both_gbps or device.d2h_gbps + device.h2d_gbps
     return 2 * nbytes / (_STREAMED_SHARE * both_gbps * 1e6)
-
-
-def _describe(state: Var, path: str) -> PlacedValue:
-    return PlacedValue(
-        path, format_type(state.aval), 1, compat.nbytes(state.aval), "offload", "state, updated in blocks"
-    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -232,34 +233,27 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return [as_open(item) for items in values for item in items if isinstance(item, (Jaxpr, ClosedJaxpr))]
 
 
-def replace_policy(jaxpr, policy: Callable[..., Any]):
-    """Replaces the policy of every `jax.checkpoint` in a program."""
-
-    def rewrite(jaxpr: Jaxpr) -> Jaxpr:
-        eqns = [
-            eqn.replace(params={**eqn.params, "policy": policy}) if eqn.primitive is remat_p else eqn
-            for eqn in jaxpr.eqns
-        ]
-        return jaxpr.replace(eqns=eqns)
-
-    return rewrite_jaxprs(jaxpr, rewrite)
-
-
 def map_programs(eqn: JaxprEqn, fun: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
     """An equation with each program among its parameters replaced by a function of the open program.
 
-    The programs of Pallas kernels stay.
+    The programs of Pallas kernels stay. Where all stay, so does the equation: JAX lowers a function that
+    several equations call once, and knows it by the object of its program.
     """
     if eqn.primitive.name in KERNELS:
         return eqn
 
     def replace(value):
         if isinstance(value, (tuple, list)):
-            holds = any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value)
-            return type(value)(map(replace, value)) if holds else value
+            found = list(map(replace, value))
+            return value if _is_same(found, value) else type(value)(found)
         return map_open(value, fun) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
 
-    return eqn.replace(params={key: replace(value) for key, value in eqn.params.items()})
+    params = {key: replace(value) for key, value in eqn.params.items()}
+    return eqn if _is_same(params.values(), eqn.params.values()) else eqn.replace(params=params)
+
+
+def _is_same(found: Iterable[Any], given: Iterable[Any]) -> bool:
+    return all(map(operator.is_, found, given))
 
 
 def map_open(program: Any, fun: Callable[[Jaxpr], Jaxpr]) -> Any:
@@ -275,7 +269,8 @@ def rewrite_jaxprs(jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]):
     """Rewrites a program and all programs in its equations, from the inside out."""
 
     def rewrite_open(jaxpr: Jaxpr) -> Jaxpr:
-        return rewrite(jaxpr.replace(eqns=[map_programs(eqn, rewrite_open) for eqn in jaxpr.eqns]))
+        eqns = [map_programs(eqn, rewrite_open) for eqn in jaxpr.eqns]
+        return rewrite(jaxpr if _is_same(eqns, jaxpr.eqns) else jaxpr.replace(eqns=eqns))
 
     return map_open(jaxpr, rewrite_open)
 

@@ -193,7 +193,7 @@ class TracedFunction:
         Args:
           policy: a policy for every checkpoint, in place of the checkpoints' own; None to keep these.
         """
-        primal = self.primal if policy is None else compat.replace_policy(self.primal, policy)
+        primal = self.primal if policy is None else _replace_policy(self.primal, policy)
 
         def forward(*leaves):
             out, pullback, aux = self._vjp(primal, leaves)
@@ -336,3 +336,16 @@ def _select_differentiated(args, kwargs, argnums) -> tuple[bool, ...]:
 
 def _is_inexact(x) -> bool:
     return jnp.issubdtype(jax.dtypes.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
+
+
+def _replace_policy(jaxpr, policy: Callable[..., Any]):
+    """Replaces the policy of every `jax.checkpoint` in a program."""
+
+    def rewrite(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
+        eqns = [
+            eqn.replace(params={**eqn.params, "policy": policy}) if eqn.primitive is compat.remat_p else eqn
+            for eqn in jaxpr.eqns
+        ]
+        return jaxpr.replace(eqns=eqns)
+
+    return compat.rewrite_jaxprs(jaxpr, rewrite)

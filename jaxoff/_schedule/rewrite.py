@@ -279,6 +279,8 @@ def _inline_loop_calls(jaxpr: Jaxpr) -> Jaxpr:
             renamed.update(zip(eqn.outvars, results, strict=True))
         else:
             eqns.append(eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars]))
+    if not renamed:
+        return jaxpr
     return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
 
 

@@ -17,7 +17,9 @@ from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
 from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding
 from jaxoff._report.tables import format_nbytes
@@ -162,6 +164,7 @@ class Search:
             self.donated,
             compile_preferred,
             devices=self.call.devices,
+            is_manual=_is_manual(self.twin),
             compile_otherwise=compile_otherwise,
         )
 
@@ -187,6 +190,11 @@ def _count_written(error: BudgetError, written: Written) -> BudgetError:
     return error.extend(f"The step as it is written takes {format_nbytes(nbytes)}.", nbytes)
 
 
+def _is_manual(program: ClosedJaxpr) -> bool:
+    """Whether a program calls a `jax.shard_map`."""
+    return any(map(compat.is_shard_map, inline_program(program.jaxpr).eqns))
+
+
 def estimate_within(
     twin: ClosedJaxpr,
     call: Call,
@@ -203,7 +211,9 @@ def estimate_within(
     """
 
     def find(closed: ClosedJaxpr, budget: Budget) -> Tried[None]:
-        return find_estimated(closed, device, budget, donated, devices=call.devices)
+        return find_estimated(
+            closed, device, budget, donated, devices=call.devices, is_manual=_is_manual(twin)
+        )
 
     try:
         return find(twin, budget).make_plan(budget, device, None, is_compiled=False)

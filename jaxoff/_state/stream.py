@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.allocation import vary_like
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead, mark_dependents
 from jaxoff._jaxpr.inline import resolve, trace_call
@@ -236,7 +237,8 @@ def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
 
     stacks = [_make_stacks(u, arrays) for u, arrays in zip(updates, given, strict=True)]
     empty = [
-        [jnp.zeros(b.shape, x.dtype) for x in arrays.states] for b, arrays in zip(blocks, given, strict=True)
+        [_fill_like(x, b.shape, x.dtype) for x in arrays.states]
+        for b, arrays in zip(blocks, given, strict=True)
     ]
     # Loops of a single iteration: the scheduler takes copies outside of loops for copies of residuals. XLA
     # dissolves the first loop, and reads the first block by a kernel, beside the forward pass.
@@ -259,7 +261,11 @@ def _make_stacks(update: Update, given: _Operands) -> list[Any]:
     """The arrays for the results of an update, in the order of `_list_outs`."""
     own = [*given.states, *given.replaced]
     others = _list_outs(update)[len(own) :]
-    return own + [jnp.zeros(update.local_shape, compat.struct_of(v.aval).dtype) for v in others]
+    return own + [_fill_like(own[0], update.local_shape, compat.struct_of(v.aval).dtype) for v in others]
+
+
+def _fill_like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return vary_like(jnp.zeros(shape, dtype), jax.typeof(x))
 
 
 def _evaluate(update: Update, values: dict[Any, Any], shape: tuple[int, ...]) -> list[Any]:

@@ -154,6 +154,23 @@ def test_one_function_for_programs_that_need_other_options():
         assert (SCHEDULING_MODE in options_of(step)) == (rows > 8)
 
 
+def test_a_program_with_nothing_to_order_is_that_of_jax_jit():
+    """JAX knows it by its text: both take the same executable of the compilation cache."""
+
+    def drop(key, h):
+        return jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h, 0)
+
+    @jax.value_and_grad
+    def step(w, x, key):
+        layer = jax.checkpoint(lambda h, key: drop(key, jax.nn.gelu(h @ w)) + drop(key, jax.nn.relu(h)))
+        for part in jax.random.split(key, 3):
+            x = layer(x, part)
+        return jax.nn.logsumexp(x, axis=-1).sum()
+
+    args = inputs(8, 8), inputs(4, 8), jax.random.key(0)
+    assert jaxoff.jit(step).lower(*args).as_text() == jax.jit(step).lower(*args).as_text()
+
+
 def test_effects_outside_of_the_loops_run_once():
     """What stands before and between the loops is put in order, effects among it."""
     seen = []
