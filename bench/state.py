@@ -1,6 +1,7 @@
 """Steps with their optimizer's state on the host, beside the same steps with all of it on the device.
 
     python -m bench.state --program decoder-scan --device-gb 60 40 26 --out state.json
+    python -m bench.state --divide rows --device-gb 28 20 --out state2.json  # on all GPUs, by the compiler
 
 Variants: "device", the step by `jax.jit` with everything recomputed; "edges", the same with the state
 brought to the device at the step's beginning and back at its end (`jax.device_put` in the step, MaxText's
@@ -25,6 +26,7 @@ import jax
 import jaxoff
 from bench.client_steps import PROGRAMS
 from bench.client_steps.step import ClientStep
+from bench.clients import DIVISIONS, make_shardings
 from bench.provenance import provenance
 from jaxoff._runtime.program_memory import program_nbytes
 
@@ -100,6 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sizes", choices=["full", "tiny"], default="full")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--microbatches", type=int, help="each of two sequences; for accumulation")
+    parser.add_argument("--divide", choices=DIVISIONS, help="state and batch over all devices, each as large")
     parser.add_argument("--device-gb", type=float, nargs="*", default=[])
     parser.add_argument("--variants", nargs="*", choices=["device", "edges"], default=["device", "edges"])
     parser.add_argument("--steps", type=int, default=5)
@@ -113,8 +116,16 @@ def main(arguments: list[str] | None = None) -> None:
     if options.microbatches:
         changes |= {"microbatches": options.microbatches, "batch": 2 * options.microbatches}
     sizes = dataclasses.replace(program.sizes, **changes)
+    if options.divide:
+        sizes = dataclasses.replace(sizes, batch=sizes.batch * jax.device_count())
     step = program.build(sizes, attention="cudnn" if jax.default_backend() == "gpu" else "xla")
-    batch, initialize = step.make_batch(jax.random.key(1)), jax.jit(step.initialize)
+    batch, shardings = step.make_batch(jax.random.key(1)), None
+    if options.divide:
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=auto)
+        shardings, of_batch = make_shardings(step, mesh, options.divide)
+        batch = jax.device_put(batch, of_batch)
+    initialize = jax.jit(step.initialize, out_shardings=shardings)
     functions: dict[str, Any] = {}
     for name in options.variants:
         fun = step.fun if name == "device" else put_at_edges(step)

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._state.stream import list_streamable, stream_updates
 from jaxoff._state.updates import find_updates
-
-pytestmark = pytest.mark.gpu
 
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 # 403 MB of state, large beside 33.6 MB: the scratch of a product by cuBLAS, if autotuning chooses it.
@@ -43,6 +43,7 @@ def step(state, tokens):
     return (optax.apply_updates(params, changes), optimizer_state), value
 
 
+@pytest.mark.gpu
 def test_fifty_steps_have_the_bits_of_state_on_the_device():
     state, tokens = jax.jit(initialize)(jax.random.key(0)), jnp.arange(ROWS) % 97
     leaves = jax.tree.leaves((state, tokens))
@@ -74,6 +75,7 @@ def test_fifty_steps_have_the_bits_of_state_on_the_device():
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.gpu
 def test_a_step_within_a_budget_keeps_its_moments_on_the_host():
     state, tokens = jax.jit(initialize)(jax.random.key(0)), jnp.arange(ROWS) % 97
     nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -85,3 +87,30 @@ def test_a_step_within_a_budget_keeps_its_moments_on_the_host():
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state[1]) if x.ndim}
     assert kinds == {"pinned_host"}
     assert within.plan.peak_bytes <= nbytes
+
+
+@pytest.mark.multi_gpu(2)
+def test_two_gpus_keep_their_parts_of_the_moments_on_the_host():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    shardings = jax.tree.map(
+        lambda leaf: NamedSharding(mesh, P(*[None] * (leaf.ndim - 2), *["data", None][: leaf.ndim])),
+        jax.eval_shape(initialize, jax.random.key(0)),
+    )
+    tokens = jax.device_put(jnp.arange(ROWS) % 97, NamedSharding(mesh, P("data")))
+
+    def make():
+        return jax.jit(initialize, out_shardings=shardings)(jax.random.key(0))
+
+    state, other = make(), make()
+    nbytes = sum(x.nbytes for x in jax.tree.leaves(state)) / 2
+    keywords = {"donate_argnums": 0, "out_shardings": (shardings, None), "compiler_options": DETERMINISTIC}
+    within, plain = jaxoff.jit(step, device_bytes=1.2 * nbytes, **keywords), jax.jit(step, **keywords)
+    for _ in range(10):
+        (other, expected), (state, value) = plain(other, tokens), within(state, tokens)
+        np.testing.assert_allclose(value, expected, rtol=2e-3)
+    moments = [leaf for leaf in jax.tree.leaves(state[1]) if leaf.ndim]
+    assert {leaf.sharding.memory_kind for leaf in moments} == {"pinned_host"}
+    assert within.plan.host_bytes == sum(leaf.nbytes for leaf in moments)
+    assert within.plan.peak_bytes <= 1.2 * nbytes
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        assert ours.sharding.with_memory_kind("device").is_equivalent_to(theirs.sharding, ours.ndim)
