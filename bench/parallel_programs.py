@@ -94,7 +94,7 @@ class Workload:
     target: jaxoff.Target | None = None
 
     def __post_init__(self):
-        self.layout.check(self.config, self.batch * self.shape.batch, self.microbatches)
+        self.layout.check(self.config, self.batch * self.shape.batch, self.microbatches, self.seq)
 
     @property
     def config(self) -> Config:

@@ -24,7 +24,7 @@ from models import optim
 from models.config import Config
 from models.errors import InputError
 from models.lm import LM, loss_fn
-from models.mesh import AXES, BATCH, MeshShape
+from models.mesh import AXES, BATCH, TOKENS, MeshShape
 from models.moe import Division
 from models.pipeline import Schedule, pipelined_loss
 from models.sharding import as_stages, gather, specs_of, specs_of_layer, sum_shared
@@ -61,15 +61,17 @@ class Layout:
 
     @property
     def division(self) -> Division:
-        return Division(BATCH, "expert", self.capacity)
+        context = "context" if self.mesh.context > 1 else None
+        return Division(TOKENS, "expert", self.capacity, context)
 
-    def check(self, config: Config, batch: int, microbatches: int) -> None:
+    def check(self, config: Config, batch: int, microbatches: int, seq: int) -> None:
         """Refuses models and batches that this layout cannot divide.
 
         Args:
           config: numbers of the model.
           batch: sequences of a microbatch.
           microbatches: microbatches of a step.
+          seq: tokens of a sequence.
 
         Raises:
           InputError: the layout does not divide the model or batch; the message names the size and the fix.
@@ -81,6 +83,8 @@ class Layout:
                 f"a microbatch is divided by data x fsdp x expert = {self.mesh.batch}, got {batch} "
                 "sequences. Change --batch, --accum or --mesh."
             )
+        if self.mesh.context > 1:
+            self._check_context(config, seq)
         if config.num_layers % stages:
             raise InputError(
                 f"layers are divided into pipe x virtual = {stages} equal stages, got {config.num_layers}: a "
@@ -98,6 +102,20 @@ class Layout:
                 f"experts are divided by expert = {self.mesh.expert}, got {config.num_experts}. "
                 "Change --mesh."
             )
+
+    def _check_context(self, config: Config, seq: int) -> None:
+        parts = self.mesh.context
+        for what, number in (("tokens of a sequence", seq), ("key-value heads", config.num_kv_heads)):
+            if number % parts:
+                raise InputError(
+                    f"{what} are divided by context = {parts}, got {number}. Change --mesh or --seq."
+                )
+        for what, has in (("multi-token prediction", config.mtp_layers), ("a pipeline", self.is_pipelined)):
+            if has:
+                raise InputError(
+                    f"context = {parts} divides sequences of models without {what}. Take context=1, or "
+                    f"{'--set mtp_layers=0' if config.mtp_layers else 'pipe=1 and --virtual 1'}."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +193,12 @@ class DividedModel:
         rest = gather(rest, {key: self.specs[key] for key in rest})
 
         def whole(layer):
-            return _like(layer, gather(nnx.to_pure_dict(layer), of_layers[kind]))
+            values = nnx.to_pure_dict(layer)
+            return _like(
+                layer, gather(values, of_layers["experts" if "router" in values["mlp"] else "dense"])
+            )
 
+        tokens_ABL = self._take_part(tokens_ABL)
         if self.layout.is_pipelined:
             schedule = Schedule(self.layout.mesh.pipe, self.layout.virtual, tokens_ABL.shape[0])
             stages = params[kind]
@@ -186,8 +208,16 @@ class DividedModel:
             model = nnx.merge(self.graph, rest | {key: params[key] for key in of_layers})
             value, metrics = loss_fn(model, tokens_ABL[0], whole)
             metrics = {key: x for key, x in metrics.items() if not x.ndim}
-        metrics["overflow"] *= self.layout.mesh.batch  # a sum over devices; all other metrics are means
-        return jax.tree.map(lambda x: x / self.layout.mesh.batch, (value, metrics))
+        metrics["overflow"] *= self.layout.mesh.parts  # a sum over devices; all other metrics are means
+        return jax.tree.map(lambda x: x / self.layout.mesh.parts, (value, metrics))
+
+    def _take_part(self, tokens_ABL: jax.Array) -> jax.Array:
+        """This device's part of each sequence. Its last target is the first token of the next part."""
+        parts = self.layout.mesh.context
+        if parts == 1:
+            return tokens_ABL
+        length = (tokens_ABL.shape[2] - 1) // parts
+        return lax.dynamic_slice_in_dim(tokens_ABL, lax.axis_index("context") * length, length + 1, axis=2)
 
 
 def _like(state: nnx.State, values: dict[str, Any]) -> nnx.State:

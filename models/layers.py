@@ -228,15 +228,23 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale[...], self.eps, self.dtype)
 
 
-def rope(x_BSNH: jax.Array, theta: float) -> jax.Array:
+def rope(x_BSNH: jax.Array, theta: float, context: str | None = None) -> jax.Array:
     """Turns feature pairs (i, i + H/2) by position times theta^(-2i/H), in float32.
+
+    Args:
+      x_BSNH: the queries or the keys; of a device's part of the sequences with `context`.
+      theta: the base of the frequencies.
+      context: mesh axis that divides the sequences.
 
     References:
       Su et al., RoFormer, 2021.
     """
     half = x_BSNH.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x_BSNH.shape[1], dtype=jnp.float32)[:, None] * frequency[None, :]
+    position = jnp.arange(x_BSNH.shape[1], dtype=jnp.float32)
+    if context is not None:
+        position += lax.axis_index(context) * x_BSNH.shape[1]
+    angle = position[:, None] * frequency[None, :]
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
     x = x_BSNH.astype(jnp.float32)
     x1, x2 = x[..., :half], x[..., half:]
@@ -304,10 +312,21 @@ class Attention(nnx.Module):
 
     q, k and v are named after the rotary embedding: the attention's gradient needs the rotated values, and
     the embedding's own gradient needs no values.
+
+    Where a mesh axis divides the sequences, devices exchange their parts for whole sequences of a part of the
+    heads, and back behind the attention. The names are those of the exchanged values.
+
+    Args:
+      config: numbers of the model.
+      rngs: source of the parameters.
+      context: mesh axis that divides each sequence; None for whole sequences.
+
+    References:
+      Jacobs et al., DeepSpeed Ulysses, 2023.
     """
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, context: str | None = None):
+        self.config, self.context = config, context
         heads, width = config.num_heads + 2 * config.num_kv_heads, config.head_dim
         self.qkv = normal(rngs, (config.d_model, heads * width), config.d_model**-0.5, config)
         inner = config.num_heads * width
@@ -320,10 +339,19 @@ class Attention(nnx.Module):
         batch, length = x_BSD.shape[:2]
         qkv = matmul(x_BSD, self.qkv[...]).reshape(batch, length, -1, c.head_dim)
         q, k, v = jnp.split(qkv, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)
-        q, k, v = jaxoff.name((rope(q, c.rope_theta), rope(k, c.rope_theta), v), "attn.qkv")
+        q, k = rope(q, c.rope_theta, self.context), rope(k, c.rope_theta, self.context)
+        q, k, v = jaxoff.name((self._to_heads(q), self._to_heads(k), self._to_heads(v)), "attn.qkv")
         out = jaxoff.name(causal_attention(q, k, v, attention_implementation(c)), "attn.core")
+        if self.context is not None:
+            out = lax.all_to_all(out, self.context, split_axis=1, concat_axis=2, tiled=True)
         out = jaxoff.name(out.reshape(batch, length, -1), "attn.proj_in")
         return matmul(out, self.out[...])
+
+    def _to_heads(self, x_BSNH: jax.Array) -> jax.Array:
+        """The whole sequences of a part of the heads, of parts of the sequences with all heads."""
+        if self.context is None:
+            return x_BSNH
+        return lax.all_to_all(x_BSNH, self.context, split_axis=2, concat_axis=1, tiled=True)
 
 
 class MLP(nnx.Module):

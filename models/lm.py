@@ -42,7 +42,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, *, moe: bool, rngs: nnx.Rngs, division: Division | None = None):
         self.attn_norm, self.mlp_norm = RMSNorm(config), RMSNorm(config)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs, context=division.context if division else None)
         if moe:
             self.mlp = MoE(config, rngs=rngs, division=division)
         else:
@@ -93,7 +93,7 @@ class LM(nnx.Module):
       config: numbers of the model.
       policy: hashable checkpoint policy of each layer, e.g. a `jaxoff.policy`; None checkpoints nothing.
       rngs: source of the initial parameters; `nnx.Rngs(0)` by default.
-      division: division of the layers with experts between devices; None on a single device.
+      division: division of tokens and experts between devices; None on a single device.
 
     Raises:
       TypeError: the policy cannot be called or hashed.
@@ -118,7 +118,7 @@ class LM(nnx.Module):
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config, self.policy, self.division = config, policy, division
         self.embedding = normal(rngs, (config.vocab_size, config.d_model), 1.0, config)
-        self.dense = _stack(config, config.num_dense_layers, moe=False, rngs=rngs)
+        self.dense = _stack(config, config.num_dense_layers, moe=False, rngs=rngs, division=division)
         self.experts = _stack(config, config.num_moe_layers, moe=True, rngs=rngs, division=division)
         self.norm = RMSNorm(config)
         # Logits start small: the first loss is close to log V, the loss of a uniform guess.

@@ -1,4 +1,4 @@
-"""The mesh of devices: four axes, with sizes from text like `data=2,expert=2,pipe=2`."""
+"""The mesh of devices: five axes, with sizes from text like `data=2,expert=2,pipe=2`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from jax.sharding import AxisType, Mesh
 from models.errors import InputError, near_miss
 
 # Outermost first: neighbouring devices, which have the fastest links, share an expert axis.
-AXES = ("pipe", "data", "fsdp", "expert")
+AXES = ("pipe", "data", "fsdp", "context", "expert")
 # Axes that divide the sequences of a batch.
 BATCH = ("data", "fsdp", "expert")
+# Axes that divide the tokens of a batch.
+TOKENS = (*BATCH, "context")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,7 @@ class MeshShape:
     Attributes:
       data: copies of the parameters; divides sequences.
       fsdp: parts of each parameter, gathered where used; divides sequences, too.
+      context: parts of each sequence.
       expert: groups of experts; divides sequences, too.
       pipe: groups of layers.
 
@@ -39,6 +42,7 @@ class MeshShape:
 
     data: int = 1
     fsdp: int = 1
+    context: int = 1
     expert: int = 1
     pipe: int = 1
 
@@ -78,6 +82,11 @@ class MeshShape:
         """Number of parts of a batch."""
         return math.prod(getattr(self, axis) for axis in BATCH)
 
+    @property
+    def parts(self) -> int:
+        """Number of parts of a batch's tokens."""
+        return self.batch * self.context
+
     def build(self, devices: Sequence[Any] | None = None) -> Mesh:
         """Builds the mesh, by default over all devices of all processes.
 
@@ -94,5 +103,5 @@ class MeshShape:
         return jax.make_mesh(sizes, AXES, (AxisType.Auto,) * len(AXES), devices=devices)
 
     def __str__(self) -> str:
-        axes = (axis for axis in ("data", "fsdp", "expert", "pipe") if getattr(self, axis) > 1)
+        axes = (axis for axis in ("data", "fsdp", "context", "expert", "pipe") if getattr(self, axis) > 1)
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in axes) or "data=1"

@@ -227,11 +227,13 @@ class Division:
       experts: mesh axis that divides experts.
       capacity: room for the rows from one device to another, in multiples of R / n, the number of rows sent
         by an even router. n or more is room for all rows.
+      context: mesh axis that divides each sequence; None for whole sequences.
     """
 
     tokens: tuple[str, ...]
     experts: str
     capacity: float
+    context: str | None = None
 
     @property
     def parts(self) -> int:

@@ -87,7 +87,7 @@ class Options:
         if isinstance(policy, jaxoff.FirstLayers) and policy.count > layers:
             raise InputError(f"--policy first={policy.count} is more than the model's {layers} layers.")
         if self.layout is not None:
-            self.layout.check(self.config(), self.batch // self.accum, self.accum)
+            self.layout.check(self.config(), self.batch // self.accum, self.accum, self.seq)
         elif self.virtual != 1:
             raise InputError(f"--virtual divides what --mesh divides, got {self.virtual} and no --mesh.")
         if self.seq > (longest := self.config().max_seq_len):

@@ -294,7 +294,7 @@ def cli(
     ] = None,
     keep: Annotated[int | None, _option("keep", "How many checkpoints to keep, 0: none is written")] = None,
     mesh: Annotated[
-        str | None, typer.Option(help="Devices an axis, of data, fsdp, expert, pipe: data=2,pipe=2.")
+        str | None, typer.Option(help="Devices an axis, of data, fsdp, context, expert, pipe: data=2,pipe=2.")
     ] = None,
     virtual: Annotated[int | None, _option("virtual", "Stages of each pipe rank")] = None,
     capacity: Annotated[

@@ -75,7 +75,7 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
         nbytes = made + sum(min(n, made) if sliced else n for n in sizes)
         return max(_traffic_ms(nbytes, device), _drawing_ms(eqn, device))
     copies = _copies_ms(eqn, between, rows, device)
-    if compat.control_flow(eqn) is not None:
+    if compat.control_flow(eqn) is not None or compat.is_shard_map(eqn):
         return copies + programs_ms(eqn, device)
     if is_collective(eqn):
         return copies + device.calibration.collective_exposed_share.value * collective_ms(made, device)
@@ -87,7 +87,12 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
 
 
 def programs_ms(eqn: JaxprEqn, device: Device) -> float:
-    """The time of a loop's iterations or of a condition's longest branch, in ms; 0 for other equations."""
+    """The time of a loop's iterations, a condition's longest branch, or a device's part of a `jax.shard_map`.
+
+    In ms; 0 for other equations.
+    """
+    if compat.is_shard_map(eqn):
+        return program_ms(eqn.params["jaxpr"], device)
     flow = compat.control_flow(eqn)
     return flow.sum_over_runs(lambda program: program_ms(program, device)) if flow else 0.0
 

@@ -108,9 +108,9 @@ def test_two_gpus_keep_their_parts_of_the_moments_on_the_host():
     for _ in range(10):
         (other, expected), (state, value) = plain(other, tokens), within(state, tokens)
         np.testing.assert_allclose(value, expected, rtol=2e-3)
-    moments = [leaf for leaf in jax.tree.leaves(state[1]) if leaf.ndim]
-    assert {leaf.sharding.memory_kind for leaf in moments} == {"pinned_host"}
-    assert within.plan.host_bytes == sum(leaf.nbytes for leaf in moments)
+    hosted = [leaf for leaf in jax.tree.leaves(state[1]) if leaf.sharding.memory_kind == "pinned_host"]
+    moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state[1]))
+    assert within.plan.host_bytes == sum(leaf.nbytes for leaf in hosted) > moments / 4  # as little as needed
     assert within.plan.peak_bytes <= 1.2 * nbytes
     for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
         assert ours.sharding.with_memory_kind("device").is_equivalent_to(theirs.sharding, ours.ndim)

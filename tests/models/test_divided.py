@@ -38,7 +38,7 @@ def tokens():
 def on(mesh, virtual=1, policy=POLICY, capacity=DROPLESS, **overrides):
     shape = MeshShape.parse(mesh)
     layout = Layout(shape, virtual, capacity)
-    layout.check(config(**overrides), B, A)
+    layout.check(config(**overrides), B, A, S)
     return DividedModel(config(**overrides), policy, layout, shape.build(jax.devices()[: shape.size]))
 
 
@@ -117,6 +117,19 @@ def test_a_model_without_experts(mesh, virtual):
     check(on(mesh, virtual, **dense), **dense)
 
 
+@pytest.mark.parametrize("experts", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_parts_of_a_sequence_have_the_loss_and_gradients_of_the_whole(experts):
+    """Each device has one of five tokens, and two of ten heads."""
+    sizes = dict(num_heads=10, num_kv_heads=5, mtp_layers=0, num_layers=2, first_k_dense=0 if experts else 2)
+    check(on("context=5", **sizes), **sizes)
+
+
+def test_a_model_of_both_kinds_of_layers():
+    divided = on("fsdp=2,expert=4", num_layers=2, first_k_dense=1)
+    loss, _ = jax.eval_shape(divided.loss, jax.eval_shape(divided.params), tokens()[:1])
+    assert loss.shape == ()
+
+
 @pytest.mark.parametrize(
     ("mesh", "virtual"),
     [("data=2,expert=2,pipe=2", 2), pytest.param("fsdp=2,expert=4", 1, marks=pytest.mark.long)],
@@ -181,11 +194,15 @@ def test_gradients_are_reduced_in_float32():
         ("pipe=2", 1, dict(first_k_dense=1), "layers of one kind.*got first_k_dense=1 of 4 layers"),
         ("expert=8", 1, dict(num_experts=12), "divided by expert = 8, got 12"),
         ("data=1", 0, {}, "--virtual is at least 1"),
+        ("context=2", 1, dict(num_kv_heads=2), "tokens of a sequence are divided by context = 2, got 5"),
+        ("context=5", 1, {}, "key-value heads are divided by context = 5, got 1"),
+        ("context=5", 1, dict(num_heads=5, num_kv_heads=5), "without multi-token prediction.*mtp_layers=0"),
+        ("context=5", 2, dict(num_heads=5, num_kv_heads=5, mtp_layers=0), "without a pipeline.*pipe=1"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(mesh, virtual, overrides, message):
     with pytest.raises(InputError, match=message):
-        Layout(MeshShape.parse(mesh), virtual).check(config(**overrides), B, A)
+        Layout(MeshShape.parse(mesh), virtual).check(config(**overrides), B, A, S)
 
 
 def test_a_capacity_of_nothing_is_refused():

@@ -19,7 +19,7 @@ def test_axes_from_text():
 
 def test_a_mesh_has_all_axes_and_each_device_once():
     mesh = MeshShape(data=2, fsdp=2, pipe=2).build()
-    assert dict(mesh.shape) == dict(pipe=2, data=2, fsdp=2, expert=1)
+    assert dict(mesh.shape) == dict(pipe=2, data=2, fsdp=2, context=1, expert=1)
     assert mesh.axis_names == AXES
     assert set(mesh.devices.flat) == set(jax.devices())
 
@@ -27,7 +27,7 @@ def test_a_mesh_has_all_axes_and_each_device_once():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tensor=2", "axis out of pipe, data, fsdp, expert.*got 'tensor=2'"),
+        ("tensor=2", "axis out of pipe, data, fsdp, context, expert.*got 'tensor=2'"),
         ("expart=2", "Did you mean 'expert'"),
         ("data", "got 'data'"),
         ("data=two", "got 'data=two'"),

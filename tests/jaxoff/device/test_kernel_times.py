@@ -11,10 +11,12 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxoff._device.calibration import H200_CALIBRATION, Constant
 from jaxoff._device.flops import product_flops
-from jaxoff._device.kernel_time import lower_clock, step_kernel_ms
+from jaxoff._device.kernel_time import lower_clock, program_ms, step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import inline_calls, resolve
@@ -134,6 +136,17 @@ def test_loops_and_branches_take_what_runs_in_them(form):
     assert milliseconds(chunks(form), X, W, device=slow) == pytest.approx(product + elementwise, rel=1e-3)
     (eqn,) = (e for e in jax.make_jaxpr(chunks(form))(X, W).jaxpr.eqns if compat.control_flow(e))
     assert product_flops(eqn) == pytest.approx(FLOPS)
+
+
+def test_a_shard_map_takes_what_a_device_runs_in_it():
+    def fun(x, w):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+
+    rows, weights = jnp.ones((64, 256), jnp.bfloat16), jnp.ones((4, 256, 256), jnp.bfloat16)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    divided = jax.shard_map(fun, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    whole = program_ms(jax.make_jaxpr(divided)(rows, weights).jaxpr, DEVICE)
+    assert whole == program_ms(jax.make_jaxpr(fun)(rows[:32], weights).jaxpr, DEVICE) > 0
 
 
 def test_a_pallas_kernel_takes_what_its_author_says():
