@@ -142,9 +142,10 @@ class Trainer:
         options, readings = self.options, _Readings(self.history, self.watcher)
         step = first
         while step < options.steps and self.stop.signum is None:
+            started = time.perf_counter()
             state, metrics = self.take_step(state, self.batches[step])
             step += 1
-            readings.push(step, metrics)
+            readings.push(step, metrics, (time.perf_counter() - started) * 1e3)
             last = step == options.steps
             evaluates, saves = (
                 last or _due(step, options.eval_every),
@@ -176,28 +177,33 @@ class Trainer:
 
 
 class _Readings:
-    """Reads a step's metrics once the next step has started, so the device never waits for the host."""
+    """Reads a step's metrics once the next step has started, so the device never waits for the host.
+
+    A step takes the time since the last reading. To start one that is large may wait for memory of the step
+    before, or for a loop in it. Then it takes at least the time to start it: its predecessor was read late.
+    """
 
     def __init__(self, history: History, watcher: Watcher):
         self.history, self.watcher = history, watcher
         self.times_ms: list[float] = []
-        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._pending: tuple[int, dict[str, jax.Array], float] | None = None
         self.restart_clock()
 
     def restart_clock(self) -> None:
         self._since = time.perf_counter()
 
-    def push(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    def push(self, step: int, metrics: dict[str, jax.Array], start_ms: float) -> None:
+        """Reads the step before, and keeps a step that was started in `start_ms` to be read."""
         self.finish()
-        self._pending = step, metrics
+        self._pending = step, metrics, start_ms
 
     def finish(self) -> None:
         """Waits for the pending step, if any, and checks its metrics."""
         if self._pending is None:
             return
-        (step, arrays), self._pending = self._pending, None
+        (step, arrays, start_ms), self._pending = self._pending, None
         metrics = {key: float(value) for key, value in jax.device_get(arrays).items()}
-        self.times_ms.append((time.perf_counter() - self._since) * 1e3)
+        self.times_ms.append(max(start_ms, (time.perf_counter() - self._since) * 1e3))
         self.restart_clock()
         if not all(map(math.isfinite, metrics.values())):
             raise DivergedError(step, metrics)

@@ -49,8 +49,7 @@ class ParallelProgram(Program):
 
     @functools.cached_property
     def saved_shapes(self) -> State:
-        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        return _with(jax.eval_shape(as_layers, self.state_shapes), layer_shardings_of(shardings))
+        return _with(jax.eval_shape(as_layers, self.state_shapes), layer_shardings_of(self._shardings))
 
     @property
     def tokens_shape(self) -> jax.ShapeDtypeStruct:
@@ -71,14 +70,24 @@ class ParallelProgram(Program):
         params = self.state_shapes["params"]
         return jaxoff.explain(self.model.loss, params, self.tokens_shape, argnums=0, has_aux=True)
 
+    @property
+    def _shardings(self) -> State:
+        return jax.tree.map(lambda x: x.sharding, self.state_shapes)
+
+    @property
+    def _places(self) -> State | None:
+        """The sharding of each array where a budget keeps some in host memory; None otherwise."""
+        places = None if self.plan is None else self.plan.in_shardings[0]
+        return places if "pinned_host" in {place.memory_kind for place in jax.tree.leaves(places)} else None
+
     def init(self) -> State:
-        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        return jax.jit(self._init, out_shardings=shardings)()
+        return (
+            jax.jit(self._init, out_shardings=self._shardings)() if self._places is None else super().init()
+        )
 
     @functools.cached_property
     def step(self) -> Any:
-        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        return jaxoff.jit(self._step, **self._jit_options, out_shardings=(shardings, None))
+        return jaxoff.jit(self._step, **self._jit_options, out_shardings=(self._shardings, None))
 
     def compile_held_out(self, windows: np.ndarray) -> Any:
         """Compiles (params, tokens (B, S + 1)) to the cross-entropy, for windows as large as a batch."""
@@ -104,15 +113,16 @@ class ParallelProgram(Program):
         return jax.make_array_from_callback(tokens.shape, self.tokens_shape.sharding, lambda at: tokens[at])
 
     def saved_form(self, state: State) -> State:
-        """Converts a state to the form of a checkpoint, layers in a single axis."""
+        """Converts a state to the form of a checkpoint, layers in a single axis, on the devices."""
         shardings = jax.tree.map(lambda x: x.sharding, self.saved_shapes)
+        state = state if self._places is None else jax.device_put(state, self._shardings)
         return jax.jit(as_layers, out_shardings=shardings)(state)
 
     def from_saved(self, saved: State) -> State:
         """Converts a checkpoint to a state, layers in stages."""
-        shape, shardings = self.layout.mesh, jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        divide = functools.partial(as_stages, pipe=shape.pipe, virtual=self.layout.virtual)
-        return jax.jit(divide, out_shardings=shardings)(saved)
+        divide = functools.partial(as_stages, pipe=self.layout.mesh.pipe, virtual=self.layout.virtual)
+        state = jax.jit(divide, out_shardings=self._shardings)(saved)
+        return state if self._places is None else jax.device_put(state, self._places)
 
     def gradients(self, params: Any, tokens_ABL: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
         return self.model.gradients(params, tokens_ABL)

@@ -24,8 +24,7 @@ class SharedLink:
     Attributes:
       gpus: the number of copying GPUs, this GPU included.
       d2h_gbps, h2d_gbps: bandwidth of each GPU in each direction, GB/s.
-      both_gbps: the sum of the two directions, copying at the same time. A measured fact: no model reads
-        this field, and copies in two directions are planned as independent.
+      both_gbps: the sum of the two directions, copying at the same time.
     """
 
     gpus: int
@@ -44,8 +43,8 @@ class Device:
       flops: matrix operations a second of large 16-bit products in a step, beside other kernels.
       memory_gbps: reached bandwidth of device memory, GB/s.
       d2h_gbps, h2d_gbps: bandwidth of the link in each direction, GB/s, for copies of pinned memory.
-      both_gbps: the sum of the two directions, copying at the same time; None without a measurement. No model
-        reads this field: copies in two directions are planned as independent.
+      both_gbps: the sum of the two directions, copying at the same time; None without a measurement. State on
+        the host is planned by it, copies of residuals in two directions as independent of each other.
       shared_links: the link while several GPUs of the host copy, an entry for each measured number.
       name: the kind of accelerator.
       source: the origin of the figures: "measured: ..." or "data sheet: ...".
