@@ -70,14 +70,18 @@ class State:
 
     @staticmethod
     def find(
-        closed: ClosedJaxpr, donated: Sequence[bool], shardings: Sequence[Sharding | None] = ()
+        closed: ClosedJaxpr,
+        donated: Sequence[bool],
+        shardings: Sequence[Sharding | None] = (),
+        devices: int = 1,
     ) -> State:
         """Finds the state of a step.
 
         Args:
           closed: the step.
           donated: for each argument, whether its memory may be reused.
-          shardings: of the arguments over several devices, else None; a step without any is for one device.
+          shardings: of the arguments over several devices, else None.
+          devices: the number of devices of the step. Of several, state is an argument with a sharding.
         """
         closed = compat.map_open(closed, inline_program)
         updates = find_updates(closed.jaxpr, donated)
@@ -87,7 +91,7 @@ class State:
             updates = [
                 update for update in manual.find(donated) if manual.list_arguments(update) <= known.keys()
             ]
-        elif known:
+        elif devices > 1:
             divided = [found for update in updates if (found := update.divide(known))]
             updates = [update for update in divided if update.has_mesh_of(divided[0])]
         return State(closed, manual, tuple(list_streamable(updates)), any(donated))

@@ -102,12 +102,9 @@ class Call:
 
     def list_shardings(self, positions: Sequence[int]) -> list[jax.sharding.Sharding | None]:
         """The shardings over several devices of leaves of `(args, kwargs)`; None for the other leaves."""
-        found = [_sharding_of(leaf) for leaf in jax.tree.leaves(self.described)]
-        if self.why_state_stays is None and self.given.get("in_shardings") is not None:
-            given = hosted.spread_shardings(self.given["in_shardings"], self.args)
-            found = [s or own for s, own in zip(given, found, strict=True)]
-        of_positions = (found[i] for i in positions)
-        return [s if s is not None and s.num_devices > 1 else None for s in of_positions]
+        leaves = jax.tree.leaves(self.described)
+        found = (_sharding_of(leaves[i]) for i in positions)
+        return [s if s is not None and s.num_devices > 1 else None for s in found]
 
     def list_paths(self, fun: Callable[..., Any], positions: Sequence[int]) -> list[str]:
         """The paths of leaves of `(args, kwargs)`, such as "state/params/w" in the argument `state`."""

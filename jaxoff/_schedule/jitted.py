@@ -394,13 +394,14 @@ class Jitted:
     def _make_instance(self, call: Call, setting: Setting | None, made: Traced | None = None) -> Any:
         """A `jax.jit` function for a setting; with state on the host, a function moving the state."""
         options = (dict(setting.options) if setting else {}) | self._given
-        streamed = made if made is not None and made.has_host_arguments else None
-        overlapped, keywords = self._overlapped(call.devices, setting, streamed), dict(self._kwargs)
-        if streamed is not None:
-            moved = hosted.move_shardings(keywords, call.args, streamed.shapes, streamed.given.jaxpr)
-            keywords = {**moved, "keep_unused": True}
-        jitted = _jax_jit(overlapped, compiler_options=options or None, **keywords)
-        return hosted.Hosted.of(jitted, streamed.given.jaxpr, streamed.signature[1]) if streamed else jitted
+        options, streamed = options or None, made if made is not None and made.has_host_arguments else None
+        overlapped = self._overlapped(call.devices, setting, streamed)
+        if streamed is None:
+            return _jax_jit(overlapped, compiler_options=options, **self._kwargs)
+        program, positions = streamed.given.jaxpr, streamed.signature[1]
+        keywords = hosted.move_shardings(self._kwargs, call.args, streamed.shapes, program)
+        jitted = _jax_jit(overlapped, compiler_options=options, keep_unused=True, **keywords)
+        return hosted.Hosted.of(jitted, program, positions)
 
     def _lower(self, call: Call, setting: Setting) -> jax.stages.Lowered:
         """Lowers the program of a setting for a call."""

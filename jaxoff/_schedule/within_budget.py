@@ -170,7 +170,7 @@ class Search:
 
     @functools.cached_property
     def _state(self) -> State:
-        return State.find(self.twin, self.donated, self.shardings)
+        return State.find(self.twin, self.donated, self.shardings, self.call.devices)
 
     def _make_within(self, found: Tried[_Made]) -> Within:
         setting, instance = found.program
@@ -221,7 +221,7 @@ def estimate_within(
         if call.why_state_stays is not None:
             raise
         missing = error.least_bytes() - budget.device_nbytes
-        found, hosted = State.find(twin, donated, shardings).search(
+        found, hosted = State.find(twin, donated, shardings, call.devices).search(
             paths, device, budget, error, find, missing
         )
         return hosted.add_to(found.make_plan(budget, device, None, is_compiled=False))

@@ -86,13 +86,12 @@ class Hosted:
 
     def _apply(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        args, kwargs = jax.tree.unflatten(
-            tree, [_put(leaf, to_host=i in self.on_host) for i, leaf in enumerate(leaves)]
-        )
+        moved = [_put(leaf, to_host=i in self.on_host) for i, leaf in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(tree, moved)
         return fun(*args, **kwargs)
 
 
-def spread_shardings(given: Any, tree: Any) -> list[Any]:
+def _spread_shardings(given: Any, tree: Any) -> list[Any]:
     """The sharding or None of each leaf of a pytree, from shardings for a prefix of the tree.
 
     Args:
@@ -123,7 +122,7 @@ def move_shardings(keywords: Mapping[str, Any], args: Any, results: Any, program
         ("out_shardings", results, program.outvars),
     ):
         if keywords.get(name) is not None:
-            entries = zip(spread_shardings(keywords[name], tree), places, strict=True)
+            entries = zip(_spread_shardings(keywords[name], tree), places, strict=True)
             found = [s.with_memory_kind(HOST) if s and compat.is_host(v.aval) else s for s, v in entries]
             moved[name] = jax.tree.unflatten(jax.tree.structure(tree), found)
     return moved

@@ -162,3 +162,12 @@ def test_an_error_says_why_state_stays_on_the_devices(keywords, reason):
         within = jaxoff.jit(lambda state, x, _=0: step(state, x), device_bytes=1e6, **keywords)
         with pytest.raises(jaxoff.BudgetError, match=reason):
             within.lower(*args)
+
+
+@pytest.mark.long
+def test_arrays_without_a_sharding_stay_on_the_devices():
+    """`jax.jit` divides them as its shardings say; their state is not known to be divided."""
+    args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), jax.eval_shape(FSDP.make))
+    within = jaxoff.jit(step, device_bytes=MOMENTS_NBYTES / 2, **keywords_of(FSDP, ("in", "out")))
+    with pytest.raises(jaxoff.BudgetError, match="with a NamedSharding"):
+        within.lower(*args)
