@@ -69,10 +69,11 @@ def jit(
         model of time. Layers are the iterations of a loop, or alike one after the other, as a Python loop
         leaves them. If its logits decide the peak, a head runs in parts of its rows. At most four programs
         without and four with copies to the host are compiled. `jaxoff.mark_not_offload` is kept to. A budget
-        that only this meets, on one device, keeps donated state on the host between steps: arguments that an
-        elementwise update alone reads and replaces, such as an optimizer's moments. The update then runs in
-        blocks, copied in both directions at once; its time is added to the step. Calls take the state from
-        either memory and return it in pinned host memory; `plan.in_shardings` has the place of each array.
+        that only this meets keeps donated state on the host between steps: arguments that an elementwise
+        update alone reads and replaces, such as an optimizer's moments; of several devices in one process,
+        arrays with a `NamedSharding`. The update then runs in blocks, copied in both directions at once; its
+        time is added to the step. Calls take the state from either memory and return it in pinned host
+        memory; `plan.in_shardings` has the place of each array.
       host_bytes: the most host memory for offloaded values and state, likewise; None for any.
       compress: values of loops that a budget may keep in float8 (e4m3fn) with a float32 scale for each block
         of 128 along the last axis, in 0.516 of the bytes of bfloat16, on the device, on the link and on the
