@@ -115,7 +115,7 @@ def count_on_a_device(tree, kind="device"):
     return sum(shard.nbytes for shard in shards if shard.sharding.memory_kind == kind)
 
 
-SHORT = ("fsdp", "two-axes", "manual", "one-device")
+SHORT = ("two-axes", "manual")
 
 
 @pytest.mark.parametrize(
