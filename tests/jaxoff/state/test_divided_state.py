@@ -127,8 +127,8 @@ def test_each_device_keeps_its_part_of_the_moments_in_host_memory(name):
     with jax.set_mesh(divided.mesh):
         (state, x), (other, _) = divided.make(), divided.make()
         whole, moments = count_on_a_device(state), count_on_a_device(state[1])
-        plain = jax.jit(divided.step, **keywords)
-        memory = plain.lower(state, x).compile().memory_analysis()
+        plain = jax.jit(divided.step, **keywords).lower(state, x).compile()
+        memory = plain.memory_analysis()
         own = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         within = jaxoff.jit(divided.step, device_bytes=own - 0.4 * moments, **keywords)
         for _ in range(3):
