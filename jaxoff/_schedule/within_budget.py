@@ -127,7 +127,7 @@ class Search:
             return self._find_on_device()
         except BudgetError as error:
             on_device = error
-        if missing <= 0:
+        if arguments <= self.call.devices * self.budget.device_nbytes:  # `jit` may divide them
             written = self.compile_written()
             if written.nbytes <= self.budget.device_nbytes:
                 return self._as_written(written)
