@@ -104,6 +104,14 @@ def make_shardings(step: ClientStep, mesh: jax.sharding.Mesh, division: str) -> 
     return jax.tree.map(shard, step.state), NamedSharding(mesh, P(name))
 
 
+def divide(step: ClientStep, batch: Any, division: str) -> tuple[Any, Any]:
+    """Shardings of the state over all devices, and the batch divided over them; `make_shardings` says how."""
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=auto)
+    shardings, of_batch = make_shardings(step, mesh, division)
+    return shardings, jax.device_put(batch, of_batch)
+
+
 def find_limit() -> float:
     """Bytes that the allocator of the first device has; infinite without such a limit."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
@@ -228,10 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
     batch = steps["offloads"].make_batch(jax.random.key(1))
     shardings = None
     if options.divide:
-        auto = (jax.sharding.AxisType.Auto,)
-        mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=auto)
-        shardings, of_batch = make_shardings(steps["offloads"], mesh, options.divide)
-        batch = jax.device_put(batch, of_batch)
+        shardings, batch = divide(steps["offloads"], batch, options.divide)
     state = jax.jit(steps["offloads"].initialize, out_shardings=shardings)(jax.random.key(0))
     functions, rows = {}, {}
     for name, variant in variants.items():

@@ -26,7 +26,7 @@ import jax
 import jaxoff
 from bench.client_steps import PROGRAMS
 from bench.client_steps.step import ClientStep
-from bench.clients import DIVISIONS, make_shardings
+from bench.clients import DIVISIONS, divide
 from bench.provenance import provenance
 from jaxoff._runtime.program_memory import program_nbytes
 
@@ -121,10 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     step = program.build(sizes, attention="cudnn" if jax.default_backend() == "gpu" else "xla")
     batch, shardings = step.make_batch(jax.random.key(1)), None
     if options.divide:
-        auto = (jax.sharding.AxisType.Auto,)
-        mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=auto)
-        shardings, of_batch = make_shardings(step, mesh, options.divide)
-        batch = jax.device_put(batch, of_batch)
+        shardings, batch = divide(step, batch, options.divide)
     initialize = jax.jit(step.initialize, out_shardings=shardings)
     functions: dict[str, Any] = {}
     for name in options.variants:

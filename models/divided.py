@@ -194,9 +194,8 @@ class DividedModel:
 
         def whole(layer):
             values = nnx.to_pure_dict(layer)
-            return _like(
-                layer, gather(values, of_layers["experts" if "router" in values["mlp"] else "dense"])
-            )
+            own = "experts" if "router" in values["mlp"] else "dense"
+            return _like(layer, gather(values, of_layers[own]))
 
         tokens_ABL = self._take_part(tokens_ABL)
         if self.layout.is_pipelined:

@@ -20,7 +20,6 @@ from jaxoff._budget.loop_pairs import find_loop_pairs
 from jaxoff._budget.row_axes import find_operand_axes, find_result_axis, resize
 from jaxoff._budget.sequences import find_sequences
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.allocation import empty_scalar
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import index_makers, index_readers, mark_dependents, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
@@ -341,7 +340,7 @@ def _run_parts(region: Region, operands: dict[Var, Any], *, is_divided: bool) ->
 
     # Allocated once the first operand is there: XLA would allocate at the start of the step.
     first = next(v for v in operands if v in region.axes)
-    scalars = [empty_scalar(v.aval) for v in region.results]
+    scalars = [compat.empty_scalar(v.aval) for v in region.results]
     scalars, operands[first] = jax.lax.optimization_barrier((scalars, operands[first]))
     empty = [
         _allocate(scalar, v.aval, is_divided=is_divided)

@@ -61,12 +61,14 @@ class State:
       manual: the step in a `jax.shard_map`, where the state is updated there.
       updates: the updates of the state.
       is_donated: whether the step donates an argument.
+      devices: the number of devices of the step.
     """
 
     closed: ClosedJaxpr
     manual: ManualStep | None
     updates: tuple[Update, ...]
     is_donated: bool
+    devices: int
 
     @staticmethod
     def find(
@@ -94,7 +96,7 @@ class State:
         elif devices > 1:
             divided = [found for update in updates if (found := update.divide(known))]
             updates = [update for update in divided if update.has_mesh_of(divided[0])]
-        return State(closed, manual, tuple(list_streamable(updates)), any(donated))
+        return State(closed, manual, tuple(list_streamable(updates)), any(donated), devices)
 
     def fits(self, host_nbytes: float | None) -> bool:
         """Whether there is state to rest on the host, all of the state within a budget of host memory."""
@@ -160,10 +162,7 @@ class State:
     def _describe(self, update: Update, state: Var, names: Mapping[Var, str]) -> PlacedValue:
         """The row of an update's state, with the bytes of all devices' parts; `names` of the arguments."""
         argument = self.manual.argument_of[state] if self.manual else state
-        devices = (
-            self.manual.devices if self.manual else update.sharding.num_devices if update.sharding else 1
-        )
-        nbytes = devices * nbytes_on_device(state.aval, update.sharding)
+        nbytes = self.devices * nbytes_on_device(state.aval, update.sharding)
         text, source = format_type(argument.aval), "state, updated in blocks"
         return PlacedValue(names[argument], text, 1, nbytes, "offload", source)
 

@@ -20,7 +20,7 @@ def empty(aval: Any, rows: int | None, *, is_divided: bool) -> jax.Array:
       rows: number of rows of a stack; None for an array of type `aval`.
       is_divided: whether the compiler may divide the array over devices.
     """
-    scalar = empty_scalar(aval)
+    scalar = compat.empty_scalar(aval)
     lead = () if rows is None else (rows,)
     shape, spec = (*lead, *aval.shape), jax.P(*(None for _ in lead), *aval.sharding.spec)
     sharding = aval.sharding.update(spec=spec)
@@ -31,14 +31,3 @@ def empty(aval: Any, rows: int | None, *, is_divided: bool) -> jax.Array:
         whole = jax.typeof(scalar).sharding.update(spec=jax.P(*[None] * len(shape)))
         return apply_to_shares(functools.partial(compat.allocate, sharding=whole), [scalar], like=fill)
     return compat.allocate(scalar, shape, sharding)
-
-
-def empty_scalar(aval: Any) -> jax.Array:
-    """Makes a scalar with arbitrary contents, of an abstract array's dtype, memory and varying axes."""
-    return vary_like(compat.empty_scalar(aval), aval)
-
-
-def vary_like(x: jax.Array, aval: Any) -> jax.Array:
-    """An array that differs between devices for JAX, inside of `jax.shard_map`, where another does."""
-    varying = compat.varying_axes(aval)
-    return jax.lax.pcast(x, varying, to="varying") if varying else x

@@ -357,8 +357,14 @@ def varying_axes(aval: Any) -> tuple[str, ...]:
 
 
 def empty_scalar(aval: Any) -> jax.Array:
-    """Makes a scalar with arbitrary contents, of the dtype and in the memory of an abstract array."""
-    return _primitives.empty2_p.bind(dtype=aval.dtype, memory_space=aval.memory_space)
+    """Makes a scalar with arbitrary contents, of an abstract array's dtype, memory and varying axes."""
+    return vary_like(_primitives.empty2_p.bind(dtype=aval.dtype, memory_space=aval.memory_space), aval)
+
+
+def vary_like(x: jax.Array, aval: Any) -> jax.Array:
+    """An array that differs between devices for JAX, inside of `jax.shard_map`, where another does."""
+    varying = varying_axes(aval)
+    return jax.lax.pcast(x, varying, to="varying") if varying else x
 
 
 # XLA's custom call AllocateBuffer allocates without a write. `jax.lax.empty` binds the call without an

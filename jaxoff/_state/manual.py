@@ -59,11 +59,6 @@ class ManualStep:
         """Argument of `inner` -> the operand of the equation, an argument of the program for a state."""
         return dict(zip(self.inner.invars, self.eqn.invars, strict=True))
 
-    @property
-    def devices(self) -> int:
-        """The number of devices that run `inner`."""
-        return compat.num_shards(self.eqn)
-
     def list_arguments(self, update: Update) -> set[Any]:
         """The arguments of the program that are an update's states."""
         return {self.argument_of[state] for state, _ in update.states}

@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.allocation import vary_like
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead, mark_dependents
 from jaxoff._jaxpr.inline import resolve, trace_call
@@ -265,7 +264,7 @@ def _make_stacks(update: Update, given: _Operands) -> list[Any]:
 
 
 def _fill_like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return vary_like(jnp.zeros(shape, dtype), jax.typeof(x))
+    return compat.vary_like(jnp.zeros(shape, dtype), jax.typeof(x))
 
 
 def _evaluate(update: Update, values: dict[Any, Any], shape: tuple[int, ...]) -> list[Any]:

@@ -53,11 +53,6 @@ class Update:
         return self.sharding.shard_shape(self.shape) if self.sharding else self.shape
 
     @property
-    def devices(self) -> int:
-        """The number of devices of the mesh."""
-        return self.sharding.num_devices if self.sharding else 1
-
-    @property
     def local_nbytes(self) -> int:
         """Bytes of a device's parts of the arguments to rest on the host."""
         return sum(nbytes_on_device(state.aval, self.sharding) for state, _ in self.states)
