@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,11 @@ else:
     # Otherwise jax's CUDA plugin, which compiles for GPUs that are not there, looks for one.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     given = os.environ.get("XLA_FLAGS", "")
-    added = [f"{name}={value}" for name, value in XLA_FLAGS.items() if name not in given]
+    # Programs for a GPU share most kernels with the program before: assembled once, they take half of
+    # the time. Each process has a file of its own, since XLA writes it without a lock.
+    kernels = tempfile.NamedTemporaryFile(prefix="jaxoff-kernels-")  # noqa: SIM115  (deleted at exit)
+    flags = XLA_FLAGS | {"--xla_gpu_kernel_cache_file": kernels.name}
+    added = [f"{name}={value}" for name, value in flags.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 
 

@@ -18,6 +18,7 @@ from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.labels import label
 from jaxoff._budget.row_statistics import find_row_statistics
+from jaxoff._device.flops import product_flops
 from jaxoff._device.kernel_time import step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -89,9 +90,13 @@ class Costs:
         rest = KernelGraph(pair.rest, frozenset(v for v in pair.outs if isinstance(v, Var)))
         # Values of weights and constants alone are conversions and the like: cheap to repeat. Which operands
         # of a section are weights is not known. Random numbers are not cheap: dropout masks may be kept.
-        drawn = {v for eqn in pair.eqns if eqn.primitive.name in RANDOM for v in eqn.outvars}
-        depends = [pair.is_section or d for d in mark_dependents(pair.eqns, drawn.union(pair.carried))]
-        layers = [eqn for eqn, does in zip(pair.eqns, depends, strict=True) if does and not eqn.effects]
+        # Nor are products of weights, or of rows of a batch in a loop over its parts.
+        is_product = [product_flops(eqn) > 0 for eqn in pair.eqns]
+        costly = [p or e.primitive.name in RANDOM for p, e in zip(is_product, pair.eqns, strict=True)]
+        made = {v for eqn in itertools.compress(pair.eqns, costly) for v in eqn.outvars}
+        depends = mark_dependents(pair.eqns, made.union(pair.carried))
+        chosen = [pair.is_section or d or p for d, p in zip(depends, is_product, strict=True)]
+        layers = [eqn for eqn in itertools.compress(pair.eqns, chosen) if not eqn.effects]
         statistics = find_row_statistics(pair)
         inside = statistics.values | statistics.wide
         values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars if v not in inside)]

@@ -1,7 +1,8 @@
 """Loops over layers with the loops of their backward passes, found in a differentiated program.
 
 Differentiation turns a scan into two: the forward loop stacks the residuals of each layer, and the backward
-loop reads the stacks. Under `jax.checkpoint` the backward loop repeats equations of the forward loop. Here
+loop reads the stacks. Under `jax.checkpoint` the backward loop repeats equations of the forward loop, and the
+residuals of a loop without a carry may be its own operands: `jax.lax.map` over parts of a batch. Here
 both bodies become one graph: an equation of the backward body repeating a forward equation, on the same
 operands, stands for the forward value. So any value of the layer may be kept or recomputed, whatever was
 kept before. The graph is the joint graph of forward and backward pass on which partitioners of other
@@ -21,6 +22,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, resolve
+from jaxoff._jaxpr.scopes import is_transposed
 
 # Equations of a mask or a fill: fused into the kernel that reads the mask.
 _CHEAP = frozenset(
@@ -63,7 +65,9 @@ def find_loop_pairs(jaxpr: Jaxpr) -> list[LoopPair]:
     for forward in scans:
         if id(forward) in taken:
             continue
-        readers = [eqn for eqn in scans if eqn is not forward and _reads_stacks(eqn, forward)]
+        others = [eqn for eqn in scans if eqn is not forward]
+        readers = [eqn for eqn in others if _reads_stacks(eqn, forward)]
+        readers = readers or [eqn for eqn in others if _reads_rows(eqn, forward)]
         if len(readers) != 1 or id(readers[0]) in taken:
             continue
         position = positions[id(forward)]
@@ -81,6 +85,18 @@ def _reads_stacks(eqn: JaxprEqn, forward: JaxprEqn) -> bool:
     return own.length == layout.length and not stacks.isdisjoint(v for v in rows if isinstance(v, Var))
 
 
+def _reads_rows(eqn: JaxprEqn, forward: JaxprEqn) -> bool:
+    """Whether a backward loop over as many iterations reads rows that another loop reads."""
+    layout, own = _layout(forward), _layout(eqn)
+    rows = forward.invars[_first_row(layout) :]
+    return (
+        own.length == layout.length
+        and is_transposed(eqn)
+        and not is_transposed(forward)
+        and any(v in rows for v in eqn.invars[_first_row(own) :] if isinstance(v, Var))
+    )
+
+
 def _layout(eqn: JaxprEqn) -> compat.ScanLayout:
     layout = compat.scan_in(eqn)
     assert layout is not None
@@ -94,7 +110,7 @@ def _pair(
     reads: Mapping[Any, int],
     makers: Mapping[Var, JaxprEqn],
 ) -> LoopPair | None:
-    """The pair of two loops; None if a body has effects or constants of its own."""
+    """The pair of two loops; None if a body has effects or constants of its own, or they share no value."""
     layout, own = _layout(forward), _layout(backward)
     bodies = [eqn.params["jaxpr"] for eqn in (forward, backward)]
     if any(closed.consts or compat.has_side_effects(closed.jaxpr) for closed in bodies):
@@ -131,16 +147,19 @@ def _pair(
     only_backward, rest = [], []
     for eqn in theirs.eqns:
         operands = [resolve(known, v) for v in eqn.invars]
-        constant = constants.find(eqn, outside)
-        if not all(isinstance(v, Literal) or v in numbering.known for v in operands) or eqn.effects:
-            rest.append(eqn.replace(invars=operands))
-            continue
-        same = numbering.find(eqn, operands) or constant or inner.widen(eqn, operands)
-        if same is None:
+        same = constants.find(eqn, outside)
+        is_known = all(isinstance(v, Literal) or v in numbering.known for v in operands) and not eqn.effects
+        if is_known:
+            same = numbering.find(eqn, operands) or same or inner.widen(eqn, operands)
+        if same is not None:
+            known.update(zip(eqn.outvars, same, strict=True))
+        elif is_known:
             only_backward.append(eqn.replace(invars=operands))
             numbering.add(only_backward[-1])
         else:
-            known.update(zip(eqn.outvars, same, strict=True))
+            rest.append(eqn.replace(invars=operands))
+    if stacks.keys().isdisjoint(backward.invars) and len(only_backward) + len(rest) == len(theirs.eqns):
+        return None
     body = body.replace(eqns=[inner.widened.get(id(eqn), eqn) for eqn in body.eqns])
     residuals = [
         i

@@ -1,6 +1,7 @@
 """Whole train steps written with other placements: the same results, the stacks that were asked for."""
 
 import dataclasses
+import functools
 import random
 import re
 
@@ -12,6 +13,7 @@ from jax import lax
 
 import jaxoff
 from bench.client_steps import PROGRAMS
+from jaxoff._budget.choose import Costs
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair
 from jaxoff._budget.numbering import Numbering
@@ -130,6 +132,46 @@ def test_constants_that_differentiation_moves_out_of_a_loop_are_found_again():
     for decide in (keep_all, offload_inputs, keep_some):
         (got,) = jax.jit(compat.jaxpr_as_fun(write_placed(closed, decide)))(*arguments())
         np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def mapped(ws, x):
+    def part(rows):
+        for w in ws:
+            rows = jnp.sin(rows @ w)
+        return jnp.square(rows).sum(-1)
+
+    return lax.map(jax.checkpoint(part, prevent_cse=False), x).mean()
+
+
+def summed(ws, x):
+    """The same, of a loop that carries a sum."""
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def add(total, rows):
+        for w in ws:
+            rows = jnp.sin(rows @ w)
+        return total + jnp.square(rows).mean(), None
+
+    return lax.scan(add, 0.0, x)[0] / len(x)
+
+
+@pytest.mark.parametrize("loss", [mapped, summed])
+def test_a_loop_over_parts_of_a_batch_keeps_what_it_would_recompute(loss):
+    """Under `jax.checkpoint` the backward loop reads no stack of the forward loop, but the parts."""
+    args = jnp.full((3, 8, 8), 0.1), jnp.linspace(0, 1, 5 * 4 * 8).reshape(5, 4, 8)
+    fun = jax.value_and_grad(loss)
+    closed = jax.make_jaxpr(fun)(*args)
+    (pair,) = list_joint_graphs(closed)
+    costs = Costs.of(pair, jaxoff.Device.of("h100"))
+    products = [v for eqn in pair.eqns if eqn.primitive.name == "dot_general" for v in eqn.outvars]
+    assert len(products) == 3
+    assert costs.nbytes.keys() >= {*products}
+    for decide, products_again in ((keep_all, 0), (lambda pair: Placements(), 3)):
+        recomputed = [eqn.primitive.name for eqn in list_recomputed(pair, decide(pair))]
+        assert recomputed.count("dot_general") == products_again
+        placed = write_placed(closed, decide)
+        for got, expected in zip(compat.jaxpr_as_fun(placed)(*args), fun(*args), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def test_values_that_differ_in_a_long_constant_are_told_apart():

@@ -90,15 +90,21 @@ def make_mesh(*sizes, axis_type=AxisType.Auto):
 
 
 ROWS = P(None, "data", None)
-FSDP = Divided(make_mesh(2), ROWS, ROWS)
+
+
+def make_fsdp():
+    return Divided(make_mesh(2), ROWS, ROWS)
+
+
+# Made by the tests, not here: where these tests are collected there may be one device only.
 CASES = {
-    "fsdp": (FSDP, ()),
-    "first-axis": (Divided(make_mesh(2), P("data"), P("data")), ()),
-    "explicit": (Divided(make_mesh(2, axis_type=AxisType.Explicit), ROWS, ROWS), ()),
-    "two-axes": (Divided(make_mesh(2, 2), *[P(None, "data", "model")] * 2), ("in", "out")),
-    "moments-alone": (Divided(make_mesh(2), P(), ROWS), ("out",)),
-    "manual": (Divided(make_mesh(2), ROWS, ROWS, is_manual=True), ()),
-    "one-device": (Divided(make_mesh(1), ROWS, ROWS), ("in", "out")),
+    "fsdp": (make_fsdp, ()),
+    "first-axis": (lambda: Divided(make_mesh(2), P("data"), P("data")), ()),
+    "explicit": (lambda: Divided(make_mesh(2, axis_type=AxisType.Explicit), ROWS, ROWS), ()),
+    "two-axes": (lambda: Divided(make_mesh(2, 2), *[P(None, "data", "model")] * 2), ("in", "out")),
+    "moments-alone": (lambda: Divided(make_mesh(2), P(), ROWS), ("out",)),
+    "manual": (lambda: Divided(make_mesh(2), ROWS, ROWS, is_manual=True), ()),
+    "one-device": (lambda: Divided(make_mesh(1), ROWS, ROWS), ("in", "out")),
 }
 
 
@@ -122,7 +128,8 @@ SHORT = ("two-axes", "manual")
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CASES]
 )
 def test_each_device_keeps_its_part_of_the_moments_in_host_memory(name):
-    divided, given = CASES[name]
+    make, given = CASES[name]
+    divided = make()
     keywords = keywords_of(divided, given)
     with jax.set_mesh(divided.mesh):
         (state, x), (other, _) = divided.make(), divided.make()
@@ -149,16 +156,22 @@ def test_each_device_keeps_its_part_of_the_moments_in_host_memory(name):
 @pytest.mark.parametrize(
     ("keywords", "reason"),
     [
-        ({"out_shardings": P()}, "give a NamedSharding"),
+        (lambda _: {"out_shardings": P()}, "give a NamedSharding"),
         (
-            {"in_shardings": None, "out_shardings": NamedSharding(FSDP.mesh, P()), "static_argnums": 2},
+            lambda mesh: {
+                "in_shardings": None,
+                "out_shardings": NamedSharding(mesh, P()),
+                "static_argnums": 2,
+            },
             "static",
         ),
     ],
 )
 def test_an_error_says_why_state_stays_on_the_devices(keywords, reason):
-    with jax.set_mesh(FSDP.mesh):
-        args = jax.eval_shape(FSDP.make)
+    divided = make_fsdp()
+    with jax.set_mesh(divided.mesh):
+        args = jax.eval_shape(divided.make)
+        keywords = keywords(divided.mesh)
         within = jaxoff.jit(lambda state, x, _=0: step(state, x), device_bytes=1e6, **keywords)
         with pytest.raises(jaxoff.BudgetError, match=reason):
             within.lower(*args)
@@ -167,7 +180,8 @@ def test_an_error_says_why_state_stays_on_the_devices(keywords, reason):
 @pytest.mark.long
 def test_arrays_without_a_sharding_stay_on_the_devices():
     """`jax.jit` divides them as its shardings say; their state is not known to be divided."""
-    args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), jax.eval_shape(FSDP.make))
-    within = jaxoff.jit(step, device_bytes=MOMENTS_NBYTES / 2, **keywords_of(FSDP, ("in", "out")))
+    divided = make_fsdp()
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(divided.make))
+    within = jaxoff.jit(step, device_bytes=MOMENTS_NBYTES / 2, **keywords_of(divided, ("in", "out")))
     with pytest.raises(jaxoff.BudgetError, match="with a NamedSharding"):
         within.lower(*args)
