@@ -252,9 +252,9 @@ def choose_placements(
 def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> float:
     """Bytes of kept values on the device at the most, by the count of `choose_placements`.
 
-    The kept values of all layers are held as the backward pass begins. When the backward pass of a section
-    runs, the kept values of what is ahead are held and all of its own, kept or recomputed; of its own bytes,
-    those above a layer's count.
+    The kept values of all layers are held as the backward pass begins; in a step with several gradients, one
+    after the other, those of each. When the backward pass of a section runs, the kept values of what is ahead
+    are held and all of its own, kept or recomputed; of its own bytes, those above a layer's count.
     """
     kept = [_kept_nbytes(cost, placed) for cost, placed in zip(costs, placements, strict=True)]
     return max((sum(kept[i] for i in peak.held) + peak.nbytes for peak in _list_peaks(costs)), default=0.0)
@@ -276,18 +276,24 @@ class _Peak(NamedTuple):
 
 
 def _list_peaks(costs: Sequence[Costs]) -> list[_Peak]:
-    """The moments at which memory may be largest: as the backward pass begins, and at each section."""
+    """The moments at which memory may be largest: as a backward pass begins, and at each section."""
     sections = [i for i, cost in enumerate(costs) if cost.pair.is_section]
     layers = [i for i, cost in enumerate(costs) if not cost.pair.is_section]
     # A layer's own values are no part of the count: compilation teaches what they take.
     usual = max((costs[i].inner_nbytes for i in layers or sections), default=0)
 
-    def list_ahead(position: int) -> tuple[int, ...]:
-        return tuple(i for i, cost in enumerate(costs) if cost.pair.position < position)
+    def list_ahead(position: float) -> frozenset[int]:
+        """The layers with kept values in memory ahead of an equation of the forward pass."""
+        each = enumerate(cost.pair for cost in costs)
+        return frozenset(i for i, pair in each if pair.position < position < pair.end)
 
-    # Behind the last section are the last layers, or the loss.
-    peaks = [_Peak(tuple(range(len(costs))), 0.0)]
-    peaks += [_Peak(list_ahead(costs[i].pair.position), costs[i].inner_nbytes - usual) for i in sections]
+    # Behind the last section of a gradient are its last layers, or the loss.
+    held = {list_ahead(cost.pair.position + 0.5) for cost in costs}
+    most = [mine for mine in held if not any(mine < other for other in held)]
+    peaks = [_Peak(tuple(sorted(mine)), 0.0) for mine in sorted(most, key=min)]
+    for i in sections:
+        mine = tuple(sorted(list_ahead(costs[i].pair.position)))
+        peaks.append(_Peak(mine, costs[i].inner_nbytes - usual))
     return peaks
 
 

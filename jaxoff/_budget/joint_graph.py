@@ -34,6 +34,8 @@ class JointGraph:
       names: forward variable -> its name from `checkpoint_name`.
       has_stacks: whether a kept value is a row of a stack, as in a loop, and not an array of its own.
       position: index of the first equation of the forward pass among the equations around the layers.
+      end: index of the equation with which the backward pass of the first layer begins; infinite where other
+        layers are at other levels of the program.
       is_section: whether this is a section of the forward pass without repeats, and no layer.
     """
 
@@ -49,6 +51,7 @@ class JointGraph:
     names: Mapping[Var, str]
     has_stacks: bool
     position: int
+    end: float
     is_section: ClassVar[bool] = False
 
     @functools.cached_property

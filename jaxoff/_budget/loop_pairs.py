@@ -70,8 +70,8 @@ def find_loop_pairs(jaxpr: Jaxpr) -> list[LoopPair]:
         readers = readers or [eqn for eqn in others if _reads_rows(eqn, forward)]
         if len(readers) != 1 or id(readers[0]) in taken:
             continue
-        position = positions[id(forward)]
-        if (pair := _pair(forward, readers[0], position, reads, makers)) is not None:
+        between = positions[id(forward)], positions[id(readers[0])]
+        if (pair := _pair(forward, readers[0], between, reads, makers)) is not None:
             taken |= {id(forward), id(readers[0])}
             found.append(pair)
     return found
@@ -106,7 +106,7 @@ def _layout(eqn: JaxprEqn) -> compat.ScanLayout:
 def _pair(
     forward: JaxprEqn,
     backward: JaxprEqn,
-    position: int,
+    between: tuple[int, int],
     reads: Mapping[Any, int],
     makers: Mapping[Var, JaxprEqn],
 ) -> LoopPair | None:
@@ -182,7 +182,8 @@ def _pair(
         needed=frozenset(made & read),
         names=names,
         has_stacks=True,
-        position=position,
+        position=between[0],
+        end=between[1],
         forward=forward,
         backward=backward,
         layout=layout,

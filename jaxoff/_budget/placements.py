@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ class LayeredProgram:
         """The layers, in the order in which `write` asks for their placements."""
         graphs: list[JointGraph] = []
         self.write(graphs.append)  # returns None: leaves the layers
+        if sum(bool(level.sequenced or level.loops) for level in self._levels.values()) > 1:
+            return [dataclasses.replace(graph, end=math.inf) for graph in graphs]
         return graphs
 
     def write(self, decide: Callable[[JointGraph], Placements | None], *, fills: bool = True) -> ClosedJaxpr:

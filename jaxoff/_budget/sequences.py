@@ -272,6 +272,7 @@ class _Joint:
             names=names,
             has_stacks=False,
             position=run.start,
+            end=first[0],
             layers=tuple(layers),
             first_reads=tuple(first),
         )
@@ -311,6 +312,7 @@ class _Joint:
             names=names,
             has_stacks=False,
             position=run.start,
+            end=reads[0],
             layers=(Layer(eqns, arguments, only_backward),),
             first_reads=(reads[0],),
             fixed=frozenset(fixed),

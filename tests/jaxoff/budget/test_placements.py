@@ -13,7 +13,7 @@ from jax import lax
 
 import jaxoff
 from bench.client_steps import PROGRAMS
-from jaxoff._budget.choose import Costs
+from jaxoff._budget.choose import Costs, saved_nbytes
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair
 from jaxoff._budget.numbering import Numbering
@@ -194,6 +194,23 @@ def test_values_that_differ_in_a_long_constant_are_told_apart():
     same = [numbering.find(eqn, eqn.invars) for eqn in calls]
     assert same[0] == same[2] == calls[0].outvars
     assert same[1] == calls[1].outvars
+
+
+def test_gradients_one_after_the_other_do_not_hold_their_values_at_once():
+    def one_after_the_other(x, ws):
+        return jax.grad(chain, 1)(x, ws - 0.1 * jax.grad(chain, 1)(x, ws))
+
+    def at_once(x, ws):
+        return jax.grad(lambda x, ws: chain(x, ws) + chain(2 * x, ws), 1)(x, ws)
+
+    held = []
+    for fun in (one_after_the_other, at_once):
+        graphs = pairs_of(fun, *arguments())
+        assert len(graphs) == 2
+        costs = [Costs.of(graph, jaxoff.Device.of("h100")) for graph in graphs]
+        # Of each layer its input and two values, float32 of 4 x 8.
+        held.append(saved_nbytes(costs, [Placements((0, 1, 2))] * 2))
+    assert held == [3 * 3 * 4 * 4 * 8, 2 * 3 * 3 * 4 * 4 * 8]
 
 
 def test_an_input_of_the_layer_cannot_be_recomputed():
