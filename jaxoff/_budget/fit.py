@@ -212,11 +212,8 @@ class _Search[P]:
 
     @functools.cached_property
     def _saved_ms(self) -> float:
-        left, device = iter(self._whole.fastest[0]), self._device
-        if self._whole.pairs:
-            graph = KernelGraph(self._whole.pairs[0].rest, frozenset())
-            device = lower_clock(graph, graph.kernels, device)
-        return program_ms(self._whole.layered.write(lambda _: next(left)).jaxpr, device)
+        left = iter(self._whole.fastest[0])
+        return step_ms(self._whole.layered.write(lambda _: next(left)), self._whole.pairs, self._device)
 
     def may_win_by_copies(self, found: Tried[P] | None) -> bool:
         """Whether a program with copies may be faster than a program found without, by the model."""
@@ -373,6 +370,14 @@ class _Search[P]:
             nbytes,
             lambda: list_largest(self._write(self._form_of(least), least.placements), least.list_values()),
         )
+
+
+def step_ms(program: ClosedJaxpr, layers: Sequence[JointGraph], device: Device) -> float:
+    """The time of a step without copies in ms, at the clock that its layers leave."""
+    if layers:
+        graph = KernelGraph(layers[0].rest, frozenset())
+        device = lower_clock(graph, graph.kernels, device)
+    return program_ms(program.jaxpr, device)
 
 
 def _join(device: Device, devices: int) -> Device:

@@ -37,7 +37,8 @@ def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Run]:
 
     A stretch ahead of a backward pass ends with its last product: behind it is the loss. Few products behind
     layers, or ahead of a backward pass, are a head, whose values are all there when the backward pass begins,
-    kept or made again. Where most of the compute is in loops, so are the layers.
+    kept or made again. Where most of the compute is in loops, so are the layers, and few products are no
+    section anywhere.
 
     Args:
       eqns: of a differentiated program, calls inlined.
@@ -52,8 +53,7 @@ def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Run]:
     in_loops = sum(
         flops[i] for i, eqn in enumerate(eqns) if i not in taken and compat.scan_in(eqn) is not None
     )
-    if 2 * in_loops > sum(flops):
-        return []
+    layers_are_in_loops = 2 * in_loops > sum(flops)
     behind_layers = {run.end for run in runs}
     ahead_of_layers = {run.start for run in runs}
     found, start = [], 0
@@ -63,9 +63,9 @@ def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Run]:
             products = [i for i in range(start, end) if flops[i]]
             is_last = end < len(eqns) and is_transposed(eqns[end])
             is_behind = start in behind_layers and end not in ahead_of_layers
-            is_head = (is_last or is_behind) and len(products) < _LEAST_PRODUCTS
+            is_small = len(products) < _LEAST_PRODUCTS
             last = max(products, default=start) + 1 if is_last else end
-            if not is_head:
+            if not (is_small and (is_last or is_behind or layers_are_in_loops)):
                 found.append(Run(start, last - start, 1))
         start = end
     return found

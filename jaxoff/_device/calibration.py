@@ -52,6 +52,8 @@ class Calibration:
       collective_exposed_share: the part of a collective's time without a product beside.
       wide_type_slowdown: time of a product of wider operands, over the time with 16-bit operands.
       threefry_operations: 16-bit operations in the time of a random number by Threefry, of 32 bits.
+      depthwise_line_operations, depthwise_plane_operations: 16-bit operations in the time of a number of a
+        convolution in one or two dimensions with a kernel for each channel.
       measured_flops_share: `Device.flops` of a profile, over the rate timed by `Device.measure`.
     """
 
@@ -67,6 +69,8 @@ class Calibration:
     collective_exposed_share: Constant
     wide_type_slowdown: Constant
     threefry_operations: Constant
+    depthwise_line_operations: Constant
+    depthwise_plane_operations: Constant
     measured_flops_share: Constant
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 from jaxoff._device.calibration import H200_CALIBRATION, Calibration
 from jaxoff._jaxpr import compat
@@ -13,6 +14,8 @@ from jaxoff._jaxpr.inline import inline_calls
 # Products in a pass of attention. Forward: query by key, weights by value. Backward: two gradients of each of
 # these, and query by key again, since the weights are not stored.
 _ATTENTION_PRODUCTS, _ATTENTION_BACKWARD_PRODUCTS = 2, 5
+# Axes of the operands of a convolution in one dimension: batch, channels, and the dimension.
+_LINE_AXES = 3
 
 
 def product_flops(eqn: JaxprEqn, fitted: Calibration = H200_CALIBRATION) -> float:
@@ -40,6 +43,8 @@ def product_flops(eqn: JaxprEqn, fitted: Calibration = H200_CALIBRATION) -> floa
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return _slowdown(eqn, fitted) * 2.0 * math.prod(out) * math.prod(shapes[0][i] for i in contracted)
     if name == "conv_general_dilated":
+        if (own := _depthwise_flops(eqn, shapes, out, fitted)) is not None:
+            return own
         kernel, features = shapes[1], eqn.params["dimension_numbers"].rhs_spec[0]
         # The zeros between the elements of a dilated operand, as in the gradient of a stride, cost nothing.
         positions = math.prod(out) / math.prod(eqn.params["lhs_dilation"])
@@ -48,6 +53,23 @@ def product_flops(eqn: JaxprEqn, fitted: Calibration = H200_CALIBRATION) -> floa
         return _attention_flops(eqn, shapes[0], shapes[1])
     matrices = [shape for shape in shapes if len(shape) > 1]
     return max((_pair_flops(pair, out) for pair in itertools.combinations(matrices, 2)), default=0.0)
+
+
+def _depthwise_flops(
+    eqn: JaxprEqn, shapes: Sequence[tuple[int, ...]], out: tuple[int, ...], fitted: Calibration
+) -> float | None:
+    """Operations in the time of a convolution with a kernel for each channel; None for other convolutions.
+
+    cuDNN computes such a convolution and its gradients off the matrix units, in a time by their elements.
+    """
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    batch_groups = eqn.params["batch_group_count"]  # of the gradient of a kernel
+    channels = shapes[0][numbers.lhs_spec[0 if batch_groups > 1 else 1]]
+    if channels == 1 or channels not in (groups, batch_groups):
+        return None
+    each = fitted.depthwise_line_operations if len(out) <= _LINE_AXES else fitted.depthwise_plane_operations
+    elements = math.prod(shapes[0]) if batch_groups > 1 else math.prod(out)
+    return elements * each.value
 
 
 def _attention_flops(eqn: JaxprEqn, query: tuple[int, ...], key: tuple[int, ...]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import Sharding
 
 from jaxoff._budget.budget_error import BudgetError
-from jaxoff._budget.fit import find_estimated, find_fitting
+from jaxoff._budget.fit import find_estimated, find_fitting, step_ms
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
@@ -57,8 +57,8 @@ class Search:
     """A search for the step within a budget.
 
     The fastest placements that fit come first, then the step as the user wrote it, then placements with state
-    on the host. State that must leave the device, since the arguments alone are beyond the budget, leaves it
-    at once.
+    on the host. Placements with copies come behind a step as written that is faster by the model. State that
+    must leave the device, since the arguments alone are beyond the budget, leaves it at once.
 
     Attributes:
       twin: the step with every value on the device.
@@ -138,7 +138,15 @@ class Search:
 
     def _find_on_device(self) -> Within:
         """The step with all state on the device."""
-        return self._make_within(self._find_fitting(self.twin, self.budget))
+        found = self._find_fitting(self.twin, self.budget)
+        within, has_no_copies = self._make_within(found), self.traced.twin is None
+        if within.plan.host_bytes and has_no_copies:
+            given_ms = step_ms(self.traced.given, found.pairs, self.device)
+            if given_ms < within.plan.step_ms:
+                written = self.compile_written()
+                if written.nbytes <= self.budget.device_nbytes:
+                    return self._as_written(written)
+        return within
 
     def _find_with_state(self, error: BudgetError, missing_nbytes: float) -> Within:
         """The step with state on the host; `error` and `missing_nbytes` as for `State.search`."""

@@ -109,6 +109,27 @@ def test_convolutions_take_their_operations(stride, groups):
     assert min(found(*wide, lax.Precision.HIGHEST)) > 5 * found(*wide)[0]
 
 
+@pytest.mark.parametrize("axes", [1, 2])
+def test_convolutions_with_a_kernel_for_each_channel_go_by_their_elements(axes):
+    numbers = ("NWC", "WIO", "NWC") if axes == 1 else ("NHWC", "HWIO", "NHWC")
+    x, w = array(8, *[64] * axes, 32), array(*[4] * axes, 1, 32)
+
+    def loss(x, w):
+        options = dict(dimension_numbers=numbers, feature_group_count=32)
+        return lax.conv_general_dilated(x, w, (1,) * axes, "SAME", **options).astype(jnp.float32).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w).jaxpr
+    graph = KernelGraph(list(inline_calls(jaxpr.eqns, {})), frozenset())
+    found = [
+        step_kernel_ms(graph, i, QUICK)
+        for i, eqn in enumerate(graph.eqns)
+        if eqn.primitive.name == "conv_general_dilated"
+    ]
+    fitted = H200_CALIBRATION
+    each = fitted.depthwise_line_operations if axes == 1 else fitted.depthwise_plane_operations
+    assert found == pytest.approx([1e3 * x.size * each.value / PRODUCTS / QUICK.flops] * 3)
+
+
 def chunks(form):
     """A product for each of four chunks of rows, in a loop, or for all of them in a branch."""
 
