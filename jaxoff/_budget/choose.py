@@ -18,13 +18,14 @@ from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.labels import label
 from jaxoff._budget.row_statistics import find_row_statistics
+from jaxoff._budget.segments import Segments
 from jaxoff._device.flops import product_flops
 from jaxoff._device.kernel_time import step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
-from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, find_stored, index_between_strides
+from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, index_between_strides
 from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_compute, is_fused
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._report.near_miss import near_miss
@@ -60,8 +61,8 @@ class Costs:
       ready_ms: value to keep -> the compute of a forward iteration before and in the value's kernel.
       forward_ms, backward_ms: compute of an iteration, without repetitions.
       kernels: the number of kernels of an iteration, forward and backward.
-      inner_nbytes: bytes of the layer's values in memory when its backward pass runs. Values between
-        elementwise kernels are not: XLA computes them in their readers.
+      segments: the parts of a layer which the backward pass may make one at a time, with the bytes of their
+        values in memory then. Values between elementwise kernels are not: XLA computes them in their readers.
       compressible: value that may be kept in float8 -> its bytes there.
       only_with: value -> another, without which it may not be kept.
     """
@@ -74,7 +75,7 @@ class Costs:
     forward_ms: float
     backward_ms: float
     kernels: int
-    inner_nbytes: float
+    segments: Segments
     compressible: Mapping[Var, int]
     only_with: Mapping[Var, Var]
 
@@ -111,7 +112,7 @@ class Costs:
         saving = {v: count_passes(v, makers, into_kernels) * device.pass_ms(n) for v, n in nbytes.items()}
         into_kernels |= find_compute_operands(pure)
         into_kernels.update(v for i in index_between_strides(pure) for v in pure[i].outvars)
-        inner = sum(nbytes.get(v, 0) for v in find_stored(pair.needed, (*pure, *pair.rest)))
+        segments = Segments.of(pair, nbytes)
         for i, eqn in enumerate(pure):
             in_readers = is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars)
             if i in statistics.differences:
@@ -127,7 +128,7 @@ class Costs:
             sum(forward),
             sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
             len(graph.kernels) + len(rest.kernels),
-            inner,
+            segments,
             _find_compressible(pair, nbytes, compress),
             statistics.sums,
         )
@@ -225,6 +226,8 @@ def choose_placements(
     most = program.add_variable(upper=math.inf)
     for peak in _list_peaks(costs):
         held = [term for i in peak.held for term in memory[i]]
+        if peak.made is not None:
+            held.append((_add_excess(program, costs[peak.made].segments, chosen[peak.made]), 1.0))
         program.add_lower_bound(most, held, peak.nbytes / _MB)
     if device_nbytes is not None:
         limit = device_nbytes / _MB
@@ -254,10 +257,18 @@ def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> fl
 
     The kept values of all layers are held as the backward pass begins; in a step with several gradients, one
     after the other, those of each. When the backward pass of a section runs, the kept values of what is ahead
-    are held and all of its own, kept or recomputed; of its own bytes, those above a layer's count.
+    are held and all of its own, kept or recomputed; of its own bytes, those above a layer's count. Of a layer
+    in segments the bytes count that are made at once.
     """
     kept = [_kept_nbytes(cost, placed) for cost, placed in zip(costs, placements, strict=True)]
-    return max((sum(kept[i] for i in peak.held) + peak.nbytes for peak in _list_peaks(costs)), default=0.0)
+
+    def made_nbytes(i: int | None) -> float:
+        return (
+            0.0 if i is None else costs[i].segments.excess_nbytes({*placements[i].list_kept(costs[i].pair)})
+        )
+
+    peaks = _list_peaks(costs)
+    return max((sum(kept[i] for i in p.held) + p.nbytes + made_nbytes(p.made) for p in peaks), default=0.0)
 
 
 def _kept_nbytes(cost: Costs, placed: Placements) -> float:
@@ -269,10 +280,17 @@ def _kept_nbytes(cost: Costs, placed: Placements) -> float:
 
 
 class _Peak(NamedTuple):
-    """A moment of the backward pass: indices of the pairs with kept values in memory, and further bytes."""
+    """A moment of the backward pass.
+
+    Attributes:
+      held: indices of the layers with kept values in memory.
+      nbytes: further bytes.
+      made: index of the layer in segments whose backward pass runs, or None.
+    """
 
     held: tuple[int, ...]
     nbytes: float
+    made: int | None = None
 
 
 def _list_peaks(costs: Sequence[Costs]) -> list[_Peak]:
@@ -280,7 +298,7 @@ def _list_peaks(costs: Sequence[Costs]) -> list[_Peak]:
     sections = [i for i, cost in enumerate(costs) if cost.pair.is_section]
     layers = [i for i, cost in enumerate(costs) if not cost.pair.is_section]
     # A layer's own values are no part of the count: compilation teaches what they take.
-    usual = max((costs[i].inner_nbytes for i in layers or sections), default=0)
+    usual = max((costs[i].segments.largest_nbytes for i in layers or sections), default=0)
 
     def list_ahead(position: float) -> frozenset[int]:
         """The layers with kept values in memory ahead of an equation of the forward pass."""
@@ -293,8 +311,30 @@ def _list_peaks(costs: Sequence[Costs]) -> list[_Peak]:
     peaks = [_Peak(tuple(sorted(mine)), 0.0) for mine in sorted(most, key=min)]
     for i in sections:
         mine = tuple(sorted(list_ahead(costs[i].pair.position)))
-        peaks.append(_Peak(mine, costs[i].inner_nbytes - usual))
+        peaks.append(_Peak(mine, costs[i].segments.largest_nbytes - usual))
+    for i, cost in enumerate(costs):
+        if cost.segments.passed:
+            peaks.append(_Peak(tuple(sorted(list_ahead(cost.pair.position + 0.5))), 0.0, i))
     return peaks
+
+
+def _add_excess(program: IntegerProgram, segments: Segments, kept: Mapping[Var, Sequence[_Way]]) -> int:
+    """Adds a variable for the bytes made at once beyond the largest segment's, and returns its index.
+
+    Args:
+      program: the integer program.
+      segments: of a layer.
+      kept: value -> the ways to keep the value.
+    """
+    excess = program.add_variable(upper=math.inf)
+    apart = [program.add_variable() for _ in segments.passed]
+    for between, values in zip(apart, segments.passed, strict=True):
+        for v in values:
+            program.add_upper_bound([(between, 1.0), *((way.variable, -1.0) for way in kept[v])], 0.0)
+    for joined, nbytes in segments.list_joined():
+        size = nbytes / _MB
+        program.add_lower_bound(excess, [(apart[i], -size) for i in joined], size)
+    return excess
 
 
 class _Way(NamedTuple):

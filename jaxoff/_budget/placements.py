@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jaxoff._budget.compression import pack, unpack
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
+from jaxoff._budget.segments import find_cuts
 from jaxoff._budget.sequenced import Sequenced
 from jaxoff._budget.sequences import find_sequences
 from jaxoff._budget.write_sequences import write_sequences
@@ -202,14 +204,9 @@ def _write_backward(
     compressed, num_rows = [flags[v] for v in kept], len(rows)
 
     arguments = [*consts, *carry, *rows, *kept]
-    run = compat.jaxpr_as_fun(
-        ClosedJaxpr(
-            theirs.replace(
-                constvars=[], invars=arguments, eqns=_interleave(recomputed, pair), outvars=list(pair.outs)
-            ),
-            (),
-        )
-    )
+    eqns, outs = _Backward(pair, recomputed, kept).write()
+    body = theirs.replace(constvars=[], invars=arguments, eqns=eqns, outvars=outs)
+    run = compat.jaxpr_as_fun(ClosedJaxpr(body, ()))
 
     def step(consts, carry, rows):
         arrived = [jax.device_put(v, jax.memory.Space.Device) if compat.is_host(v.aval) else v for v in rows]
@@ -224,25 +221,75 @@ def _write_backward(
     return _trace_scan(step, [operand_of[v] for v in consts], initial, all_rows, pair.backward, fills=fills)
 
 
-def _interleave(recomputed: Sequence[JaxprEqn], pair: LoopPair) -> list[JaxprEqn]:
-    """The equations of the backward body: each recomputed value as late as its first reader allows."""
-    makers, done, eqns = {v: i for i, e in enumerate(recomputed) for v in e.outvars}, set(), []
+class _Backward:
+    """Writes the equations of a backward body: each recomputed value as late as its first reader allows.
 
-    def make(values: Iterable[Any]) -> None:
-        todo, found = [v for v in values if v in makers], set()
+    The values of a segment are made again when those of the segment behind are no longer needed: its kept
+    operands wait for what the backward pass has made so far, or XLA would make several segments at once.
+    """
+
+    def __init__(self, pair: LoopPair, recomputed: Sequence[JaxprEqn], kept: Sequence[Var]):
+        self._pair, self._recomputed, self._kept = pair, recomputed, frozenset(kept)
+        self._makers = {v: i for i, eqn in enumerate(recomputed) for v in eqn.outvars}
+        self._segments = _number_segments(pair, recomputed)
+        self._segment = max(self._segments, default=0)  # the earliest of those begun
+        self._eqns: list[JaxprEqn] = []
+        self._done: set[int] = set()  # of the recomputed equations
+        self._delayed: Renamed = {}
+        last_reads = {v: i for i, eqn in enumerate(pair.rest) for v in variables(eqn)}
+        self._last_reads = last_reads | {v: len(pair.rest) for v in pair.outs if isinstance(v, Var)}
+
+    def write(self) -> tuple[list[JaxprEqn], list[Any]]:
+        """The equations, and the results."""
+        made: dict[Var, None] = {}  # by the equations with cotangents among their ancestors
+        for i, eqn in enumerate(self._pair.rest):
+            waiting = [v for v in made if self._last_reads.get(v, -1) >= i]
+            self._make_again(variables(eqn), waiting, eqn)
+            self._add(eqn)
+            made.update(dict.fromkeys(eqn.outvars))
+        self._make_again([v for v in self._pair.outs if isinstance(v, Var)], [], self._pair.backward)
+        return self._eqns, [resolve(self._delayed, v) for v in self._pair.outs]
+
+    def _add(self, eqn: JaxprEqn) -> None:
+        self._eqns.append(eqn.replace(invars=[resolve(self._delayed, v) for v in eqn.invars]))
+
+    def _make_again(self, values: Sequence[Var], waiting: Sequence[Var], like: JaxprEqn) -> None:
+        todo, found = [v for v in values if v in self._makers], set()
         while todo:
-            i = makers[todo.pop()]
-            if i not in done:
-                done.add(i)
+            i = self._makers[todo.pop()]
+            if i not in self._done:
+                self._done.add(i)
                 found.add(i)
-                todo += [v for v in variables(recomputed[i]) if v in makers]
-        eqns.extend(recomputed[i] for i in sorted(found))
+                todo += [v for v in variables(self._recomputed[i]) if v in self._makers]
+        segment = min((self._segments[i] for i in found), default=self._segment)
+        if segment < self._segment:
+            begun = [i for i, number in enumerate(self._segments) if segment <= number < self._segment]
+            self._segment = segment
+            self._wait([v for i in begun for v in variables(self._recomputed[i])], waiting, like)
+        for i in sorted(found):
+            self._add(self._recomputed[i])
 
-    for eqn in pair.rest:
-        make(variables(eqn))
-        eqns.append(eqn)
-    make(v for v in pair.outs if isinstance(v, Var))
-    return eqns
+    def _wait(self, operands: Sequence[Var], waiting: Sequence[Var], like: JaxprEqn) -> None:
+        """Writes a barrier: kept values among operands are read behind it, with what was made before."""
+        kept = [v for v in dict.fromkeys(operands) if v in self._kept]
+        if kept and waiting:
+            each = [*kept, *waiting]
+            outs, barrier = compat.make_barrier([resolve(self._delayed, v) for v in each], like=like)
+            self._eqns.append(barrier)
+            self._delayed.update(zip(each, outs, strict=True))
+
+
+def _number_segments(pair: LoopPair, recomputed: Sequence[JaxprEqn]) -> list[int]:
+    """The number of the segment that each recomputed equation belongs to; none is behind its operands'."""
+    cuts, numbers = find_cuts(pair), dict[Var, int]()
+    own = {id(eqn): bisect.bisect_right(cuts, i) for i, eqn in enumerate(pair.eqns)}
+    found = []
+    for eqn in pair.pure:
+        number = own.get(id(eqn), max((numbers.get(v, 0) for v in variables(eqn)), default=0))
+        numbers.update(dict.fromkeys(eqn.outvars, number))
+    for eqn in recomputed:
+        found.append(numbers[eqn.outvars[0]])
+    return found
 
 
 def _trace_scan(

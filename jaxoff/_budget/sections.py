@@ -97,11 +97,11 @@ def cut_stretches(
             for i in range(stretch.start, stretch.end)
             for v in eqns[i].outvars
         ]
-        found += _cut(stretch, reads, nbytes, in_layers)
+        found += cut_stretch(stretch, reads, nbytes, in_layers)
     return found
 
 
-def _cut(
+def cut_stretch(
     stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray, floor: float
 ) -> Iterator[Run]:
     """The sections of a stretch with the least peak of its backward pass, where all is recomputed.

@@ -65,6 +65,35 @@ def test_a_step_without_a_name_fits_each_budget():
     assert moved[-1] >= LAYERS * ROWS * WIDTH * 2  # the layers' inputs
 
 
+def test_groups_of_layers_take_no_more_than_with_a_checkpoint_of_each_layer():
+    """The layers of a group are made again one after the other, where the values between them are kept."""
+    width, rows = 1024, 8192
+
+    def gated(x, w):
+        return x + (jax.nn.gelu(x @ w["up"]) * jnp.tanh(x @ w["gate"])) @ w["down"]
+
+    def make_step(layer):
+        def group(x, w):
+            for i in range(4):
+                x = layer(x, jax.tree.map(lambda a, i=i: a[i], w))
+            return x, None
+
+        def step(w, x):
+            grads = jax.grad(lambda w: lax.scan(group, x, w)[0].astype(jnp.float32).var())(w)
+            return jax.tree.map(lambda a, g: a - g, w, grads)
+
+        return step
+
+    shapes = {"up": (width, 4 * width), "gate": (width, 4 * width), "down": (4 * width, width)}
+    w = {name: jax.ShapeDtypeStruct((3, 4, *shape), jnp.bfloat16) for name, shape in shapes.items()}
+    args, target = (w, jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)), jaxoff.target("h100")
+    checkpointed = make_step(jax.checkpoint(gated, prevent_cse=False))
+    stock = jax.jit(checkpointed, donate_argnums=0, compiler_options=QUICK)
+    least = jaxoff.verify(target.compile(stock, *args)).device_peak_bytes
+    within = compile_within(target, make_step(gated), args, least, host_bytes=0, compiler_options=QUICK)
+    assert within.device_peak_bytes <= least
+
+
 def test_a_plan_ahead_of_time_is_the_compilers():
     jitted = jaxoff.jit(step, donate_argnums=0)
     plan = jaxoff.plan(jitted, *arguments(), device_bytes=4e8, device="h100")

@@ -13,7 +13,7 @@ from jax import lax
 
 import jaxoff
 from bench.client_steps import PROGRAMS
-from jaxoff._budget.choose import Costs, saved_nbytes
+from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair
 from jaxoff._budget.numbering import Numbering
@@ -194,6 +194,45 @@ def test_values_that_differ_in_a_long_constant_are_told_apart():
     same = [numbering.find(eqn, eqn.invars) for eqn in calls]
     assert same[0] == same[2] == calls[0].outvars
     assert same[1] == calls[1].outvars
+
+
+def grouped(x, ws):
+    """Groups of three layers."""
+
+    def group(x, w):
+        for i in range(3):
+            x = x + jnp.tanh(jnp.sin(x @ w[i]) @ w[i])
+        return x, None
+
+    return jnp.square(lax.scan(group, x, ws)[0]).sum()
+
+
+def test_layers_of_a_group_are_made_again_one_after_the_other_where_the_values_between_are_kept():
+    args = jnp.full((4, 8), 0.5), jnp.full((2, 3, 8, 8), 0.1)
+    fun = jax.value_and_grad(grouped, (0, 1))
+    closed = jax.make_jaxpr(fun)(*args)
+    (pair,) = list_joint_graphs(closed)
+    costs = Costs.of(pair, jaxoff.Device.of("h100"))
+    layer, *others = costs.segments.nbytes
+    between = costs.segments.passed
+    assert len(others) == len(between) == 2
+    assert all(len(values) == 1 for values in between)
+    inputs = {*pair.carried}.union(*between)
+    held = []
+    for kept in ({*pair.carried}, {*pair.carried} | between[0], inputs):
+        placements = Placements(tuple(i for i, v in enumerate(pair.values) if v in kept))
+        held.append(saved_nbytes([costs], [placements]) - 2 * 4 * 4 * 8 * len(kept))
+        placed = write_placed(closed, lambda _, placements=placements: placements)
+        assert str(placed).count("optimization_barrier") == len(kept) - 1
+        for got, expected in zip(
+            compat.jaxpr_as_fun(placed)(*args), jax.tree.leaves(fun(*args)), strict=True
+        ):
+            np.testing.assert_allclose(got, expected, rtol=1e-5)
+    made = [layer + sum(others), sum(others), max(others)]
+    assert held == [nbytes - costs.segments.largest_nbytes for nbytes in made]
+    least = choose_placements([costs], jaxoff.Device.of("h100"), None, 0.0)
+    assert least is not None
+    assert {*pair.carried} <= {*least[0][0].list_kept(pair)}
 
 
 def test_gradients_one_after_the_other_do_not_hold_their_values_at_once():

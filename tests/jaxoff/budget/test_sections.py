@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import jaxoff
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.repeats import Run
-from jaxoff._budget.sections import _cut
+from jaxoff._budget.sections import cut_stretch
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.dataflow import variables
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
@@ -207,7 +207,7 @@ def test_no_other_sections_have_a_lower_peak(data):
             held += sum(size for i, last, size in reads if a <= i < b <= last)
         return max(peaks)
 
-    sections = list(_cut(Run(0, length, 1), reads, nbytes, floor))
+    sections = list(cut_stretch(Run(0, length, 1), reads, nbytes, floor))
     ends = [0, *(section.end for section in sections)]
     assert [section.start for section in sections] == ends[:-1]
     assert ends[-1] == length
