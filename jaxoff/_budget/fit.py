@@ -59,6 +59,7 @@ def find_fitting[P](
     devices: int = 1,
     is_manual: bool = False,
     compile_otherwise: Callable[[ClosedJaxpr], tuple[float, P] | None] = lambda _: None,
+    progress: Progress | None = None,
 ) -> Tried[P]:
     """Finds the fastest program within a budget, by compilations.
 
@@ -77,11 +78,13 @@ def find_fitting[P](
       is_manual: whether layers are in a `jax.shard_map`, whose values are those of one device.
       compile_otherwise: as `compile_program`, by slower options that may take less memory, or None where a
         program has no others: for the smallest programs, if none fits.
+      progress: of this search and of those before for the same step.
 
     Raises:
       BudgetError: if no program fits.
     """
-    search = _Search(closed, device, budget, donated, compile_program, devices, is_manual)
+    progress = progress or Progress()
+    search = _Search(closed, device, budget, donated, compile_program, devices, is_manual, progress)
     found = search.run(copies=False)
     if search.may_win_by_copies(found):
         with_copies = search.run(copies=True)
@@ -89,7 +92,7 @@ def find_fitting[P](
     found = found or search.run_again(compile_otherwise)
     if found is None:
         raise search.make_error()
-    return dataclasses.replace(found, nbytes=found.nbytes / search.devices, programs=len(search.tried))
+    return dataclasses.replace(found, nbytes=found.nbytes / search.devices, programs=progress.programs)
 
 
 def find_estimated(
@@ -175,6 +178,7 @@ class _Search[P]:
         compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
         devices: int,
         is_manual: bool,
+        progress: Progress,
     ):
         self._is_manual, self.devices = is_manual, 1 if is_manual else devices
         self._device, self._budget = _join(device, self.devices), _scale(budget, self.devices)
@@ -188,7 +192,7 @@ class _Search[P]:
         self._written: tuple[Any, ClosedJaxpr] | None = None  # the latest program
         self._form, self._room = self._begin(devices if self._is_manual else None)
         self.tried: list[Tried[P]] = []
-        self._progress = Progress()
+        self._progress = progress
 
     def _begin(self, manual_devices: int | None) -> tuple[_Form, float]:
         """The form of the first program, and its room for kept values: bytes as `saved_nbytes` counts them.
@@ -328,7 +332,8 @@ class _Search[P]:
         nbytes, handle = compiled
         made = form.pairs, tuple(placements), form.regions
         is_fastest = form is self._whole and tuple(placements) == tuple(form.fastest[0])
-        times, number = (added_ms, is_fastest, self._saved_ms), len(self.tried) + 1
+        self._progress.programs = number = self._progress.programs + 1
+        times = added_ms, is_fastest, self._saved_ms
         tried = Tried(*made, *times, self.devices * nbytes, number, handle)
         self.tried.append(tried)
         takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"

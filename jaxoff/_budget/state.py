@@ -17,6 +17,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Var
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.shares import nbytes_on_device
+from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
 from jaxoff._state.manual import ManualStep
 from jaxoff._state.stream import list_streamable, plan_loops, stream_updates
@@ -111,6 +112,7 @@ class State:
         error: BudgetError,
         find: Callable[[ClosedJaxpr, Budget], Tried[P]],
         missing_nbytes: float,
+        progress: Progress,
     ) -> tuple[Tried[P], HostedState]:
         """Finds a program within a budget with as little state on the host as needed, else with all of it.
 
@@ -121,6 +123,7 @@ class State:
           error: of the search with all state on the device.
           find: searches for a program within a budget.
           missing_nbytes: bytes on the device beyond the budget with all state there.
+          progress: of the searches.
 
         Raises:
           BudgetError: if no program fits, or if there is no state that may rest on the host.
@@ -143,6 +146,7 @@ class State:
                 rest = f"{format_nbytes(nbytes)} of state would rest on the host, beyond host_bytes."
                 error = error.extend(rest)
                 break
+            progress.say(f"with {format_nbytes(nbytes)} of state on the host")
             program = self.manual.stream(chosen) if self.manual else stream_updates(self.closed, chosen)
             try:
                 found = find(program, dataclasses.replace(budget, host_nbytes=left))

@@ -11,7 +11,7 @@ from jaxoff._budget.choose import Costs, saved_nbytes
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.parts import Region
-from jaxoff._budget.report import PlacedValue, Plan, list_values, merge_rows
+from jaxoff._budget.report import PlacedValue, Plan, list_values, merge_rows, shorten
 from jaxoff._device.profile import Device
 
 # The most by which a step towards the budget may be longer than the excess: the reciprocal.
@@ -61,7 +61,7 @@ class Tried[P]:
             is_compiled=is_compiled,
             programs=self.programs,
             values=values,
-            in_parts=tuple(map(str, self.regions)),
+            in_parts=tuple(dict.fromkeys(shorten(str(region)) for region in self.regions)),
             is_fastest=self.is_fastest,
             step=step,
         )

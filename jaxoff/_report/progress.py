@@ -11,9 +11,14 @@ _PATIENCE = 10.0
 
 
 class Progress:
-    """Lines about a task, with the seconds since its start."""
+    """Lines about a task, with the seconds since its start.
+
+    Attributes:
+      programs: the number of programs tried.
+    """
 
     def __init__(self) -> None:
+        self.programs = 0
         self._started = time.perf_counter()
 
     def say(self, text: str) -> None:

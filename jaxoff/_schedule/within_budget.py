@@ -22,6 +22,7 @@ from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding
+from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
 from jaxoff._schedule.call import Call
 from jaxoff._schedule.faults import FAULTS, describe_fault
@@ -150,8 +151,10 @@ class Search:
 
     def _find_with_state(self, error: BudgetError, missing_nbytes: float) -> Within:
         """The step with state on the host; `error` and `missing_nbytes` as for `State.search`."""
-        find = self._find_fitting
-        found, hosted = self._state.search(self.paths, self.device, self.budget, error, find, missing_nbytes)
+        limits = self.device, self.budget, error
+        found, hosted = self._state.search(
+            self.paths, *limits, self._find_fitting, missing_nbytes, self._progress
+        )
         within = self._make_within(found)
         return dataclasses.replace(within, plan=hosted.add_to(within.plan))
 
@@ -174,7 +177,12 @@ class Search:
             devices=self.call.devices,
             is_manual=_is_manual(self.twin),
             compile_otherwise=compile_otherwise,
+            progress=self._progress,
         )
+
+    @functools.cached_property
+    def _progress(self) -> Progress:
+        return Progress()
 
     @functools.cached_property
     def _state(self) -> State:
@@ -230,6 +238,6 @@ def estimate_within(
             raise
         missing = error.least_bytes() - budget.device_nbytes
         found, hosted = State.find(twin, donated, shardings, call.devices).search(
-            paths, device, budget, error, find, missing
+            paths, device, budget, error, find, missing, Progress()
         )
         return hosted.add_to(found.make_plan(budget, device, None, is_compiled=False))

@@ -12,6 +12,7 @@ from jaxoff._budget.limits import Budget
 from jaxoff._budget.state import State
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
+from jaxoff._report.progress import Progress
 from jaxoff._runtime import program_memory
 from jaxoff._schedule.rewrite import rewrite
 from jaxoff._state import stream
@@ -217,8 +218,9 @@ def test_the_least_is_that_of_all_searches(taken):
         raise jaxoff.BudgetError("nothing", taken)
 
     names = [str(v) for v in closed.jaxpr.invars]
+    limits = H200, Budget.of(1e6, None, None), jaxoff.BudgetError("at first", 8e6)
     with pytest.raises(jaxoff.BudgetError, match="of state rest on the host") as caught:
-        state.search(names, H200, Budget.of(1e6, None, None), jaxoff.BudgetError("at first", 8e6), find, 7e6)
+        state.search(names, *limits, find, 7e6, Progress())
     assert caught.value.smallest_bytes == min(taken, 8e6)
 
 
