@@ -235,25 +235,26 @@ class _Backward:
         self._segment = max(self._segments, default=0)  # the earliest of those begun
         self._eqns: list[JaxprEqn] = []
         self._done: set[int] = set()  # of the recomputed equations
+        self._made: list[Var] = []  # by the equations with cotangents among their ancestors
         self._delayed: Renamed = {}
         last_reads = {v: i for i, eqn in enumerate(pair.rest) for v in variables(eqn)}
         self._last_reads = last_reads | {v: len(pair.rest) for v in pair.outs if isinstance(v, Var)}
 
     def write(self) -> tuple[list[JaxprEqn], list[Any]]:
         """The equations, and the results."""
-        made: dict[Var, None] = {}  # by the equations with cotangents among their ancestors
-        for i, eqn in enumerate(self._pair.rest):
-            waiting = [v for v in made if self._last_reads.get(v, -1) >= i]
-            self._make_again(variables(eqn), waiting, eqn)
+        rest, outs = self._pair.rest, self._pair.outs
+        for i, eqn in enumerate(rest):
+            self._make_again(variables(eqn), i, eqn)
             self._add(eqn)
-            made.update(dict.fromkeys(eqn.outvars))
-        self._make_again([v for v in self._pair.outs if isinstance(v, Var)], [], self._pair.backward)
-        return self._eqns, [resolve(self._delayed, v) for v in self._pair.outs]
+            self._made += eqn.outvars
+        self._make_again([v for v in outs if isinstance(v, Var)], len(rest), self._pair.backward)
+        return self._eqns, [resolve(self._delayed, v) for v in outs]
 
     def _add(self, eqn: JaxprEqn) -> None:
         self._eqns.append(eqn.replace(invars=[resolve(self._delayed, v) for v in eqn.invars]))
 
-    def _make_again(self, values: Sequence[Var], waiting: Sequence[Var], like: JaxprEqn) -> None:
+    def _make_again(self, values: Sequence[Var], reader: int, like: JaxprEqn) -> None:
+        """Writes the equations that make values again, for equation `reader` of `JointGraph.rest`."""
         todo, found = [v for v in values if v in self._makers], set()
         while todo:
             i = self._makers[todo.pop()]
@@ -265,31 +266,39 @@ class _Backward:
         if segment < self._segment:
             begun = [i for i, number in enumerate(self._segments) if segment <= number < self._segment]
             self._segment = segment
-            self._wait([v for i in begun for v in variables(self._recomputed[i])], waiting, like)
+            self._wait([v for i in begun for v in variables(self._recomputed[i])], reader, like)
         for i in sorted(found):
             self._add(self._recomputed[i])
 
-    def _wait(self, operands: Sequence[Var], waiting: Sequence[Var], like: JaxprEqn) -> None:
-        """Writes a barrier: kept values among operands are read behind it, with what was made before."""
-        kept = [v for v in dict.fromkeys(operands) if v in self._kept]
-        if kept and waiting:
-            each = [*kept, *waiting]
+    def _wait(self, operands: Sequence[Var], reader: int, like: JaxprEqn) -> None:
+        """Writes a barrier for the kept values among operands, and for what was made and is still read."""
+        kept = [v for v in dict.fromkeys(operands) if v in self._kept and _is_array(v)]
+        made = [v for v in self._made if self._last_reads.get(v, -1) >= reader and _is_array(v)]
+        if kept and made:
+            each = [*kept, *made]
             outs, barrier = compat.make_barrier([resolve(self._delayed, v) for v in each], like=like)
             self._eqns.append(barrier)
             self._delayed.update(zip(each, outs, strict=True))
 
 
+def _is_array(v: Var) -> bool:
+    """Whether a value is an array of numbers, which random keys are not."""
+    return hasattr(v.aval, "dtype") and not jnp.issubdtype(
+        compat.struct_of(v.aval).dtype, jax.dtypes.extended
+    )
+
+
 def _number_segments(pair: LoopPair, recomputed: Sequence[JaxprEqn]) -> list[int]:
-    """The number of the segment that each recomputed equation belongs to; none is behind its operands'."""
-    cuts, numbers = find_cuts(pair), dict[Var, int]()
+    """The number of each recomputed equation's segment.
+
+    An equation that the backward pass alone has belongs to the last segment of its operands.
+    """
+    cuts, segments = find_cuts(pair), dict[Var, int]()
     own = {id(eqn): bisect.bisect_right(cuts, i) for i, eqn in enumerate(pair.eqns)}
-    found = []
     for eqn in pair.pure:
-        number = own.get(id(eqn), max((numbers.get(v, 0) for v in variables(eqn)), default=0))
-        numbers.update(dict.fromkeys(eqn.outvars, number))
-    for eqn in recomputed:
-        found.append(numbers[eqn.outvars[0]])
-    return found
+        number = own.get(id(eqn), max((segments.get(v, 0) for v in variables(eqn)), default=0))
+        segments.update(dict.fromkeys(eqn.outvars, number))
+    return [segments[eqn.outvars[0]] for eqn in recomputed]
 
 
 def _trace_scan(
