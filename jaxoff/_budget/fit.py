@@ -215,9 +215,12 @@ class _Search[P]:
         return in_parts, max(0.0, limit - arguments - temporaries)
 
     @functools.cached_property
-    def _saved_ms(self) -> float:
-        left = iter(self._whole.fastest[0])
-        return step_ms(self._whole.layered.write(lambda _: next(left)), self._whole.pairs, self._device)
+    def _base_ms(self) -> float:
+        """The time of a step without what its placements add: that of the fastest, less what they add."""
+        placements, added_ms = self._whole.fastest
+        left = iter(placements)
+        fastest = self._whole.layered.write(lambda _: next(left))
+        return step_ms(fastest, self._whole.pairs, self._device) - added_ms
 
     def may_win_by_copies(self, found: Tried[P] | None) -> bool:
         """Whether a program with copies may be faster than a program found without, by the model."""
@@ -333,7 +336,7 @@ class _Search[P]:
         made = form.pairs, tuple(placements), form.regions
         is_fastest = form is self._whole and tuple(placements) == tuple(form.fastest[0])
         self._progress.programs = number = self._progress.programs + 1
-        times = added_ms, is_fastest, self._saved_ms
+        times = added_ms, is_fastest, self._base_ms
         tried = Tried(*made, *times, self.devices * nbytes, number, handle)
         self.tried.append(tried)
         takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"

@@ -28,7 +28,7 @@ class Tried[P]:
       regions: the regions in parts.
       added_ms: the time added to a step by the placements, by the model.
       is_fastest: whether no placements are faster in any memory, by the model.
-      saved_ms: the time of a step with every value of the layers saved, by the model.
+      base_ms: the time of a step without what its placements add, by the model.
       nbytes: device memory of the compiled program.
       programs: the number of programs tried up to now.
       program: the second result of the caller's `compile_program`.
@@ -39,7 +39,7 @@ class Tried[P]:
     regions: tuple[Region, ...]
     added_ms: float
     is_fastest: bool
-    saved_ms: float
+    base_ms: float
     nbytes: float
     programs: int
     program: P
@@ -56,7 +56,7 @@ class Tried[P]:
             device_bytes=budget.device_nbytes,
             peak_bytes=self.nbytes,
             host_bytes=sum(v.nbytes for v in values if v.placement == "offload"),
-            step_ms=self.saved_ms + self.added_ms,
+            step_ms=self.base_ms + self.added_ms,
             device=device.name,
             is_compiled=is_compiled,
             programs=self.programs,

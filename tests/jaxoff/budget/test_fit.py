@@ -12,7 +12,7 @@ from jax import lax
 import jaxoff
 from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
-from jaxoff._budget.fit import TRIES, find_fitting
+from jaxoff._budget.fit import TRIES, find_estimated, find_fitting, step_ms
 from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.limits import Budget, parse_nbytes
@@ -20,7 +20,7 @@ from jaxoff._budget.memory import estimate_nbytes
 from jaxoff._budget.report import Plan, list_values
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr.tag import Tag
-from tests.jaxoff.budget.layered import list_joint_graphs
+from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 
 LAYERS, ROWS, WIDTH = 6, 2048, 512
 
@@ -68,6 +68,16 @@ class Compiler:
                 stacks += sum(a.size * a.dtype.itemsize for a in on_device)
         self.sizes.append(self.fixed + self.factor * stacks)
         return self.sizes[-1], len(self.sizes)
+
+
+@pytest.mark.parametrize(("budget", "share"), [(1e12, 1e-9), (240e6, 0.1)])
+def test_a_predicted_step_counts_each_kernel_once(closed, budget, share):
+    """The fastest program takes the time of its kernels; others what their own placements add."""
+    found = find_estimated(closed, H200, Budget.of(budget, 0), DONATED)
+    assert found.is_fastest == (budget > 1e9)
+    written = write_placed(closed, lambda _: found.placements[0])
+    kernels_ms = step_ms(written, found.pairs, H200)
+    assert found.base_ms + found.added_ms == pytest.approx(kernels_ms, rel=share)
 
 
 @pytest.mark.parametrize(
