@@ -260,15 +260,14 @@ def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> fl
     are held and all of its own, kept or recomputed; of its own bytes, those above a layer's count. Of a layer
     in segments the bytes count that are made at once.
     """
-    kept = [_kept_nbytes(cost, placed) for cost, placed in zip(costs, placements, strict=True)]
-
-    def made_nbytes(i: int | None) -> float:
-        return (
-            0.0 if i is None else costs[i].segments.excess_nbytes({*placements[i].list_kept(costs[i].pair)})
-        )
-
-    peaks = _list_peaks(costs)
-    return max((sum(kept[i] for i in p.held) + p.nbytes + made_nbytes(p.made) for p in peaks), default=0.0)
+    each = list(zip(costs, placements, strict=True))
+    kept = [_kept_nbytes(cost, placed) for cost, placed in each]
+    excess = [cost.segments.excess_nbytes({*placed.list_kept(cost.pair)}) for cost, placed in each]
+    sizes = [
+        sum(kept[i] for i in peak.held) + peak.nbytes + (0.0 if peak.made is None else excess[peak.made])
+        for peak in _list_peaks(costs)
+    ]
+    return max(sizes, default=0.0)
 
 
 def _kept_nbytes(cost: Costs, placed: Placements) -> float:
@@ -300,21 +299,19 @@ def _list_peaks(costs: Sequence[Costs]) -> list[_Peak]:
     # A layer's own values are no part of the count: compilation teaches what they take.
     usual = max((costs[i].segments.largest_nbytes for i in layers or sections), default=0)
 
-    def list_ahead(position: float) -> frozenset[int]:
-        """The layers with kept values in memory ahead of an equation of the forward pass."""
+    def list_ahead(position: float) -> tuple[int, ...]:
+        """The layers with kept values in memory ahead of a place of the forward pass."""
         each = enumerate(cost.pair for cost in costs)
-        return frozenset(i for i, pair in each if pair.position < position < pair.end)
+        return tuple(i for i, pair in each if pair.position < position < pair.end)
 
     # Behind the last section of a gradient are its last layers, or the loss.
-    held = {list_ahead(cost.pair.position + 0.5) for cost in costs}
-    most = [mine for mine in held if not any(mine < other for other in held)]
-    peaks = [_Peak(tuple(sorted(mine)), 0.0) for mine in sorted(most, key=min)]
-    for i in sections:
-        mine = tuple(sorted(list_ahead(costs[i].pair.position)))
-        peaks.append(_Peak(mine, costs[i].segments.largest_nbytes - usual))
-    for i, cost in enumerate(costs):
-        if cost.segments.passed:
-            peaks.append(_Peak(tuple(sorted(list_ahead(cost.pair.position + 0.5))), 0.0, i))
+    behind = [list_ahead(cost.pair.position + 0.5) for cost in costs]
+    most = {held for held in behind if not any({*held} < {*other} for other in behind)}
+    peaks = [_Peak(held, 0.0) for held in sorted(most)]
+    peaks += [
+        _Peak(list_ahead(costs[i].pair.position), costs[i].segments.largest_nbytes - usual) for i in sections
+    ]
+    peaks += [_Peak(behind[i], 0.0, i) for i, cost in enumerate(costs) if cost.segments.passed]
     return peaks
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxoff._jaxpr.compat import JaxprEqn, Var
@@ -53,6 +53,11 @@ class JointGraph:
     position: int
     end: float
     is_section: ClassVar[bool] = False
+
+    @functools.cached_property
+    def cuts(self) -> Sequence[int]:
+        """The indices of the equations with which segments begin (`segments.py`), but for the first."""
+        return ()
 
     @functools.cached_property
     def values(self) -> tuple[Var, ...]:

@@ -12,12 +12,14 @@ frameworks work.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxoff._budget.inner_loops import InnerLoops, inline_body
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.numbering import Numbering
+from jaxoff._budget.segments import find_cuts
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
@@ -51,6 +53,11 @@ class LoopPair(JointGraph):
     body: Jaxpr
     residuals: tuple[int, ...]
     given: tuple[Var, ...]
+
+    @functools.cached_property
+    def cuts(self) -> Sequence[int]:
+        """The cuts of the body."""
+        return find_cuts(self)
 
 
 def find_loop_pairs(jaxpr: Jaxpr) -> list[LoopPair]:

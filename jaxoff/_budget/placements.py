@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from jaxoff._budget.compression import pack, unpack
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
-from jaxoff._budget.segments import find_cuts
 from jaxoff._budget.sequenced import Sequenced
 from jaxoff._budget.sequences import find_sequences
 from jaxoff._budget.write_sequences import write_sequences
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import drop_dead, variables
+from jaxoff._jaxpr.dataflow import drop_dead, index_last_readers, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 
 
@@ -237,8 +236,8 @@ class _Backward:
         self._done: set[int] = set()  # of the recomputed equations
         self._made: list[Var] = []  # by the equations with cotangents among their ancestors
         self._delayed: Renamed = {}
-        last_reads = {v: i for i, eqn in enumerate(pair.rest) for v in variables(eqn)}
-        self._last_reads = last_reads | {v: len(pair.rest) for v in pair.outs if isinstance(v, Var)}
+        results = {v: len(pair.rest) for v in pair.outs if isinstance(v, Var)}
+        self._last_readers = index_last_readers(pair.rest) | results
 
     def write(self) -> tuple[list[JaxprEqn], list[Any]]:
         """The equations, and the results."""
@@ -273,7 +272,7 @@ class _Backward:
     def _wait(self, operands: Sequence[Var], reader: int, like: JaxprEqn) -> None:
         """Writes a barrier for the kept values among operands, and for what was made and is still read."""
         kept = [v for v in dict.fromkeys(operands) if v in self._kept and _is_array(v)]
-        made = [v for v in self._made if self._last_reads.get(v, -1) >= reader and _is_array(v)]
+        made = [v for v in self._made if self._last_readers.get(v, -1) >= reader and _is_array(v)]
         if kept and made:
             each = [*kept, *made]
             outs, barrier = compat.make_barrier([resolve(self._delayed, v) for v in each], like=like)
@@ -293,8 +292,8 @@ def _number_segments(pair: LoopPair, recomputed: Sequence[JaxprEqn]) -> list[int
 
     An equation that the backward pass alone has belongs to the last segment of its operands.
     """
-    cuts, segments = find_cuts(pair), dict[Var, int]()
-    own = {id(eqn): bisect.bisect_right(cuts, i) for i, eqn in enumerate(pair.eqns)}
+    segments: dict[Var, int] = {}
+    own = {id(eqn): bisect.bisect_right(pair.cuts, i) for i, eqn in enumerate(pair.eqns)}
     for eqn in pair.pure:
         number = own.get(id(eqn), max((segments.get(v, 0) for v in variables(eqn)), default=0))
         segments.update(dict.fromkeys(eqn.outvars, number))

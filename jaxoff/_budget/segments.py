@@ -1,7 +1,7 @@
-"""Segments of a loop's body, such as the layers of a group: how much of it the backward pass makes at once.
+"""Segments of a loop's body, for example the layers of a group: how much the backward pass makes at once.
 
-Where the values passed from one segment to the next are kept, an iteration of the backward pass makes the
-other values of one segment at a time; without, those of both at once.
+An iteration of the backward pass makes the values of two neighbouring segments at once, unless all values
+passed between the two are kept. Then it makes the segments again in turn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxoff._budget.repeats import Run, find_runs
 from jaxoff._budget.sections import cut_stretch
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Var
-from jaxoff._jaxpr.dataflow import variables
+from jaxoff._jaxpr.dataflow import index_last_readers
 from jaxoff._jaxpr.kernels import find_stored
 
 # Part of a body's values above which the largest segment spares too little.
@@ -31,7 +31,7 @@ class Segments:
 
     Attributes:
       nbytes: of each segment, the bytes of its values in memory when its backward pass runs.
-      passed: for each two segments one after the other, the values that pass from one to the other.
+      passed: for each cut, the values made ahead of the cut and read behind it.
     """
 
     nbytes: tuple[float, ...]
@@ -39,20 +39,21 @@ class Segments:
 
     @staticmethod
     def of(pair: JointGraph, nbytes: Mapping[Var, int]) -> Segments:
-        """The segments of a layer by `find_cuts`; `nbytes` has the bytes of each value that may be kept."""
+        """The segments of a layer between its cuts; `nbytes`: value to keep -> its bytes."""
         in_memory = find_stored(pair.needed, (*pair.pure, *pair.rest))
         own = _count_in_memory(pair, nbytes, in_memory)
-        if not (cuts := find_cuts(pair)):
+        if not pair.cuts:
             return Segments(
                 (float(own.sum()) + sum(nbytes.get(v, 0) for v in pair.carried if v in in_memory),)
             )
-        last_reads = _index_last_reads(pair)
+        last_readers = index_last_readers(pair.eqns)
         made_at = {v: i for i, eqn in enumerate(pair.eqns) for v in eqn.outvars if v in nbytes}
-        ends = [0, *cuts, len(pair.eqns)]
+        ends = [0, *pair.cuts, len(pair.eqns)]
         return Segments(
             tuple(float(own[start:end].sum()) for start, end in itertools.pairwise(ends)),
             tuple(
-                frozenset(v for v, i in made_at.items() if i < cut <= last_reads.get(v, -1)) for cut in cuts
+                frozenset(v for v, i in made_at.items() if i < cut <= last_readers.get(v, -1))
+                for cut in pair.cuts
             ),
         )
 
@@ -69,26 +70,26 @@ class Segments:
                 yield range(start, end - 1), total[end] - total[start] - self.largest_nbytes
 
     def excess_nbytes(self, kept: Set[Var]) -> float:
-        """The bytes beyond the largest segment's, of what is made at once where some values are kept."""
+        """The bytes made at once beyond the largest segment's, where some values are kept."""
         joined = [i for i, values in enumerate(self.passed) if not values <= kept]
         found = (nbytes for between, nbytes in self.list_joined() if all(i in joined for i in between))
         return max(found, default=0.0)
 
 
 def find_cuts(pair: JointGraph) -> Sequence[int]:
-    """The indices of equations with which all segments but the first begin; none where they spare too little.
+    """The cuts of a loop's body, as `JointGraph.cuts`; none where segments spare too little memory.
 
     Segments are layers within the layer, or cut for the least memory.
     """
-    if not pair.has_stacks or len(pair.eqns) < 2:
+    if len(pair.eqns) < 2:
         return ()
     nbytes = {v: compat.nbytes_of([v]) for eqn in pair.eqns for v in eqn.outvars}
     own = _count_in_memory(pair, nbytes, find_stored(pair.needed, (*pair.pure, *pair.rest)))
     starts = {start for run in find_runs(pair.eqns) for start in range(run.start, run.end + 1, run.length)}
     if not starts:
-        last_reads = _index_last_reads(pair)
+        last_readers = index_last_readers(pair.eqns)
         reads = [
-            (i, last_reads.get(v, i), pair.count * nbytes[v])
+            (i, last_readers.get(v, i), pair.count * nbytes[v])
             for i, eqn in enumerate(pair.eqns)
             for v in eqn.outvars
         ]
@@ -101,7 +102,3 @@ def find_cuts(pair: JointGraph) -> Sequence[int]:
 def _count_in_memory(pair: JointGraph, nbytes: Mapping[Var, int], in_memory: Container[Var]) -> np.ndarray:
     """The bytes of each equation's values in memory when the layer's backward pass runs, all made again."""
     return np.array([sum(nbytes.get(v, 0) for v in eqn.outvars if v in in_memory) for eqn in pair.eqns])
-
-
-def _index_last_reads(pair: JointGraph) -> dict[Var, int]:
-    return {v: i for i, eqn in enumerate(pair.eqns) for v in variables(eqn)}

@@ -42,6 +42,11 @@ def index_readers(eqns: Iterable[JaxprEqn]) -> dict[Var, list[int]]:
     return readers
 
 
+def index_last_readers(eqns: Iterable[JaxprEqn]) -> dict[Var, int]:
+    """Maps each variable to the index of its last reader."""
+    return {v: i for i, eqn in enumerate(eqns) for v in variables(eqn)}
+
+
 def count_reads(eqns: Iterable[JaxprEqn], outs: Iterable[Any]) -> collections.Counter[Any]:
     """Maps each variable of a program to its number of reads. A result of the program counts as a read."""
     read = (v for eqn in eqns for v in variables(eqn))

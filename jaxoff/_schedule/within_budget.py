@@ -140,14 +140,16 @@ class Search:
     def _find_on_device(self) -> Within:
         """The step with all state on the device."""
         found = self._find_fitting(self.twin, self.budget)
-        within, has_no_copies = self._make_within(found), self.traced.twin is None
-        if within.plan.host_bytes and has_no_copies:
-            given_ms = step_ms(self.traced.given, found.pairs, self.device)
-            if given_ms < within.plan.step_ms:
-                written = self.compile_written()
-                if written.nbytes <= self.budget.device_nbytes:
-                    return self._as_written(written)
-        return within
+        within = self._make_within(found)
+        copies_of_its_own = (
+            self.traced.twin is not None
+        )  # of the step as written: it has no time by the model
+        if not within.plan.host_bytes or copies_of_its_own:
+            return within
+        if step_ms(self.traced.given, found.pairs, self.device) >= within.plan.step_ms:
+            return within
+        written = self.compile_written()
+        return self._as_written(written) if written.nbytes <= self.budget.device_nbytes else within
 
     def _find_with_state(self, error: BudgetError, missing_nbytes: float) -> Within:
         """The step with state on the host; `error` and `missing_nbytes` as for `State.search`."""
