@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxoff._budget.compression import pack, unpack
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
 from jaxoff._budget.sequenced import Sequenced
@@ -20,6 +19,7 @@ from jaxoff._budget.write_sequences import write_sequences
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead, index_last_readers, variables
+from jaxoff._jaxpr.float8 import pack, unpack
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxoff._budget.compression import compressed_nbytes
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
 from jaxoff._budget.labels import find_name, format_type, label
 from jaxoff._budget.limits import Budget
@@ -19,6 +18,7 @@ from jaxoff._device.kernel_time import program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.dataflow import map_makers
+from jaxoff._jaxpr.float8 import compressed_nbytes
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._policy.decision import Placement
 from jaxoff._policy.policy import Policy

@@ -190,6 +190,15 @@ def unwrap_keep_first(policy: Callable[..., Any] | None) -> Callable[..., Any] |
     return policy.policy if isinstance(policy, KeepFirst) else policy
 
 
+def stores_in_float8(policy: Callable[..., Any] | None, label: str) -> bool:
+    """Whether a policy stores kept values with a name in float8."""
+    policy = unwrap_keep_first(policy)
+    if isinstance(policy, Either):
+        return stores_in_float8(policy.first, label) or stores_in_float8(policy.second, label)
+    stores = getattr(policy, "stores", None)
+    return stores is not None and stores(label)
+
+
 def keep_on_device(policy: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the saved twin of any policy: a policy with saves in place of offloads."""
     return policy.on_device() if isinstance(policy, (DecidingPolicy, FirstLayers)) else OnDevice(policy)

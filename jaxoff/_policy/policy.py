@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
+import jax.numpy as jnp
+
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.float8 import DTYPE
 from jaxoff._jaxpr.primitives import DOTS, OPAQUE, VIEWS
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._policy.combinators import Either
@@ -21,6 +24,7 @@ Unmarked = Literal["recompute", "save", "dots", "offload", "offload_dots"]
 LISTS: tuple[ListName, ...] = ("offload", "save", "recompute")
 UNMARKED = get_args(Unmarked)
 MEMORY_KINDS = ("pinned_host", "device")
+_FLOAT8 = jnp.dtype(DTYPE).name
 
 
 _OFFLOADED_PRIMITIVES = {"offload": DOTS | OPAQUE, "offload_dots": DOTS}
@@ -49,10 +53,13 @@ class Policy(DecidingPolicy):
       min_bytes: the least bytes of an offload by a glob, a name or `unmarked`. Smaller values stay on the
         device. A `mark_offload`ed value is offloaded at any size.
       memory_kind: "pinned_host", or "device" for the saved twin: a policy with saves in place of offloads.
+      store: pairs of a name or glob and "float8_e4m3fn", sorted: `jaxoff.jit` stores kept values with such a
+        name in float8, with a float32 scale for each block of 128 along the last axis. Takes a mapping, too.
       preset: the name of the preset behind this policy, or None.
 
     Raises:
-      ValueError: for a name in two lists, an unknown `unmarked` or `memory_kind`, or a negative `min_bytes`.
+      ValueError: for a name in two lists, an unknown `unmarked` or `memory_kind`, a negative `min_bytes`, or
+        a name in `store` with another dtype, or in `recompute`, too.
       TypeError: for an entry other than a string.
     """
 
@@ -62,11 +69,13 @@ class Policy(DecidingPolicy):
     unmarked: Unmarked = "recompute"
     min_bytes: int = 0
     memory_kind: str = "pinned_host"
+    store: tuple[tuple[str, str], ...] = ()
     preset: str | None = None
 
     def __post_init__(self):
         for field in LISTS:
             object.__setattr__(self, field, _sort_patterns(field, getattr(self, field)))
+        object.__setattr__(self, "store", _sort_store(self.store))
         _check_disjoint(self)
         check_choice("unmarked", self.unmarked, UNMARKED)
         check_choice("memory_kind", self.memory_kind, MEMORY_KINDS)
@@ -129,6 +138,10 @@ class Policy(DecidingPolicy):
         """Finds the first pattern of a list with a match for a name, or None."""
         return next((p for p in getattr(self, field) if matches(p, label)), None)
 
+    def stores(self, label: str) -> bool:
+        """Whether kept values with a name are stored in float8."""
+        return any(matches(pattern, label) for pattern, _ in self.store)
+
     def on_device(self) -> Policy:
         """Returns the saved twin: the same policy with saves in place of offloads."""
         return dataclasses.replace(self, memory_kind="device")
@@ -144,7 +157,9 @@ class Policy(DecidingPolicy):
         shown = [repr(self.preset)] if self.preset else []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "preset" and value != getattr(default, field.name):
+            if field.name == "store" and value:
+                shown.append(f"store={dict(value)!r}")
+            elif field.name != "preset" and value != getattr(default, field.name):
                 shown.append(f"{field.name}={list(value) if isinstance(value, tuple) else value!r}")
         return f"jaxoff.policy({', '.join(shown)})"
 
@@ -175,6 +190,21 @@ def _sort_patterns(field: str, value: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(items)))
 
 
+def _sort_store(value: Any) -> tuple[tuple[str, str], ...]:
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, (list, tuple)) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
+        raise TypeError(f'store maps names or globs to a dtype, {{"mlp.*": "{_FLOAT8}"}}; got {value!r}.')
+    _sort_patterns("store", [pattern for pattern, _ in pairs])
+    for pattern, dtype in pairs:
+        try:
+            known = jnp.dtype(dtype) == DTYPE
+        except TypeError:
+            known = False
+        if not known:
+            raise ValueError(f"store={{{pattern!r}: ...}} takes {_FLOAT8!r}, the one format; got {dtype!r}.")
+    return tuple(sorted((pattern, _FLOAT8) for pattern, _ in pairs))
+
+
 def _check_disjoint(policy: Policy) -> None:
     for i, a in enumerate(LISTS):
         for b in LISTS[i + 1 :]:
@@ -184,3 +214,8 @@ def _check_disjoint(policy: Policy) -> None:
                     f"A name stands in one list only, got {', '.join(map(repr, both))} in both {a} and {b}. "
                     f"Remove it from one; a glob in the one and a name that it covers in the other is fine."
                 )
+    if both := sorted({pattern for pattern, _ in policy.store} & set(policy.recompute)):
+        raise ValueError(
+            f"A recomputed value is not stored; got {', '.join(map(repr, both))} in both lists. "
+            "Remove it from one, and list it in save or offload where nothing else keeps it."
+        )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
+import math
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from jaxoff._profile.table import make_times_table
 from jaxoff._report.tables import format_nbytes, render_text
 from jaxoff._runtime.program_memory import program_nbytes
 from jaxoff._schedule.jit import jit
+from jaxoff._schedule.jitted import Jitted
+from jaxoff._schedule.stored import watch_rounding
 
 type NextArgs = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
 
@@ -43,6 +47,8 @@ class Measurement:
       traced_ms: the mean time of the calls under the profiler, from which `gpus` comes; None without a trace.
       gpus: the busy times of each GPU, means of a call; empty without a trace.
       notes: missing measurements, each with its cause and its fix.
+      store_errors: name -> the error of its values in float8, by a policy's `store`, in one call: the norm of
+        the error over the norm of the exact values.
     """
 
     device: str
@@ -53,6 +59,7 @@ class Measurement:
     traced_ms: float | None
     gpus: tuple[GpuTimes, ...]
     notes: tuple[str, ...] = ()
+    store_errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def median_ms(self) -> float:
@@ -79,6 +86,7 @@ class Measurement:
             "times_ms": list(self.times_ms),
             "gpus": [dataclasses.asdict(times) for times in self.gpus],
             "notes": list(self.notes),
+            "store_errors": dict(self.store_errors),
             "median_ms": self.median_ms,
             "spread_ms": self.spread_ms,
             "exposed_ms": self.exposed_ms,
@@ -103,6 +111,9 @@ class Measurement:
             f"device peak {peak}, program {format_nbytes(self.program_bytes)}; host memory "
             f"{format_nbytes(self.host_bytes)}"
         )
+        if self.store_errors:
+            errors = ", ".join(f"{name} {error:.2%}" for name, error in self.store_errors.items())
+            yield Text(f"stored in float8, error of the values: {errors}")
         for note in self.notes:
             yield Text(f"! {note}", style="yellow" if console.is_terminal else "")
 
@@ -128,6 +139,9 @@ def measure(
     The peak is the allocator's high-water mark, which no call can reset. If these calls raised the mark, it
     is their peak. If the process had used as much memory before, compilation included, the peak is None:
     measure in a process of its own.
+
+    If the policies of a `jaxoff.jit` function without a budget store values in float8, one more call comes
+    first, which computes the errors of these values.
 
     Args:
       fun: a `jax.jit` or `jaxoff.jit` function, or its `.lower(...).compile()`; any other function is
@@ -169,6 +183,9 @@ def measure(
     devices = _find_devices(compiled)
     _check_donation(compiled, next_args)
     calls = _Calls(program, args, next_args)
+    store_errors: dict[str, float] = {}
+    if isinstance(program, Jitted) and program.plan is None and "f8e4m3fn" in (compiled.as_text() or ""):
+        store_errors = calls.watch_rounding(program)
 
     marks = _read_marks(devices)
     calls.run(warmup)
@@ -195,6 +212,7 @@ def measure(
         traced_ms=traced_ms,
         gpus=gpus,
         notes=notes,
+        store_errors=store_errors,
     )
 
 
@@ -211,15 +229,30 @@ class _Calls:
 
     def run(self, number: int) -> list[float]:
         """Runs calls; returns the time of each, in ms."""
-        times = []
-        for _ in range(number):
-            start = time.perf_counter()
-            results = jax.block_until_ready(self._fun(*self._args))
-            times.append((time.perf_counter() - start) * 1e3)
-            if self._next_args is not None:
-                self._args = self._next_args(self._args, results)
-            del results  # before the next call: results occupy device memory
-        return times
+        return [self._call(self._fun) for _ in range(number)]
+
+    def watch_rounding(self, program: Jitted) -> dict[str, float]:
+        """Runs a call that says the errors of values in float8: name -> error, relative to the values."""
+        errors: dict[str, float] = collections.defaultdict(float)
+        values: dict[str, float] = collections.defaultdict(float)
+
+        def add(name: str, error: jax.Array, value: jax.Array) -> None:
+            errors[name] += float(error)
+            values[name] += float(value)
+
+        with watch_rounding(add):
+            self._call(program.within(None))
+        jax.effects_barrier()
+        return {name: math.sqrt(errors[name] / values[name]) if values[name] else 0.0 for name in values}
+
+    def _call(self, fun: Callable[..., Any]) -> float:
+        """Runs a call; returns its time, in ms."""
+        start = time.perf_counter()
+        results = jax.block_until_ready(fun(*self._args))
+        ms = (time.perf_counter() - start) * 1e3
+        if self._next_args is not None:
+            self._args = self._next_args(self._args, results)
+        return ms
 
 
 def _check_arguments(fun: Any, args: tuple[Any, ...], repeats: int, warmup: int, traced: int) -> None:

@@ -37,6 +37,7 @@ class FindingCode(enum.StrEnum):
     NOTHING_OFFLOADED = "nothing-offloaded"
     OFFLOAD_NOT_DONE = "offload-not-done"
     CALLED_INSIDE_TRANSFORM = "called-inside-transform"
+    STORE_NOT_DONE = "store-not-done"
     UPDATES_LOST = "updates-lost"
     RECIPE_REPLACED = "recipe-replaced"
     RUNS_AS_WRITTEN = "runs-as-written"

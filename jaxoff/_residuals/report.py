@@ -142,6 +142,7 @@ def explain(
     has_copies = any(compat.transfer_in(site.eqn) for site in function.sites)
     if has_copies or not report.host_bytes:
         return report  # JAX cannot differentiate the copies of a gradient a second time
-    traffic = estimate_traffic(function.step, at_hand.device)
-    late = (*find_slow_links(traffic), *find_late_offloads(function.step, at_hand.device), *at_hand.findings)
+    step = analysis.narrowed.closed.jaxpr if analysis.narrowed else function.step
+    traffic = estimate_traffic(step, at_hand.device)
+    late = (*find_slow_links(traffic), *find_late_offloads(step, at_hand.device), *at_hand.findings)
     return dataclasses.replace(report, findings=(*report.findings, *late), traffic=traffic)

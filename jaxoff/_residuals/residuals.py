@@ -10,12 +10,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.float8 import DTYPE, can_compress, compressed_nbytes
+from jaxoff._jaxpr.float8_residuals import Narrowed, store_in_float8
 from jaxoff._jaxpr.provenance import Origin, Scope, find_line, trace_origin
 from jaxoff._jaxpr.statics import list_statics
+from jaxoff._policy.combinators import stores_in_float8
 from jaxoff._policy.decision import Decision, Placement, Rule, RuleKind
 from jaxoff._policy.marks import key_of_tag
 from jaxoff._policy.protocol import ask_policy
-from jaxoff._residuals.traced_function import KeptValues, Site, TracedFunction
+from jaxoff._residuals.traced_function import KeptValues, Site, TracedFunction, collect_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +28,11 @@ class Residual:
     Attributes:
       name: the name from `jaxoff.name` or `checkpoint_name`, or None.
       mark: "offload", "not_offload" or None.
-      shape, dtype: of an instance, such as the value of a single layer of a scan.
+      shape, dtype: of an instance, such as the value of a single layer of a scan. A kept value that a policy
+        stores in float8 has the dtype "float8_e4m3fn": under `jaxoff.jit`, not under `jax.jit`.
       count: the number of instances: the product of the lengths of the loops around the value.
-      nbytes: bytes of all instances; of sharded arrays, the bytes on all devices together.
+      nbytes: bytes of all instances, in float8 with their scales; of sharded arrays, the bytes on all devices
+        together.
       placement: "save", "offload", or "recompute" for a named value recomputed in the backward pass.
       rule: the mark, list entry or default behind the placement.
       made_by: the primitive behind the value; "name" for named values, "carry" for the carried input of a
@@ -115,18 +120,48 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """A traced function, its kept values, and the rows of its report: the input of every finding."""
+    """A traced function, its kept values, and the rows of its report: the input of every finding.
+
+    Attributes:
+      function: the function.
+      kept: its kept values.
+      rows: the rows of its report.
+      narrowed: the function and its gradients, residuals in float8; None where no policy stores any so.
+    """
 
     function: TracedFunction
     kept: KeptValues
     rows: tuple[Row, ...]
+    narrowed: Narrowed | None = None
 
 
 def analyse(function: TracedFunction) -> Analysis:
     """Finds the residuals of a traced function, kept and recomputed."""
     kept = function.trace_kept()
-    rows = list_kept(function, kept)
-    return Analysis(function, kept, (*rows, *_list_recomputed(function, rows)))
+    rows, narrowed = list_kept(function, kept), _write_stored(function)
+    stored = {s.label for s in narrowed.stored} if narrowed else set()
+    shown = [_narrow_row(row) if row.residual.name in stored else row for row in rows]
+    return Analysis(function, kept, (*shown, *_list_recomputed(function, rows)), narrowed)
+
+
+def _write_stored(function: TracedFunction) -> Narrowed | None:
+    def chooses(label: str) -> bool:
+        return any(stores_in_float8(policy, label) for policy in function.policies)
+
+    labels = collect_labels(function.checkpointed_sites)
+    return (
+        store_in_float8(compat.ClosedJaxpr(function.step, ()), chooses) if any(map(chooses, labels)) else None
+    )
+
+
+def _narrow_row(row: Row) -> Row:
+    """The row of a value in float8."""
+    aval = row.origin.aval
+    if not can_compress(aval):
+        return row
+    nbytes = row.residual.count * compressed_nbytes(aval)
+    residual = dataclasses.replace(row.residual, dtype=jnp.dtype(DTYPE).name, nbytes=nbytes)
+    return dataclasses.replace(row, residual=residual)
 
 
 def list_kept(function: TracedFunction, kept: KeptValues) -> list[Row]:

@@ -219,7 +219,7 @@ class Draft:
         readers = {j: None for v in self._eqns[i].outvars for j in self._graph.readers.get(v, ())}
         freed = []
         for j in readers:
-            if j not in self._placed and self._takes_no_memory(j):
+            if j not in self._placed and (self._takes_no_memory(j) or self._is_ready_to_send(j)):
                 freed.append(j)
             elif j not in self._placed and self._makes_small_of_large(j):
                 self._run_kernel(j)
@@ -247,6 +247,22 @@ class Draft:
         unread = self._chain.unread
         freed = sum(compat.nbytes(v.aval) for v in reads if v in self._graph.maker and unread[v] == 1)
         return new_nbytes(eqn) <= freed
+
+    def _is_ready_to_send(self, i: int) -> bool:
+        """Whether a move kernel can run now, and makes only what is sent to the host."""
+        return self._is_sent_only(i) and self._are_available(self._graph.reads[i])
+
+    def _is_sent_only(self, i: int) -> bool:
+        """Whether only copies to the host read the results, and move kernels that make what these copy."""
+        eqn, readers = self._eqns[i], [self._graph.readers.get(v, ()) for v in self._eqns[i].outvars]
+        if is_compute(eqn) or compat.transfer_in(eqn) or not all(readers):
+            return False
+        if not self._problem.outs.isdisjoint(eqn.outvars):
+            return False
+        sends = (
+            compat.transfer_in(self._eqns[j]) == "D2H" or self._is_sent_only(j) for js in readers for j in js
+        )
+        return all(sends)
 
     def _only_leaves(self, i: int) -> bool:
         """Whether a move kernel makes a result of the program, larger than its operands, and nothing else.

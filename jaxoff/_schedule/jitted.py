@@ -34,6 +34,7 @@ from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, fin
 from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.settings import Setting, add_without_graphs, list_settings
+from jaxoff._schedule.stored import store_by_policies
 from jaxoff._schedule.traced import ProbedError, Traced
 from jaxoff._schedule.tuning import (
     Tuning,
@@ -433,9 +434,10 @@ class Jitted:
                     shown, shown_named = drop_statics(args, kwargs)
                     closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*shown, **shown_named)
                 findings = watch.find(closed)
+                closed, unmet = store_by_policies(closed)
                 closed = merge_nested_loops(closed, with_copies=True)
                 if setting is None:
-                    raise ProbedError(signature, closed, shapes, findings)
+                    raise ProbedError(signature, closed, shapes, (*findings, *unmet))
                 program = rewrite(closed, self._share_link(devices), one_device=devices == 1)
                 made = Traced(signature, closed, shapes, program)
             if setting is None:

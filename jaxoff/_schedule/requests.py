@@ -27,7 +27,13 @@ from jaxoff._policy.policy import Policy
 from jaxoff._policy.protocol import ask_policy
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import format_nbytes
-from jaxoff._residuals.findings.finding import STOCK_OFFLOADED, list_entries, list_sides, read_attributes
+from jaxoff._residuals.findings.finding import (
+    STOCK_OFFLOADED,
+    Entry,
+    list_entries,
+    list_sides,
+    read_attributes,
+)
 from jaxoff._runtime.program_memory import program_host_nbytes
 from jaxoff._schedule.host_memory import peak_host_nbytes
 
@@ -35,7 +41,7 @@ _EXPLAIN = "jaxoff.explain(loss, *args) lists every residual, its placement and 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Named:
+class Named:
     """A `checkpoint_name` equation outside of backward passes.
 
     Attributes:
@@ -55,7 +61,7 @@ class _Named:
 
 
 @dataclasses.dataclass
-class _Requests:
+class Requests:
     """Policies and names of a program, and the residuals that it offloads.
 
     Attributes:
@@ -70,14 +76,14 @@ class _Requests:
 
     policies: list[tuple[Any, bool]] = dataclasses.field(default_factory=list)
     labels: set[str] = dataclasses.field(default_factory=set)
-    named: list[_Named] = dataclasses.field(default_factory=list)
+    named: list[Named] = dataclasses.field(default_factory=list)
     dots: list[JaxprEqn] = dataclasses.field(default_factory=list)
     copied: set[int] = dataclasses.field(default_factory=set)
     has_host_residuals: bool = False
     has_copies: bool = False
 
     @classmethod
-    def read(cls, jaxpr: Jaxpr) -> _Requests:
+    def read(cls, jaxpr: Jaxpr) -> Requests:
         """Reads a program."""
         requests = cls()
         requests._walk(jaxpr, 1, in_backward=False, in_branch=False)
@@ -95,7 +101,7 @@ class _Requests:
             name, way = compat.name_in(eqn), compat.transfer_in(eqn)
             self.has_copies |= way is not None
             if name is not None:
-                self._add_name(_Named(eqn, count, in_branch), in_backward=in_backward)
+                self._add_name(Named(eqn, count, in_branch), in_backward=in_backward)
                 made[eqn.outvars[0]] = eqn
             elif way == "D2H" and not in_backward and eqn.invars[0] in made:
                 self.copied.add(id(made[eqn.invars[0]]))
@@ -109,7 +115,7 @@ class _Requests:
                     in_branch=in_branch or eqn.primitive.name == "cond",
                 )
 
-    def _add_name(self, named: _Named, *, in_backward: bool) -> None:
+    def _add_name(self, named: Named, *, in_backward: bool) -> None:
         if named.tag.label:
             self.labels.add(named.tag.label)
         if not in_backward and compat.is_name(named.eqn.primitive):
@@ -131,6 +137,12 @@ class _Requests:
     def plain_policies(self) -> list[Any]:
         """The policies, a `KeepFirst` left out."""
         return [policy for policy, _ in self.policies if not isinstance(policy, KeepFirst)]
+
+    @property
+    def store_entries(self) -> list[Entry]:
+        """The entries of `store` in the policies, without repeats."""
+        policies = (policy for policy, _ in self.policies)
+        return [e for e in dict.fromkeys(e for p in policies for e in list_entries(p)) if e.field == "store"]
 
     @property
     def offloading(self) -> list[tuple[Any, bool]]:
@@ -172,11 +184,12 @@ def find_unmet_requests(jaxpr: Jaxpr) -> Iterator[Finding]:
     Args:
       jaxpr: the differentiated program. Without gradients, only rules and memory kinds are checked.
     """
-    requests = _Requests.read(jaxpr)
+    requests = Requests.read(jaxpr)
     offloading = requests.offloading
+    entries = (entry for policy, _ in offloading for entry in list_entries(policy))
+    for entry in dict.fromkeys((*entries, *requests.store_entries)):
+        yield from entry.find_unmatched(requests.labels, "in the program")
     for policy, _ in offloading:
-        for entry in list_entries(policy):
-            yield from entry.find_unmatched(requests.labels, "in the program")
         yield from _find_wrong_kinds(policy, requests)
     # `keep_first` keeps all offloaded values of a single layer; only its policy is in such a program.
     late = [policy for policy, backward in offloading if backward and policy in requests.plain_policies]
@@ -186,7 +199,7 @@ def find_unmet_requests(jaxpr: Jaxpr) -> Iterator[Finding]:
         yield _describe_nothing(late, list(_list_stayed(requests)))
 
 
-def _find_wrong_kinds(policy: Any, requests: _Requests) -> Iterator[Finding]:
+def _find_wrong_kinds(policy: Any, requests: Requests) -> Iterator[Finding]:
     for named in requests.named:
         rule = _ask(policy, named.eqn).rule
         if rule.kind is RuleKind.WRONG_MEMORY_KIND:
@@ -198,16 +211,16 @@ def _find_wrong_kinds(policy: Any, requests: _Requests) -> Iterator[Finding]:
             return
 
 
-type _Stayed = tuple[Any, list[_Named]]
+type _Stayed = tuple[Any, list[Named]]
 """The rule behind a request, and the values with one tag that stay on the device."""
 
 
-def _list_stayed(requests: _Requests) -> Iterator[_Stayed]:
+def _list_stayed(requests: Requests) -> Iterator[_Stayed]:
     """Lists named and marked values with an explicit request, and without a copy to the host.
 
     Globs and defaults are no explicit requests: they may cover values without a reader in a backward pass.
     """
-    groups: dict[Any, list[_Named]] = {}
+    groups: dict[Any, list[Named]] = {}
     for named in requests.named:
         if not named.is_in_branch:
             line = compat.source_line(named.eqn) if named.tag.mark else ""
@@ -223,7 +236,7 @@ def _list_stayed(requests: _Requests) -> Iterator[_Stayed]:
                 break
 
 
-def _explicit_rule(policy: Any, group: list[_Named]) -> Any:
+def _explicit_rule(policy: Any, group: list[Named]) -> Any:
     """The rule by which a policy offloads values with one tag, unless it is a glob or a default."""
     for named in group:
         decision = _ask(policy, named.eqn)
@@ -250,7 +263,7 @@ def _describe_stayed(stayed: _Stayed) -> Finding:
     )
 
 
-def _name_of(group: list[_Named]) -> str:
+def _name_of(group: list[Named]) -> str:
     tag = group[0].tag
     return repr(tag.label) if tag.label else f"The value under mark_{tag.mark}"
 
@@ -280,7 +293,7 @@ def find_lost_order(jaxpr: Jaxpr, name: str, *, has_budget: bool) -> Iterator[Fi
       name: the name of the function.
       has_budget: whether the function has a budget of memory.
     """
-    requests = _Requests.read(jaxpr)
+    requests = Requests.read(jaxpr)
     if has_budget:
         yield Finding(
             FindingCode.CALLED_INSIDE_TRANSFORM,
@@ -288,12 +301,18 @@ def find_lost_order(jaxpr: Jaxpr, name: str, *, has_budget: bool) -> Iterator[Fi
             "inside another, such as jax.jit, jax.grad or jax.vmap: there it is a plain jax.jit, and its "
             "budget is not kept. Put the budget on the outer function: jaxoff.jit(step, device_bytes=...).",
         )
-    elif requests.has_copies or requests.offloading:
+        return
+    lost = []
+    if requests.has_copies or requests.offloading:
+        lost.append("its copies get no order and no compiler options, so they may stall the step")
+    if requests.store_entries:
+        lost.append("it stores no value in float8")
+    if lost:
         yield Finding(
             FindingCode.CALLED_INSIDE_TRANSFORM,
             f"jaxoff.jit has to be the outermost transformation, and {name} was called inside another, such "
-            "as jax.jit, jax.grad or jax.vmap: there it is a plain jax.jit, and its copies get no order and "
-            "no compiler options, so they may stall the step. Put jaxoff.jit in place of the outer jax.jit: "
+            "as jax.jit, jax.grad or jax.vmap: there it is a plain jax.jit, and "
+            f"{', and '.join(lost)}. Put jaxoff.jit in place of the outer jax.jit: "
             "jaxoff.jit(jax.value_and_grad(loss)), jaxoff.jit(step).",
         )
 

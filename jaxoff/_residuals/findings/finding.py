@@ -103,6 +103,8 @@ def list_entries(policy: Any) -> Iterator[Entry]:
             for field in LISTS:
                 for pattern in getattr(side, field):
                     yield Entry(field, pattern, is_glob=True)
+            for pattern, _ in side.store:
+                yield Entry("store", pattern, is_glob=True)
         else:
             held = read_attributes(side)
             for field in _STOCK_LISTS:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jaxoff
-from jaxoff._budget.compression import compress, compressed_nbytes, restore
 from jaxoff._budget.joint_graph import Placements
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.float8 import compress, compressed_nbytes, restore
 from tests.clients.test_clients import ROUNDED
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 

@@ -13,8 +13,8 @@ from jaxoff._jaxpr.compat import Var
 
 # Neighbours along the last axis with a scale in common.
 BLOCK = 128
-_DTYPE = jnp.float8_e4m3fn
-_LARGEST = float(jnp.finfo(_DTYPE).max)
+DTYPE = jnp.float8_e4m3fn
+_LARGEST = float(jnp.finfo(DTYPE).max)
 
 
 def can_compress(aval: Any) -> bool:
@@ -48,7 +48,7 @@ def compress(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK).astype(jnp.float32)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
     scales = jnp.where(largest == 0, 1.0, largest / _LARGEST)
-    return (blocks / scales[..., None]).astype(_DTYPE).reshape(x.shape), scales
+    return (blocks / scales[..., None]).astype(DTYPE).reshape(x.shape), scales
 
 
 def restore(numbers: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:

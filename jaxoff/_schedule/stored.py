@@ -1,0 +1,75 @@
+"""Kept values in float8 where a `jaxoff.policy(store=...)` of the program asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.float8 import BLOCK, can_compress
+from jaxoff._jaxpr.float8_residuals import Watch, store_in_float8
+from jaxoff._report.finding import Finding, FindingCode
+from jaxoff._residuals.findings.finding import Entry
+from jaxoff._schedule.faults import FAULTS, describe_fault
+from jaxoff._schedule.requests import Named, Requests
+
+_watch: contextvars.ContextVar[Watch | None] = contextvars.ContextVar("watch", default=None)
+
+
+@contextlib.contextmanager
+def watch_rounding(watch: Watch) -> Iterator[None]:
+    """Programs traced inside call `watch` at each run of a rounding; as for `store_in_float8`."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
+def store_by_policies(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Finding]]:
+    """A differentiated program, its residuals in float8 where its policies store them so.
+
+    Returns:
+      The program, and findings of names in `store` without a residual in float8.
+    """
+    jaxpr = compat.as_open(closed)
+    requests = Requests.read(jaxpr)
+    if not (entries := requests.store_entries):
+        return closed, []
+
+    def chooses(label: str) -> bool:
+        return any(entry.matches(label) for entry in entries)
+
+    try:
+        narrowed = store_in_float8(closed, chooses, _watch.get())
+    except FAULTS as fault:
+        return closed, [describe_fault(fault, "storing its residuals in float8")]
+    done = {stored.label for stored in narrowed.stored}
+    findings: list[Finding] = []
+    for entry in entries:
+        named = [n for n in requests.named if n.tag.label and entry.matches(n.tag.label)]
+        if named and not any(map(entry.matches, done)):
+            findings.append(_describe_unmet(entry, named))
+    return narrowed.closed, findings
+
+
+def _describe_unmet(entry: Entry, named: list[Named]) -> Finding:
+    wide = [n for n in named if not can_compress(n.eqn.outvars[0].aval)]
+    if wide:
+        aval = wide[0].eqn.outvars[0].aval
+        why = (
+            f"its type is {aval}, and only floating-point numbers of two bytes or more, in whole blocks of "
+            f"{BLOCK} along the last axis, are stored so."
+        )
+    else:
+        why = (
+            "no jax.checkpoint keeps it, or something else than the backward pass of the jax.checkpoint "
+            "reads what is kept. List it in save or offload of the policy around it."
+        )
+    return Finding(
+        FindingCode.STORE_NOT_DONE,
+        f"{entry.pattern!r} is not stored in float8, though store asks for it: {why}",
+        compat.source_line(named[0].eqn),
+    )
