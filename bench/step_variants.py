@@ -41,6 +41,8 @@ class Variant:
       naming: the way to name values, a `Naming`.
       strategy: of `scan_by_strategy`, or "layers": `jaxoff.layers`; None for `jax.jit` and JAX's own loops.
       options: compiler options beside the defaults.
+      offload: the offloaded values, in place of the workload's.
+      store: name or glob -> the format of kept values, of `jaxoff.policy`.
     """
 
     label: str
@@ -50,7 +52,13 @@ class Variant:
     naming: Naming = "pinned"
     strategy: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    offload: tuple[str, ...] = ()
+    store: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+
+_FLOAT8 = {"*": "float8_e4m3fn"}
+# All products of a dense layer but the last, and the inputs of the others: nothing wide is computed again.
+_PRODUCTS = ("x_in", "qkv", "attn", "mlp_in", "pre")
 
 VARIANTS: dict[str, Variant] = {
     "no_remat": Variant("no remat", "bound", "scanned", "none"),
@@ -68,6 +76,20 @@ VARIANTS: dict[str, Variant] = {
     "captured": Variant("jaxoff captured", "ours", "scanned", "host", strategy="captured"),
     "ordered": Variant("jaxoff ordered", "ours", "unrolled", "host", strategy="layers"),
     "auto": Variant("jaxoff auto", "ours", "scanned", "host", strategy="auto"),
+    "auto_float8": Variant("jaxoff auto, float8", "ours", "scanned", "host", strategy="auto", store=_FLOAT8),
+    "products": Variant(
+        "jaxoff, all products of dense", "ours", "scanned", "host", "planned", "auto", offload=_PRODUCTS
+    ),
+    "products_float8": Variant(
+        "jaxoff, all products of dense, float8",
+        "ours",
+        "scanned",
+        "host",
+        "planned",
+        "auto",
+        offload=_PRODUCTS,
+        store=_FLOAT8,
+    ),
     # The same program with everything on the device; not a twin: twins are stock programs.
     "auto_saved": Variant("jaxoff, saved", "bound", "scanned", "device", strategy="auto"),
 }
@@ -91,6 +113,8 @@ class Step:
 def step_of(workload: Workload, variant: Variant, options: Mapping[str, Any] | None = None) -> Step:
     """The step of a variant, with compiler options overriding the variant's own."""
     placed = workload.placed_names(variant.naming)
+    if variant.offload:
+        placed = PlacedNames(variant.offload)
     step = jax.value_and_grad(loss(workload, variant.naming, stack_of(variant, placed)), (0, 1))
     merged = {**variant.options, **(options or {})}
     jit = jax.jit if variant.strategy is None else jaxoff.jit
@@ -113,7 +137,7 @@ def _policy(placement: Placement, placed: PlacedNames) -> Any:
 
 def stack_of(variant: Variant, placed: PlacedNames) -> Callable[[Layer, Any, Any], Any]:
     if variant.strategy is not None:
-        policy = jaxoff.policy(offload=placed.offload, save=placed.save)
+        policy = jaxoff.policy(offload=placed.offload, save=placed.save, store=variant.store)
         return _ours(variant.strategy, policy.on_device() if variant.placement == "device" else policy)
 
     def checkpoint(layer, **kwargs):
