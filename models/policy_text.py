@@ -7,8 +7,8 @@ import re
 import jaxoff
 from models.errors import InputError, near_miss
 
-KEYS = ("offload", "save", "recompute", "modules", "unmarked", "min_bytes")
-_LISTS = ("offload", "save", "recompute", "modules")
+KEYS = ("offload", "save", "recompute", "store", "modules", "unmarked", "min_bytes")
+_LISTS = ("offload", "save", "recompute", "store", "modules")
 _FIRST = "first="
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -18,7 +18,8 @@ def parse(text: str) -> jaxoff.Policy | jaxoff.FirstLayers:
 
     Semicolons divide the text into parts. The first part may be a preset's name; every other part is
     `key=value`, with commas between the items of a list: `te_v2`, `te_v2;min_bytes=1MiB`,
-    `megatron;modules=core_attn,expert_fc1`, `offload=moe.*;save=attn.core;unmarked=recompute`. A number of
+    `megatron;modules=core_attn,expert_fc1`, `offload=moe.*;save=attn.core;unmarked=recompute`. Names in
+    `store=` are kept in float8. A number of
     first layers and two texts, with bars between, are a `jaxoff.FirstLayers`, e.g.
     `first=8 | te_v2 | offload=moe.act`.
 
@@ -63,6 +64,8 @@ def parse(text: str) -> jaxoff.Policy | jaxoff.FirstLayers:
             f"got {text!r}."
         )
     try:
+        if isinstance(names := given.get("store"), list):
+            given["store"] = dict.fromkeys(names, "float8_e4m3fn")
         return jaxoff.policy(preset, **given)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise InputError(f"--policy {text!r}: {' '.join(str(error).split())}") from None
@@ -87,8 +90,11 @@ def render(policy: jaxoff.Policy | jaxoff.FirstLayers) -> str:
     if policy.memory_kind != "pinned_host":
         raise ValueError(f"The text of a policy has no word for memory_kind={policy.memory_kind!r}.")
     parts: list[str] = []
-    for key in ("offload", "save", "recompute"):
-        names = getattr(policy, key)
+    stored = tuple(pattern for pattern, _ in policy.store)
+    for key, names in (
+        *((key, getattr(policy, key)) for key in ("offload", "save", "recompute")),
+        ("store", stored),
+    ):
         for name in names:
             if name != name.strip() or re.search("[,;|]", name):
                 raise ValueError(

@@ -24,7 +24,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
-from jaxoff._jaxpr.float8 import BLOCK, can_compress, compressed_nbytes
+from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress, compressed_nbytes
 from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, index_between_strides
 from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_compute, is_fused
 from jaxoff._jaxpr.tag import Tag
@@ -162,8 +162,9 @@ def refuse_unmatched(costs: Sequence[Costs], patterns: Sequence[str]) -> None:
         if not fnmatch.filter(found, pattern):
             names = ", ".join(sorted(found)) or "none"
             raise ValueError(
-                "compress lists values of loops over layers, floating-point with a last axis of whole blocks "
-                f"of {BLOCK}; {pattern!r} matches none of them ({names}).{near_miss(pattern, sorted(found))}"
+                "compress lists values of loops over layers, floating-point with a last axis divisible by "
+                f"{LEAST_BLOCK}; {pattern!r} matches none of them ({names})."
+                f"{near_miss(pattern, sorted(found))}"
             )
 
 

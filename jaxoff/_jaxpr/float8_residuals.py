@@ -16,7 +16,7 @@ import jax
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead, index_readers, map_makers, variables
-from jaxoff._jaxpr.float8 import BLOCK, DTYPE, can_compress, compress, compressed_nbytes, restore
+from jaxoff._jaxpr.float8 import DTYPE, block_of, can_compress, compress, compressed_nbytes, restore
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 from jaxoff._jaxpr.tag import Tag
 
@@ -318,7 +318,9 @@ def _pair_arguments(inner: Jaxpr, operands: Sequence[Any], narrow: Collection[Va
 
     def pair(v: Var) -> _Pair:
         shape = compat.shape_of(v.aval)
-        scales = v.aval.update(shape=(*shape[:-1], shape[-1] // BLOCK), dtype="float32", weak_type=False)
+        scales = v.aval.update(
+            shape=(*shape[:-1], shape[-1] // block_of(shape)), dtype="float32", weak_type=False
+        )
         return Var(v.aval.update(dtype=DTYPE, weak_type=False)), Var(scales)
 
     return {own: pair(own) for own, v in zip(inner.invars, operands, strict=True) if v in narrow}

@@ -54,7 +54,8 @@ class Policy(DecidingPolicy):
         device. A `mark_offload`ed value is offloaded at any size.
       memory_kind: "pinned_host", or "device" for the saved twin: a policy with saves in place of offloads.
       store: pairs of a name or glob and "float8_e4m3fn", sorted: `jaxoff.jit` stores kept values with such a
-        name in float8, with a float32 scale for each block of 128 along the last axis. Takes a mapping, too.
+        name in float8, with a float32 scale for each block of 128 along the last axis (64 or 32 where 128
+        does not divide the axis). Takes a mapping, too.
       preset: the name of the preset behind this policy, or None.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
-from jaxoff._jaxpr.float8 import BLOCK, can_compress
+from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress
 from jaxoff._jaxpr.float8_residuals import Watch, store_in_float8
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._residuals.findings.finding import Entry
@@ -60,8 +60,8 @@ def _describe_unmet(entry: Entry, named: list[Named]) -> Finding:
     if wide:
         aval = wide[0].eqn.outvars[0].aval
         why = (
-            f"its type is {aval}, and only floating-point numbers of two bytes or more, in whole blocks of "
-            f"{BLOCK} along the last axis, are stored so."
+            f"its type is {aval}, and only floating-point numbers of two bytes or more are stored so, with a "
+            f"last axis divisible by {LEAST_BLOCK}."
         )
     else:
         why = (

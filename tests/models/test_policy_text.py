@@ -20,7 +20,14 @@ def policies(draw):
     for name in names:
         lists[draw(st.sampled_from(sorted(lists)))].append(name)
     unmarked = draw(st.sampled_from(["recompute", "save", "dots", "offload", "offload_dots"]))
-    return jaxoff.policy(**lists, unmarked=unmarked, min_bytes=draw(st.integers(0, 1 << 40)))
+    kept = [*lists["offload"], *lists["save"]]
+    stored = draw(st.lists(st.sampled_from(kept), unique=True)) if kept else []
+    return jaxoff.policy(
+        **lists,
+        unmarked=unmarked,
+        min_bytes=draw(st.integers(0, 1 << 40)),
+        store=dict.fromkeys(stored, "float8_e4m3fn"),
+    )
 
 
 def check_text_and_back(policy):
@@ -108,7 +115,11 @@ def test_a_preset_with_changes():
         ("te_v3", ["te_v3", "te_v2", "Did you mean"]),
         (
             "offlaod=x",
-            ["offlaod", "offload, save, recompute, modules, unmarked, min_bytes", "Did you mean 'offload'?"],
+            [
+                "offlaod",
+                "offload, save, recompute, store, modules, unmarked, min_bytes",
+                "Did you mean 'offload'?",
+            ],
         ),
         ("save=x;te_v2", ["te_v2", "key=value"]),
         ("save=x;save=y", ["save", "twice"]),

@@ -36,6 +36,15 @@ def test_the_error_is_a_sixteenth_of_each_number_or_tiny_beside_the_largest(seed
     assert np.all(np.abs(got - want) <= np.maximum(np.abs(want) / 16 * 1.05, largest * 2.0**-18))
 
 
+@pytest.mark.parametrize(("width", "block"), [(32, 32), (192, 64), (1856, 64), (96, 32), (256, 128)])
+def test_blocks_divide_the_last_axis(width, block):
+    x = jax.random.normal(jax.random.key(0), (3, width))
+    numbers, scales = compress(x)
+    assert scales.shape == (3, width // block)
+    assert numbers.nbytes + scales.nbytes == compressed_nbytes(jax.typeof(x))
+    np.testing.assert_allclose(restore(numbers, scales, x.dtype), x, rtol=0.07, atol=1e-4)
+
+
 def test_zeros_stay_zeros_and_what_is_not_finite_shows():
     x = jnp.zeros((2, 256)).at[0, 3].set(jnp.inf).at[1, 200].set(jnp.nan)
     got = np.asarray(restore(*compress(x), x.dtype))

@@ -191,7 +191,7 @@ def test_a_value_without_whole_blocks_is_reported():
     ((code, message),) = find_codes(step, w, x)
     assert code is FindingCode.STORE_NOT_DONE
     assert "float32[8,100]" in message
-    assert "blocks of 128" in message
+    assert "a last axis divisible by 32" in message
 
 
 def test_a_misspelt_name_is_reported():
