@@ -24,7 +24,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
-from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress, compressed_nbytes
+from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress, chooses, compressed_nbytes
 from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, index_between_strides
 from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_compute, is_fused
 from jaxoff._jaxpr.tag import Tag
@@ -135,9 +135,18 @@ class Costs:
 
 
 def _label_compressible(pair: JointGraph, values: Iterable[Var]) -> Iterator[tuple[Var, str]]:
-    """The values of a loop fit for float8, with their words in the plan's table; none outside of loops."""
+    """The values of a loop fit for float8, with their words in the plan's table; none outside of loops.
+
+    Values behind a choice, such as the experts of a token, are not: a choice computed again by rounded values
+    may be another.
+    """
     makers = map_makers(pair.eqns)
-    return ((v, label(pair, v, makers.get(v))) for v in values if pair.has_stacks and can_compress(v.aval))
+    behind: set[Var] = set()
+    for eqn in reversed(pair.pure):
+        if chooses(eqn) or not behind.isdisjoint(eqn.outvars):
+            behind.update(variables(eqn))
+    fit = (v for v in values if pair.has_stacks and can_compress(v.aval) and v not in behind)
+    return ((v, label(pair, v, makers.get(v))) for v in fit)
 
 
 def _find_compressible(pair: JointGraph, values: Iterable[Var], patterns: Sequence[str]) -> dict[Var, int]:
@@ -163,8 +172,8 @@ def refuse_unmatched(costs: Sequence[Costs], patterns: Sequence[str]) -> None:
             names = ", ".join(sorted(found)) or "none"
             raise ValueError(
                 "compress lists values of loops over layers, floating-point with a last axis divisible by "
-                f"{LEAST_BLOCK}; {pattern!r} matches none of them ({names})."
-                f"{near_miss(pattern, sorted(found))}"
+                f"{LEAST_BLOCK}, and no operands of choices (top_k, sort); {pattern!r} matches none "
+                f"of them ({names}).{near_miss(pattern, sorted(found))}"
             )
 
 

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import Var
+from jaxoff._jaxpr.compat import JaxprEqn, Var
 
 # Neighbours along the last axis with a scale in common: at most, and at least.
 _MOST, LEAST_BLOCK = 128, 32
+_CHOICES = frozenset({"approx_top_k", "argmax", "argmin", "ceil", "floor", "round", "sort", "top_k"})
 DTYPE = jnp.float8_e4m3fn
 _LARGEST = float(jnp.finfo(DTYPE).max)
 
@@ -23,6 +24,18 @@ def can_compress(aval: Any) -> bool:
     shape, dtype = compat.shape_of(aval), compat.struct_of(aval).dtype
     is_wide = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
     return is_wide and bool(shape) and block_of(shape) >= LEAST_BLOCK and compat.nbytes(aval) > 0
+
+
+def chooses(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes a choice, such as the experts of a token, that rounded values may change."""
+    if any(chooses(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in jaxpr.eqns):
+        return True
+    if eqn.primitive.name != "convert_element_type":
+        return eqn.primitive.name in _CHOICES
+    given, made = (
+        jnp.issubdtype(compat.struct_of(v.aval).dtype, jnp.inexact) for v in (eqn.invars[0], eqn.outvars[0])
+    )
+    return given and not made
 
 
 def block_of(shape: Sequence[int]) -> int:

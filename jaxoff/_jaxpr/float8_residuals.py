@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,15 @@ import jax
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead, index_readers, map_makers, variables
-from jaxoff._jaxpr.float8 import DTYPE, block_of, can_compress, compress, compressed_nbytes, restore
+from jaxoff._jaxpr.float8 import (
+    DTYPE,
+    block_of,
+    can_compress,
+    chooses,
+    compress,
+    compressed_nbytes,
+    restore,
+)
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 from jaxoff._jaxpr.tag import Tag
 
@@ -39,10 +47,17 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Narrowed:
-    """A program with residuals in float8, and these residuals."""
+    """A program with residuals in float8.
+
+    Attributes:
+      closed: the program.
+      stored: these residuals.
+      exact: name of a residual that stays exact -> the equation of a backward pass that chooses by it again.
+    """
 
     closed: ClosedJaxpr
     stored: tuple[Stored, ...]
+    exact: Mapping[str, JaxprEqn]
 
 
 def store_in_float8(
@@ -51,7 +66,8 @@ def store_in_float8(
     """Stores named residuals in float8, on the device and in host memory.
 
     Residuals stay as they are where another equation than a backward pass reads them from host memory or from
-    a stack, and where their last axis has no whole blocks.
+    a stack, and where their last axis has no whole blocks. They stay as well where a backward pass computes a
+    choice from them again, such as the experts of a token: the choice by a rounded value may be another.
 
     Args:
       closed: a differentiated program.
@@ -64,12 +80,14 @@ def store_in_float8(
     """
     writer = _Writer(chooses, watch)
     jaxpr = writer.write_level(closed.jaxpr, count=1)
-    return Narrowed(closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr), tuple(writer.stored))
+    program = closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
+    return Narrowed(program, tuple(writer.stored), writer.exact)
 
 
 class _Writer:
     def __init__(self, chooses: Callable[[str], bool], watch: Watch | None):
         self.stored: list[Stored] = []
+        self.exact: dict[str, JaxprEqn] = {}
         self._chooses, self._watch = chooses, watch
         self._bodies: dict[int, Jaxpr] = {}  # by id of a program, which `_held` keeps
         self._held: list[Jaxpr] = []
@@ -130,9 +148,41 @@ class _Writer:
                 continue
             takes = [self._takes(level.eqns[i], v, in_backward=False) for i in set(readers.get(v, ()))]
             is_needed = compat.is_host(v.aval) or compat.scan_in(eqn) is not None
-            if any(takes) and (not is_needed or (all(takes) and v not in level.outvars)):
+            if not any(takes) or (is_needed and (not all(takes) or v in level.outvars)):
+                continue
+            taking = [level.eqns[i] for i in set(readers[v])]
+            taking = [reader for reader in taking if self._takes(reader, v, in_backward=False)]
+            if choice := self._find_choice(taking, {v})[0]:
+                self.exact[label] = choice
+            else:
                 found[v] = label
         return found
+
+    def _find_choice(
+        self, eqns: Iterable[JaxprEqn], rounded: Collection[Any]
+    ) -> tuple[JaxprEqn | None, set[Any]]:
+        """The first equation with a choice by rounded values, if any, and all values that depend on these."""
+        found = set(rounded)
+        for eqn in eqns:
+            read = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in found]
+            if not read:
+                continue
+            found.update(eqn.outvars)
+            inner, layout = self._read_backward(eqn) or self._body(eqn), compat.scan_in(eqn)
+            if inner is None:
+                if chooses(eqn):
+                    return eqn, found
+                continue
+            arguments = {inner.invars[i] for i in read}
+            choice, reached = self._find_choice(inner.eqns, arguments)
+            if layout is not None and choice is None:  # what an iteration hands on to the next
+                carry = slice(layout.num_consts, layout.num_consts + layout.num_carry)
+                pairs = zip(inner.invars[carry], inner.outvars[: layout.num_carry], strict=True)
+                arguments |= {v for v, out in pairs if isinstance(out, Var) and out in reached}
+                choice, _ = self._find_choice(inner.eqns, arguments)
+            if choice is not None:
+                return choice, found
+        return None, found
 
     def _takes(self, eqn: JaxprEqn, v: Var, *, in_backward: bool) -> bool:
         """Whether an equation can read a value, or its rows, in float8."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress
 from jaxoff._jaxpr.float8_residuals import Watch, store_in_float8
 from jaxoff._report.finding import Finding, FindingCode
@@ -51,11 +51,25 @@ def store_by_policies(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Finding]]:
     for entry in entries:
         named = [n for n in requests.named if n.tag.label and entry.matches(n.tag.label)]
         if named and not any(map(entry.matches, done)):
-            findings.append(_describe_unmet(entry, named))
+            findings.append(_describe_unmet(entry, named, narrowed.exact))
+        elif exact := sorted(filter(entry.matches, narrowed.exact)):
+            findings.append(_describe_exact(exact[0], narrowed.exact[exact[0]]))
     return narrowed.closed, findings
 
 
-def _describe_unmet(entry: Entry, named: list[Named]) -> Finding:
+def _describe_exact(label: str, choice: JaxprEqn) -> Finding:
+    return Finding(
+        FindingCode.STORE_NOT_DONE,
+        f"{label!r} is not stored in float8, though store asks for it: a backward pass computes a choice "
+        f"({choice.primitive.name}) from it again, and by rounded values the choice may be another. Name the "
+        "choice's operand, such as a router's probabilities, and list that name in save.",
+        compat.source_line(choice),
+    )
+
+
+def _describe_unmet(entry: Entry, named: list[Named], exact: Mapping[str, JaxprEqn]) -> Finding:
+    if chosen := next(filter(entry.matches, exact), None):
+        return _describe_exact(chosen, exact[chosen])
     wide = [n for n in named if not can_compress(n.eqn.outvars[0].aval)]
     if wide:
         aval = wide[0].eqn.outvars[0].aval
