@@ -23,14 +23,8 @@ from jaxoff._budget.segments import find_cuts
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
-from jaxoff._jaxpr.inline import Renamed, resolve
+from jaxoff._jaxpr.inline import Renamed, make_masks_inside, resolve
 from jaxoff._jaxpr.scopes import is_transposed
-
-# Equations of a mask or a fill: fused into the kernel that reads the mask.
-_CHEAP = frozenset(
-    {"add", "and", "broadcast_in_dim", "convert_element_type", "eq", "ge", "gt", "iota", "le",
-     "lt", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "squeeze", "sub", "transpose"}
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +122,7 @@ def _pair(
     first, arguments = _first_row(layout), list(zip(forward.invars, body.invars, strict=True))
     constants = _Constants(arguments[: layout.num_consts], makers)
     rows = {v: inner for v, inner in arguments[first:] if isinstance(v, Var)}
-    body = _repeat_constants(body, constants.arguments, makers)
+    body = make_masks_inside(body, constants.arguments, makers)
     numbering = Numbering(body.invars, body.eqns, constants.aliases)
     theirs, _ = inline_body(bodies[1].jaxpr)
 
@@ -199,40 +193,6 @@ def _pair(
         residuals=tuple(residuals),
         given=tuple(given),
     )
-
-
-def _repeat_constants(body: Jaxpr, consts: Mapping[Any, Var], makers: Mapping[Var, JaxprEqn]) -> Jaxpr:
-    """A body that makes the masks and fills among the loop's constants itself.
-
-    As operands of a loop they would be arrays in memory.
-
-    Args:
-      body: the body of a loop.
-      consts: an operand of the loop -> its argument in the body.
-      makers: variable -> the equation outside of the loop.
-    """
-    done: Renamed = {}
-    eqns: list[JaxprEqn] = []
-
-    def can_make(v: Any) -> bool:
-        if isinstance(v, Literal):
-            return True
-        eqn = makers.get(v)
-        return eqn is not None and eqn.primitive.name in _CHEAP and all(map(can_make, eqn.invars))
-
-    def make(v: Any) -> Any:
-        if isinstance(v, Literal) or v in done:
-            return resolve(done, v)
-        operands = [make(w) for w in makers[v].invars]
-        done.update((w, Var(w.aval)) for w in makers[v].outvars)
-        eqns.append(makers[v].replace(invars=operands, outvars=[done[w] for w in makers[v].outvars]))
-        return done[v]
-
-    made: Renamed = {
-        argument: make(v) for v, argument in consts.items() if isinstance(v, Var) and can_make(v)
-    }
-    renamed = (eqn.replace(invars=[resolve(made, v) for v in eqn.invars]) for eqn in body.eqns)
-    return body.replace(eqns=[*eqns, *renamed], outvars=[resolve(made, v) for v in body.outvars])
 
 
 class _Constants:

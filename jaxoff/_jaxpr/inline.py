@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +75,73 @@ def split_scalars(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprE
         else:
             rest.append(eqn)
     return rest, scalars
+
+
+# Equations of a mask or a fill: fused into the kernel that reads the mask.
+_CHEAP = frozenset(
+    {"add", "and", "broadcast_in_dim", "convert_element_type", "eq", "ge", "gt", "iota", "le",
+     "lt", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "squeeze", "sub", "transpose"}
+)  # fmt: skip
+
+
+def make_masks_inside(body: Jaxpr, consts: Mapping[Any, Var], makers: Mapping[Var, JaxprEqn]) -> Jaxpr:
+    """A body that makes the masks and fills among the loop's constants itself.
+
+    As operands of a loop they would be arrays in memory.
+
+    Args:
+      body: the body of a loop.
+      consts: an operand of the loop -> its argument in the body.
+      makers: variable -> the equation outside of the loop.
+    """
+    done: Renamed = {}
+    eqns: list[JaxprEqn] = []
+
+    def can_make(v: Any) -> bool:
+        if isinstance(v, Literal):
+            return True
+        eqn = makers.get(v)
+        return eqn is not None and eqn.primitive.name in _CHEAP and all(map(can_make, eqn.invars))
+
+    def make(v: Any) -> Any:
+        if isinstance(v, Literal) or v in done:
+            return resolve(done, v)
+        operands = [make(w) for w in makers[v].invars]
+        done.update((w, Var(w.aval)) for w in makers[v].outvars)
+        eqns.append(makers[v].replace(invars=operands, outvars=[done[w] for w in makers[v].outvars]))
+        return done[v]
+
+    made: Renamed = {
+        argument: make(v) for v, argument in consts.items() if isinstance(v, Var) and can_make(v)
+    }
+    renamed = (eqn.replace(invars=[resolve(made, v) for v in eqn.invars]) for eqn in body.eqns)
+    return body.replace(eqns=[*eqns, *renamed], outvars=[resolve(made, v) for v in body.outvars])
+
+
+_ROUNDED_TO = {
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32: "bfloat16",
+    jax.lax.DotAlgorithmPreset.F16_F16_F32: "float16",
+}
+
+
+def round_operands(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Rounds operands ahead of the products whose algorithm rounds them, once for all readers.
+
+    `jax.nn.dot_product_attention` takes products of float32 gradients by the algorithm BF16_BF16_F32. XLA
+    rounds in each product; a barrier between two of them would keep the float32 operand as well.
+    """
+    rounded: dict[tuple[Var, str], Var] = {}
+    for eqn in eqns:
+        dtype = _ROUNDED_TO.get(eqn.params["precision"]) if eqn.primitive.name == "dot_general" else None
+        operands = list(eqn.invars)
+        for i, v in enumerate(operands):
+            if dtype is None or not isinstance(v, Var) or compat.struct_of(v.aval).dtype != "float32":
+                continue
+            if (v, dtype) not in rounded:
+                made, (rounded[v, dtype],) = trace_call(lambda x, t=dtype: x.astype(t), [v], like=eqn)
+                yield from made
+            operands[i] = rounded[v, dtype]
+        yield eqn.replace(invars=operands)
 
 
 def delay_fills(eqns: Iterable[JaxprEqn], value: Var | None, large_nbytes: int) -> Iterator[JaxprEqn]:

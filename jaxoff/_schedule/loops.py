@@ -28,7 +28,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.allocation import empty
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._jaxpr.dataflow import count_reads, index_makers, mark_dependents
-from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
+from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, round_operands, trace_call
 from jaxoff._jaxpr.kernels import trace_to_kernel
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._jaxpr.provenance import Scope, trace_origin
@@ -313,7 +313,7 @@ class _Iteration:
         avals = jax.tree.map(jax.typeof, (consts, xs, state))
         closed = compat.trace_like(loop.eqn, functools.partial(self._advance, moved_aside), avals)
         jaxpr, renamed = closed.jaxpr, {}
-        eqns = list(inline_calls(jaxpr.eqns, renamed))
+        eqns = list(round_operands(inline_calls(jaxpr.eqns, renamed)))
         outs = [resolve(renamed, v) for v in jaxpr.outvars]
         before = jax.tree.unflatten(structure, jaxpr.invars[-len(leaves) :])
         outs, copies = outs[: len(leaves)], outs[len(leaves) :]
@@ -371,7 +371,7 @@ class _Iteration:
         deferred = [k for k in self.retained if self._sent_stacks[k].send_deferred]
         body = _remove_copies(loop, self.prefetched, deferred, self.retained_vars)
         out = compat.jaxpr_as_fun(body)(*consts, *carry, *(inputs[k] for k in range(len(xs))))
-        carry, out = out[: loop.layout.num_carry], out[loop.layout.num_carry :]
+        carry, out = [*map(_hide_count, out[: loop.layout.num_carry])], out[loop.layout.num_carry :]
         stacks, retained = list(state.stacks), out[len(state.stacks) :]
         for j, k in enumerate(self.retained):
             if k in deferred and not self._sent_stacks[k].overwrites:
@@ -415,6 +415,15 @@ def _remove_copies(
     eqns = [eqn for eqn in body.eqns if not any(eqn is other for other in removed)]
     jaxpr = body.replace(invars=[*consts, *carry, *xs], eqns=eqns, outvars=[*outs, *retained_vars])
     return loop.eqn.params["jaxpr"].replace(jaxpr=jaxpr)
+
+
+def _hide_count(value: Any) -> Any:
+    """A carried integer behind a barrier: XLA would make one counter of it and of the loop's own.
+
+    The loop would lose its known number of iterations, and write host stacks by kernels instead of copies.
+    """
+    is_count = not value.ndim and jnp.issubdtype(value.dtype, jnp.integer)
+    return lax.optimization_barrier(value) if is_count else value
 
 
 def _read_row(stack, index):

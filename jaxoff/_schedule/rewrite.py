@@ -13,14 +13,16 @@ from jaxoff._device.flops import product_flops
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import index_makers, mark_dependents, variables
+from jaxoff._jaxpr.dataflow import index_makers, map_makers, mark_dependents, variables
 from jaxoff._jaxpr.inline import (
     Renamed,
     delay_fills,
     inline_calls,
     inline_program,
     instantiate,
+    make_masks_inside,
     resolve,
+    round_operands,
     split_scalars,
 )
 from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
@@ -133,6 +135,7 @@ class _Rewriter:
         layers = _find_layer_loops(jaxpr)
         shardings = {i: self._shardings.get(number) for i, number in zip(layers, self._numbers, strict=False)}
         loops = {i: loop for i, eqn in layers.items() if (loop := Loop.find(eqn))}
+        loops = self._make_masks_inside(jaxpr, loops)
         self.written_out += len(loops)
         self.scanned += sum("H2D" in _find_transfers(eqn.params["jaxpr"].jaxpr) for eqn in layers.values())
         if not loops:
@@ -183,6 +186,20 @@ class _Rewriter:
         outs = [resolve(renamed, v) for v in jaxpr.outvars]
         return self._order_up_to_last_loop(jaxpr.replace(eqns=eqns, outvars=outs), end)
 
+    def _make_masks_inside(self, jaxpr: Jaxpr, loops: Mapping[int, Loop]) -> dict[int, Loop]:
+        """Loops that make the large masks and fills among their constants themselves, in their kernels."""
+        renamed: Renamed = {}
+        makers = map_makers(list(inline_calls(jaxpr.eqns, renamed, checkpoints=False)) if loops else ())
+        found = {}
+        for i, loop in loops.items():
+            operands, arguments = (loop.split(list(part))[0] for part in (loop.eqn.invars, loop.body.invars))
+            pairs = zip((resolve(renamed, v) for v in operands), arguments, strict=True)
+            large = {
+                v: argument for v, argument in pairs if compat.nbytes(argument.aval) >= self._large_nbytes
+            }
+            found[i] = dataclasses.replace(loop, body=make_masks_inside(loop.body, large, makers))
+        return found
+
     def _may_divide(self, loop: Loop) -> bool:
         """Whether the compiler may divide the values of a loop over devices."""
         manual = compat.is_manual(loop.eqn)
@@ -203,7 +220,7 @@ class _Rewriter:
           end: number of equations up to the last loop, inclusive.
         """
         renamed: Renamed = {}
-        eqns, scalars = split_scalars(inline_calls(jaxpr.eqns[:end], renamed))
+        eqns, scalars = split_scalars(round_operands(inline_calls(jaxpr.eqns[:end], renamed)))
         rest = chain_collectives(inline_calls(jaxpr.eqns[end:], renamed))
         outs: Any = [resolve(renamed, v) for v in jaxpr.outvars]
         read: Any = [*outs, *(v for eqn in rest for v in eqn.invars)]
@@ -224,12 +241,12 @@ class _Rewriter:
         renamed: Renamed = {}
         backward = next((i for i, eqn in enumerate(outer) if compat.is_backward(eqn)), len(outer))
         made = index_makers(outer)
-        head = list(inline_calls(outer[:backward], renamed))
+        head = list(round_operands(inline_calls(outer[:backward], renamed)))
         newest: set[Var] = set()
         if backward < len(outer):
             operands = [v for v in outer[backward].invars if isinstance(v, Var)]
             newest = {resolve(renamed, max(operands, key=lambda v: made.get(v, -1)))}
-        tail = list(inline_calls(outer[backward:], renamed))
+        tail = list(round_operands(inline_calls(outer[backward:], renamed)))
         in_order = [True] * len(head) + mark_dependents(tail, newest)
         # The result of an inner `jax.jit` may be the result of a checkpoint in it.
         jaxpr = jaxpr.replace(outvars=[resolve(calls, v) for v in jaxpr.outvars])
