@@ -159,7 +159,7 @@ def _pair(
             numbering.add(only_backward[-1])
         else:
             rest.append(eqn.replace(invars=operands))
-    if stacks.keys().isdisjoint(backward.invars) and len(only_backward) + len(rest) == len(theirs.eqns):
+    if stacks.keys().isdisjoint(variables(backward)) and len(only_backward) + len(rest) == len(theirs.eqns):
         return None
     body = body.replace(eqns=[inner.widened.get(id(eqn), eqn) for eqn in body.eqns])
     residuals = [

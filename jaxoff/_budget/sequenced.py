@@ -5,9 +5,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from jaxoff._budget.joint_graph import JointGraph
+from jaxoff._budget.segments import find_cuts
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 
 
@@ -43,6 +45,11 @@ class LayerSequence(JointGraph):
 
     layers: tuple[Layer, ...]
     first_reads: tuple[int, ...]
+
+    @functools.cached_property
+    def cuts(self) -> Sequence[int]:
+        """The cuts of a layer; a section has none."""
+        return () if self.is_section else find_cuts(self)
 
     def list_passed(self) -> list[Any]:
         """The values that stay on the device as they are not the layers' to place.

@@ -10,6 +10,7 @@ from jaxoff._device.calibration import H200_CALIBRATION, Calibration
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn
 from jaxoff._jaxpr.inline import inline_calls
+from jaxoff._jaxpr.primitives import is_compute
 
 # Products in a pass of attention. Forward: query by key, weights by value. Backward: two gradients of each of
 # these, and query by key again, since the weights are not stored.
@@ -51,6 +52,8 @@ def product_flops(eqn: JaxprEqn, fitted: Calibration = H200_CALIBRATION) -> floa
         return _slowdown(eqn, fitted) * 2.0 * positions * math.prod(kernel) / kernel[features]
     if name.startswith("dot_product_attention"):
         return _attention_flops(eqn, shapes[0], shapes[1])
+    if not is_compute(eqn):
+        return 0.0
     matrices = [shape for shape in shapes if len(shape) > 1]
     return max((_pair_flops(pair, out) for pair in itertools.combinations(matrices, 2)), default=0.0)
 
