@@ -365,6 +365,7 @@ def _add_pair(
       value -> the ways to keep the value.
     """
     pair, length = costs.pair, costs.pair.count
+    times_run = length * pair.runs
     kept: dict[Var, list[_Way]] = {}
     copies_out: list[tuple[int, float, float]] = []  # variable, time of the copy, earliest start
     copies_back: list[tuple[int, float]] = []
@@ -379,7 +380,7 @@ def _add_pair(
             ways_of.append(_Way(save, False, compresses))
             memory.append((save, length * nbytes / _MB))
             saving = costs.saving_ms[v] * nbytes / max(whole, 1) + _SAVING_SHARE * pass_ms
-            program.cost[save] += length * (saving + added)
+            program.cost[save] += times_run * (saving + added)
             if nbytes < _LEAST_OFFLOADED_NBYTES or _is_marked(pair, v):
                 continue
             move = program.add_variable(integer=True)
@@ -388,7 +389,7 @@ def _add_pair(
             host.append((move, (length + 1) * nbytes / _MB))  # a stack has a spare row
             copies_out.append((move, device.d2h_ms(nbytes), costs.ready_ms[v]))
             copies_back.append((move, device.h2d_ms(nbytes)))
-            program.cost[move] += length * (pass_ms + added)
+            program.cost[move] += times_run * (pass_ms + added)
 
     for v, other in costs.only_with.items():
         without = [(way.variable, -1.0) for way in kept.get(other, ())]
@@ -407,22 +408,22 @@ def _add_pair(
         if v in pair.needed and v not in free:
             program.add_upper_bound(ways(v), -1.0)
     for i, eqn in enumerate(pair.pure):
-        program.cost[repeated[i]] += length * (costs.equation_ms[i] + 1e-6)
+        program.cost[repeated[i]] += times_run * (costs.equation_ms[i] + 1e-6)
         for v in dict.fromkeys(v for v in variables(eqn) if v not in free):
             program.add_upper_bound([(repeated[i], 1.0), *ways(v)], 0.0)
 
     if copies_back:
         copying = program.add_variable(integer=True)
-        program.cost[copying] += _ORDERED_KERNEL_MS * length * costs.kernels
+        program.cost[copying] += _ORDERED_KERNEL_MS * times_run * costs.kernels
         for move, _ in copies_back:
             program.add_lower_bound(copying, [(move, 1.0)])
         exposed = program.add_variable(upper=float("inf"))
-        program.cost[exposed] += length
+        program.cost[exposed] += times_run
         times = [(i, -_HIDING_SHARE * ms) for i, ms in zip(repeated, costs.equation_ms, strict=True) if ms]
         program.add_lower_bound(exposed, [*copies_back, *times], -_HIDING_SHARE * costs.backward_ms)
         # A copy to the host starts when its value is there, and the iteration waits for its end.
         exposed = program.add_variable(upper=float("inf"))
-        program.cost[exposed] += length
+        program.cost[exposed] += times_run
         for ready in sorted({ms for _, _, ms in copies_out}):
             later = [(move, copy_ms) for move, copy_ms, ms in copies_out if ms >= ready]
             program.add_lower_bound(exposed, later, -_HIDING_SHARE * (costs.forward_ms - ready))

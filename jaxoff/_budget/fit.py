@@ -188,7 +188,9 @@ class _Search[P]:
         self._whole = _Form.of(whole, (), self._device, budget)
         self._in_parts = _Form.of(in_parts, regions, self._device, budget) if regions else self._whole
         refuse_unmatched(self._whole.costs, budget.compress)
-        self._step_ms = sum(c.pair.count * (c.forward_ms + c.backward_ms) for c in self._whole.costs)
+        self._step_ms = sum(
+            c.pair.count * c.pair.runs * (c.forward_ms + c.backward_ms) for c in self._whole.costs
+        )
         self._written: tuple[Any, ClosedJaxpr] | None = None  # the latest program
         self._form, self._room = self._begin(devices if self._is_manual else None)
         self.tried: list[Tried[P]] = []

@@ -21,6 +21,7 @@ class JointGraph:
 
     Attributes:
       count: the number of layers.
+      runs: how often the layers run in a step: the iterations of the loops around, such as over microbatches.
       eqns: the equations of the forward pass.
       results: the results of the forward pass.
       carried: the arguments from the layer before.
@@ -52,6 +53,7 @@ class JointGraph:
     has_stacks: bool
     position: int
     end: float
+    runs: int = 1
     is_section: ClassVar[bool] = False
 
     @functools.cached_property

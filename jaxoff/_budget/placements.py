@@ -52,20 +52,27 @@ class LayeredProgram:
             of one device.
         """
 
-        def write(program: Jaxpr) -> Jaxpr:
+        def write(program: Jaxpr, runs: int = 1) -> Jaxpr:
+            def decide_here(graph: JointGraph) -> Placements | None:
+                return decide(dataclasses.replace(graph, runs=runs))
+
+            def write_inner(eqn: JaxprEqn) -> JaxprEqn:
+                flow = compat.control_flow(eqn)
+                inner_runs = runs * (flow.iterations if flow else 1)
+                return compat.map_programs(eqn, lambda inner: write(inner, inner_runs))
+
             found = self._find_level(program)
-            level, by_eqn, paired = _write_sequences(found.inlined, found.sequenced, decide), {}, set()
+            level = _write_sequences(found.inlined, found.sequenced, decide_here)
+            by_eqn, paired = {}, set()
             loops = found.loops
             if level is not found.inlined:  # the equations that read values of the sequences are others now
                 left = {pair.forward.outvars[0] for pair in loops}
                 loops = [pair for pair in find_loop_pairs(level) if pair.forward.outvars[0] in left]
             for pair in loops:
                 paired.update((id(pair.forward), id(pair.backward)))
-                if (placements := decide(pair)) is not None:
+                if (placements := decide_here(pair)) is not None:
                     by_eqn[id(pair.forward)] = by_eqn[id(pair.backward)] = pair, placements
-            inner = {
-                id(eqn): eqn if id(eqn) in paired else compat.map_programs(eqn, write) for eqn in level.eqns
-            }
+            inner = {id(eqn): eqn if id(eqn) in paired else write_inner(eqn) for eqn in level.eqns}
             same = all(inner[id(eqn)].params == eqn.params for eqn in level.eqns)
             if level is found.inlined and not by_eqn and same:
                 return program
