@@ -110,7 +110,7 @@ class Draft:
         """Places all kernels."""
         self._place_first_reloads()
         self._store_arguments()
-        waiting = [i for i in self._graph.kernels if self._problem.in_order[i] and is_compute(self._eqns[i])]
+        waiting = [i for i in self._graph.kernels if self._problem.in_order[i] and self._takes_turns(i)]
         while waiting:
             candidates = self._find_leading(waiting) + waiting[:_LOOKAHEAD]
             ready = {i: self._graph.find_ready_ms(i, self._placed, self._available) for i in candidates}
@@ -124,6 +124,19 @@ class Draft:
             self._place(i)
         late = frozenset(self.times.find_late_reloads(self._problem.reuses_buffer_of))
         return Schedule(tuple(self._chain.actions), self._chain.renamed, late)
+
+    def _takes_turns(self, i: int) -> bool:
+        """Whether a kernel waits for its turn; the others run where their results are read, or at the end.
+
+        A compute kernel does, and a sum over a recomputed compute kernel's result: the gradient of a scale
+        behind a product would recompute the product at the end of the program, and hold its operands.
+        """
+        if is_compute(self._eqns[i]):
+            return True
+        if self._eqns[i].primitive.name != "reduce_sum":
+            return False
+        makers = (self._graph.maker[v] for v in self._graph.reads[i] if v in self._graph.maker)
+        return any(is_compute(self._eqns[j]) and not self._problem.in_order[j] for j in makers)
 
     def _find_leading(self, waiting: list[int]) -> list[int]:
         """Finds the kernels before collectives with room in memory beside the other candidates."""
