@@ -91,6 +91,7 @@ def verify(
         raise ValueError("expected_host_bytes and report say the same thing: give one of them; got both.")
     if expected_host_bytes is not None and expected_host_bytes < 0:
         raise ValueError(f"expected_host_bytes is a number of bytes, 0 or more; got {expected_host_bytes}.")
+    compiled = _unwrap(compiled)
     module = _parse_module(compiled)
     options = recall_options(compiled) if compiler_options is None else compiler_options
     graphs = GraphOptions.of({**parse_xla_flags(os.environ.get("XLA_FLAGS", "")), **options})
@@ -109,6 +110,12 @@ def verify(
     )
     faults = find_faults(facts, expected, recall_placement(compiled))
     return dataclasses.replace(facts, findings=tuple(faults))
+
+
+def _unwrap(compiled: Any) -> Any:
+    """The program in a compiled function of Flax, or the given one."""
+    inner = getattr(compiled, "compiled", None)
+    return inner if isinstance(inner, jax.stages.Compiled) else compiled
 
 
 def _parse_module(compiled: Any) -> hlo.Module:

@@ -193,10 +193,33 @@ def find_unmet_requests(jaxpr: Jaxpr) -> Iterator[Finding]:
         yield from _find_wrong_kinds(policy, requests)
     # `keep_first` keeps all offloaded values of a single layer; only its policy is in such a program.
     late = [policy for policy, backward in offloading if backward and policy in requests.plain_policies]
+    yield from _find_lost_exemptions(requests)
     if requests.has_host_residuals:
         yield from map(_describe_stayed, _list_stayed(requests))
+    elif late and requests.has_copies:
+        yield Finding(
+            FindingCode.CHECKPOINT_OVERRIDDEN,
+            f"the policy {_describe_policy(late[0])} belongs to a jax.checkpoint inside another, which "
+            "decides: values are recomputed, and only then copied to the host and back within the backward "
+            "pass, which frees nothing. Give the outer jax.checkpoint this policy, or drop one of the two. "
+            f"{_EXPLAIN}",
+        )
     elif late:
         yield _describe_nothing(late, list(_list_stayed(requests)))
+
+
+def _find_lost_exemptions(requests: Requests) -> Iterator[Finding]:
+    """Finds offloaded values under `mark_not_offload`: policies from elsewhere do not know marks."""
+    for named in requests.named:
+        if named.tag.mark == "not_offload" and id(named.eqn) in requests.copied:
+            yield Finding(
+                FindingCode.EXEMPTION_LOST,
+                f"{_name_of([named])} is offloaded although it is under mark_not_offload: policies of "
+                "jax.checkpoint_policies know names, and no marks. Use jaxoff.policy(...), or take the name "
+                "out of the list.",
+                compat.source_line(named.eqn),
+            )
+            return
 
 
 def _find_wrong_kinds(policy: Any, requests: Requests) -> Iterator[Finding]:

@@ -251,3 +251,85 @@ def test_a_plain_loop_is_left_to_xla():
     stock, _ = compiled("scan", POLICY, False)
     assert jaxoff.verify(program).device_temp_bytes == jaxoff.verify(stock).device_temp_bytes
     assert {finding.code for finding in jaxoff.verify(program).findings} == {"copy-not-overlapped"}
+
+
+def compile_and_verify(step, *args, **options):
+    jitted = jaxoff.jit(step, **options)
+    compiled = jaxoff.target("h200").compile(jitted, *args)
+    return jitted, compiled, jaxoff.verify(compiled, compiler_options=jitted.options)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_carried_counter_leaves_copies_to_the_host_by_dma(first):
+    """XLA would make one counter of it and of the loop's own, and lose the number of iterations."""
+
+    def loss(w, x):
+        def body(carry, _):
+            x, count = carry
+            x = jaxoff.name(x, "x_in")
+            angle = jnp.sin(count.astype(jnp.float32) * 1e-3).astype(x.dtype)
+            return (x + jnp.tanh(x @ w) @ w.T + angle, count + 1), None
+
+        body = jax.checkpoint(body, policy=jaxoff.policy(offload=["x_in"]), prevent_cse=False)
+        (x, _), _ = jax.lax.scan(body, (x, jnp.int32(first)), None, length=LAYERS)
+        return x.astype(jnp.float32).var()
+
+    args = struct(WIDTH, WIDTH), struct(ROWS, WIDTH)
+    _, _, facts = compile_and_verify(jax.grad(loss), *args, recipe="concurrent", device=FAST_LINK)
+    assert facts.copies
+    assert all(copy.via == "dma" for copy in facts.copies)
+    assert facts.d2h_bytes in [layers * X_NBYTES for layers in (LAYERS - 1, LAYERS)]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_by_xla_holds_less_than_in_stock_order(is_causal):
+    """Its gradient is rounded once for two products, and its mask is made in the kernels that read it."""
+    batch, length, heads, head = 4, 1024, 16, 64
+    scores = batch * heads * length * length
+
+    def loss(w, x):
+        def body(x, w):
+            x = jaxoff.name(x, "x_in")
+            q, k, v = jnp.moveaxis((x @ w["qkv"]).reshape(batch, length, 3, heads, head), 2, 0)
+            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
+            return x + mixed.reshape(x.shape) @ w["out"], None
+
+        body = jax.checkpoint(body, policy=jaxoff.policy(offload=["x_in"]), prevent_cse=False)
+        return (jax.lax.scan(body, x, w)[0].astype(jnp.float32) ** 2).mean()
+
+    width = heads * head
+    args = {"qkv": struct(4, width, 3 * width), "out": struct(4, width, width)}, struct(batch, length, width)
+    _, stock, _ = compile_and_verify(jax.grad(loss), *args, recipe="stock")
+    _, ours, _ = compile_and_verify(jax.grad(loss), *args, recipe="ordered")
+    temporaries = [c.memory_analysis().temp_size_in_bytes for c in (stock, ours)]
+    assert temporaries[1] < temporaries[0] - scores
+    # Two float32 arrays of scores at most, and one in bfloat16, with the rest of a layer.
+    assert temporaries[1] < 2.5 * 4 * scores
+
+
+def test_the_gradient_of_a_scale_behind_a_product_has_its_turn():
+    """Else all layers' products, recomputed for it alone, come at the end, and hold their operands."""
+
+    policy = jaxoff.policy(offload=["x_in"])
+
+    def loss(w, x, scaled):
+        for i in range(LAYERS):
+            own = jax.tree.map(lambda a, i=i: a[i], w)
+            x = jax.checkpoint(functools.partial(layer_with_scale, scaled=scaled), policy=policy)(x, own)
+        return x.astype(jnp.float32).var()
+
+    def layer_with_scale(x, w, *, scaled):
+        x = jaxoff.name(x, "x_in")
+        out = jax.nn.gelu(x @ w["up"]) @ w["down"]
+        return x + (w["scale"] * out if scaled else out)
+
+    args = weights(LAYERS) | {"scale": struct(LAYERS, WIDTH)}, struct(ROWS, WIDTH)
+    peaks = [
+        compile_and_verify(
+            jax.grad(functools.partial(loss, scaled=scaled)), *args, recipe="ordered", device=FAST_LINK
+        )[1]
+        .memory_analysis()
+        .temp_size_in_bytes
+        for scaled in (False, True)
+    ]
+    assert peaks[1] < peaks[0] + 2 * ACT_NBYTES

@@ -373,3 +373,65 @@ def test_a_step_with_layers_in_a_python_loop_runs_within_its_budget():
         np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=1e-3)
     assert {v.count for v in planned.plan.values} == {LAYERS}
     assert "recompute" not in {v.placement for v in planned.plan.values}
+
+
+def test_the_least_of_layers_of_two_kinds_makes_one_at_a_time():
+    """Two neighbouring layers are one group; between the two, the least memory keeps what is passed on."""
+
+    def pairs_of(weights, x):
+        for i, w in enumerate(weights):
+            x = (attend if i % 2 else feed)(x, w)
+        return x.sum()
+
+    weights = make_weights(jax.random.key(0), layers=16, width=128)
+    closed = jax.make_jaxpr(jax.grad(pairs_of))(weights, jnp.ones((64, 128)))
+    pair = max(list_joint_graphs(closed), key=lambda pair: pair.count)
+    assert pair.count == 4
+    costs = Costs.of(pair, H200)
+    assert len(costs.segments.nbytes) == 2
+    least = choose_placements([costs], H200, None, 0)
+    assert least is not None
+    kept = {pair.values[i] for i in least[0][0].saved}
+    assert costs.segments.excess_nbytes(kept) == 0
+
+
+def test_what_placements_add_counts_for_each_run_of_the_layers():
+    def step(weights, xs):
+        def one(weights, x):
+            grads = jax.grad(lambda ws: _stack(ws, x).sum())(weights)
+            return jax.tree.map(lambda w, g: w - g, weights, grads), None
+
+        return jax.lax.scan(one, weights, xs)[0]
+
+    def _stack(ws, x):
+        return jax.lax.scan(lambda x, w: (feed(x, w), None), x, ws)[0]
+
+    shapes = {"up": (LAYERS, 512, 2048), "down": (LAYERS, 2048, 512)}
+    weights = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+
+    def added_ms(runs):
+        xs = jax.ShapeDtypeStruct((runs, 4096, 512), "float32")
+        (pair,) = list_joint_graphs(jax.make_jaxpr(step)(weights, xs))
+        assert pair.runs == runs
+        found = choose_placements([Costs.of(pair, H200)], H200, None, 0)
+        assert found is not None
+        return found[1]
+
+    assert added_ms(4) == pytest.approx(4 * added_ms(1), rel=1e-3)
+
+
+def test_a_loss_in_chunks_around_a_loop_over_layers_has_a_plan():
+    def step(weights, x):
+        def loss(weights):
+            def chunk(total, part):
+                return total + jax.lax.scan(lambda x, w: (feed(x, w), None), part, weights)[0].var(), None
+
+            return jax.lax.scan(chunk, 0.0, x)[0]
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    shapes = {"up": (LAYERS, 64, 256), "down": (LAYERS, 256, 64)}
+    weights = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((4, 128, 64), "float32")
+    jitted = jaxoff.jit(step, donate_argnums=0)
+    assert jaxoff.plan(jitted, weights, x, device_bytes=10**9, compiled=False).peak_bytes < 10**9

@@ -19,7 +19,7 @@ from jaxoff._device.flops import product_flops
 from jaxoff._device.kernel_time import lower_clock, program_ms, step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.inline import inline_calls, resolve
+from jaxoff._jaxpr.inline import inline_calls, inline_program, resolve
 from jaxoff._jaxpr.kernels import KernelGraph
 
 ROWS, WIDTH, HIDDEN = 256, 64, 128
@@ -157,6 +157,14 @@ def test_loops_and_branches_take_what_runs_in_them(form):
     assert milliseconds(chunks(form), X, W, device=slow) == pytest.approx(product + elementwise, rel=1e-3)
     (eqn,) = (e for e in jax.make_jaxpr(chunks(form))(X, W).jaxpr.eqns if compat.control_flow(e))
     assert product_flops(eqn) == pytest.approx(FLOPS)
+
+
+@pytest.mark.parametrize("fun", [jnp.equal, jnp.add, jnp.maximum])
+def test_a_table_of_pairs_by_an_elementwise_equation_is_no_product(fun):
+    jaxpr = jax.make_jaxpr(lambda a, b: fun(a, b))(jnp.ones((8, 1)), jnp.ones((1, 16))).jaxpr
+    eqn = inline_program(jaxpr).eqns[-1]
+    assert eqn.outvars[0].aval.shape == (8, 16)
+    assert product_flops(eqn) == 0
 
 
 def test_a_shard_map_takes_what_a_device_runs_in_it():

@@ -128,7 +128,31 @@ def test_marks_are_requests_too():
 def test_an_offload_inside_a_checkpoint_that_decides_otherwise_is_said():
     inner = jax.checkpoint(layer, policy=OFFLOAD_A)
     (finding,) = findings_of(jax.grad(one_by_one(inner, None)), W, X)
-    assert finding.code is jaxoff.FindingCode.NOTHING_OFFLOADED
+    assert finding.code is jaxoff.FindingCode.CHECKPOINT_OVERRIDDEN
+
+
+def test_copies_within_the_backward_pass_of_another_checkpoint_are_said():
+    def group(x, w):
+        return in_a_scan(layer, OFFLOAD_A)(w, x) + x
+
+    outer = jax.checkpoint(group, policy=jax.checkpoint_policies.nothing_saveable)
+    groups = jnp.stack([W, W])
+    loss = lambda w, x: lax.scan(lambda x, w: (outer(x, w), None), x, w)[0].sum()  # noqa: E731
+    (finding,) = findings_of(jax.grad(loss), groups, X)
+    assert finding.code is jaxoff.FindingCode.CHECKPOINT_OVERRIDDEN
+    assert "only then copied to the host and back" in finding.message
+
+
+def test_an_offload_of_a_value_under_mark_not_offload_by_a_stock_policy_is_said():
+    def marked(x, w):
+        return jnp.tanh(jaxoff.mark_not_offload(checkpoint_name(jnp.tanh(x @ w), "a")) @ w)
+
+    stock = POLICIES["lists of jax"](["a"], [])
+    (finding,) = findings_of(jax.grad(in_a_scan(marked, stock)), W, X)
+    assert finding.code is jaxoff.FindingCode.EXEMPTION_LOST
+    assert finding.message.startswith("'a' is offloaded although it is under mark_not_offload")
+    ours = jaxoff.policy(offload=["a"], unmarked="save")
+    assert "exemption-lost" not in codes_of(jax.grad(in_a_scan(marked, ours)), W, X)
 
 
 def test_a_memory_kind_that_is_the_device_is_said():
