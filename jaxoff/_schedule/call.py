@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -14,6 +14,13 @@ from jaxoff._jaxpr import meshes
 from jaxoff._jaxpr.statics import list_parameters
 from jaxoff._schedule.argument_types import ArgumentTypes
 from jaxoff._state import hosted
+
+
+class Place(NamedTuple):
+    """The number of devices that a call runs on, and whether these are GPUs."""
+
+    devices: int
+    are_gpus: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +85,11 @@ class Call:
     def devices(self) -> int:
         """The number of devices that the arguments, and the shardings given to `jit`, are over."""
         return max((sharding.num_devices for sharding in self._shardings), default=1)
+
+    @property
+    def place(self) -> Place:
+        """Where the call runs."""
+        return Place(self.devices, self.is_on_gpu)
 
     @functools.cached_property
     def device(self) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._report.finding import Finding, FindingCode
+from jaxoff._schedule.call import Place
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.sharding_marks import find_loop_shardings
 
@@ -31,18 +32,20 @@ def describe_fault(fault: BaseException, doing: str) -> Finding:
 def rewrite_safely(
     given: ClosedJaxpr,
     device: Device,
-    *,
-    one_device: bool,
+    place: Place,
     compile_marked: Callable[[ClosedJaxpr], None] | None,
 ) -> tuple[Rewritten, list[Finding]]:
     """`rewrite`, or the program as it is given with the finding of a fault.
 
     Args:
-      given, device, one_device: as for `rewrite`.
+      given, device: as for `rewrite`.
+      place: where the program runs.
       compile_marked: compiles a program with marks, to learn how the compiler divides its loops; or None.
     """
     try:
         shardings = None if compile_marked is None else find_loop_shardings(given, compile_marked)
-        return rewrite(given, device, one_device=one_device, shardings=shardings), []
+        one_device = place.devices == 1
+        found = rewrite(given, device, one_device=one_device, shardings=shardings, on_gpus=place.are_gpus)
+        return found, []
     except FAULTS as fault:
         return Rewritten.as_given(given), [describe_fault(fault, "the order of its copies")]

@@ -27,12 +27,12 @@ from jaxoff._runtime.disk import make_key
 from jaxoff._runtime.flags import PlacedBy
 from jaxoff._runtime.program_memory import lowered_nbytes, program_nbytes_if_compiled
 from jaxoff._schedule.argument_types import ArgumentTypes
-from jaxoff._schedule.call import Call, list_donated
+from jaxoff._schedule.call import Call, Place, list_donated
 from jaxoff._schedule.faults import rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
-from jaxoff._schedule.rewrite import Rewritten, rewrite
+from jaxoff._schedule.rewrite import Rewritten
 from jaxoff._schedule.settings import Setting, add_without_graphs, list_settings
 from jaxoff._schedule.stored import store_by_policies
 from jaxoff._schedule.traced import ProbedError, Traced
@@ -217,14 +217,12 @@ class Jitted:
 
         def compile_marked(marked: compat.ClosedJaxpr) -> None:
             self._probed.traced = Traced(signature, marked, shapes, Rewritten.as_given(marked))
-            stock = self._overlapped(call.devices, Setting(Recipe.STOCK, ()))
+            stock = self._overlapped(call.place, Setting(Recipe.STOCK, ()))
             call.lower(_jax_jit(stock, **self._kwargs)).compile()
 
         divided = call.devices > 1 and not compat.holds_tracers(given)
         device = self._share_link(call.devices)
-        program, findings = rewrite_safely(
-            given, device, one_device=call.devices == 1, compile_marked=compile_marked if divided else None
-        )
+        program, findings = rewrite_safely(given, device, call.place, compile_marked if divided else None)
         self._report(findings)
         return program
 
@@ -396,7 +394,7 @@ class Jitted:
         """A `jax.jit` function for a setting; with state on the host, a function moving the state."""
         options = (dict(setting.options) if setting else {}) | self._given
         options, streamed = options or None, made if made is not None and made.has_host_arguments else None
-        overlapped = self._overlapped(call.devices, setting, streamed)
+        overlapped = self._overlapped(call.place, setting, streamed)
         if streamed is None:
             return _jax_jit(overlapped, compiler_options=options, **self._kwargs)
         program, positions = streamed.given.jaxpr, streamed.signature[1]
@@ -409,7 +407,7 @@ class Jitted:
         return call.lower(self._find_instance(call, setting))
 
     def _overlapped(
-        self, devices: int, setting: Setting | None, streamed: Traced | None = None
+        self, place: Place, setting: Setting | None, streamed: Traced | None = None
     ) -> Callable[..., Any]:
         """The function that `jax.jit` traces. JAX traces a step with state on the host, `streamed`, anew."""
 
@@ -438,7 +436,7 @@ class Jitted:
                 closed = merge_nested_loops(closed, with_copies=True)
                 if setting is None:
                     raise ProbedError(signature, closed, shapes, (*findings, *unmet))
-                program = rewrite(closed, self._share_link(devices), one_device=devices == 1)
+                program, _ = rewrite_safely(closed, self._share_link(place.devices), place, None)
                 made = Traced(signature, closed, shapes, program)
             if setting is None:
                 raise AssertionError("a probe has no program to take over")

@@ -28,7 +28,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.allocation import empty
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, ScanLayout, Var
 from jaxoff._jaxpr.dataflow import count_reads, index_makers, mark_dependents
-from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, round_operands, trace_call
+from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
 from jaxoff._jaxpr.kernels import trace_to_kernel
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._jaxpr.provenance import Scope, trace_origin
@@ -313,7 +313,7 @@ class _Iteration:
         avals = jax.tree.map(jax.typeof, (consts, xs, state))
         closed = compat.trace_like(loop.eqn, functools.partial(self._advance, moved_aside), avals)
         jaxpr, renamed = closed.jaxpr, {}
-        eqns = list(round_operands(inline_calls(jaxpr.eqns, renamed)))
+        eqns = list(inline_calls(jaxpr.eqns, renamed))
         outs = [resolve(renamed, v) for v in jaxpr.outvars]
         before = jax.tree.unflatten(structure, jaxpr.invars[-len(leaves) :])
         outs, copies = outs[: len(leaves)], outs[len(leaves) :]

@@ -69,6 +69,7 @@ def rewrite(
     *,
     one_device: bool = True,
     shardings: Mapping[int, LoopShardings] | None = None,
+    on_gpus: bool = True,
 ) -> Rewritten:
     """Orders a program: the bodies of its layer loops, and the equations outside of loops.
 
@@ -81,11 +82,12 @@ def rewrite(
       large_nbytes: least bytes of a value whose kernel has a position in the chain.
       one_device: whether the compiler leaves all values of the program unsharded.
       shardings: number of a layer loop -> how the compiler divides its values, from `find_loop_shardings`.
+      on_gpus: whether the program runs on GPUs, whose products round operands as their algorithm says.
 
     Returns:
       A program with the same arguments, results and effects.
     """
-    rewriter = _Rewriter(device, large_nbytes, one_device, shardings or {})
+    rewriter = _Rewriter(device, large_nbytes, one_device, shardings or {}, on_gpus)
     jaxpr = compat.rewrite_jaxprs(closed.jaxpr, _inline_loop_calls)
     jaxpr = compat.rewrite_jaxprs(jaxpr, rewriter.write_out_loops)
     streamed = any(compat.is_host(v.aval) for v in closed.jaxpr.invars)
@@ -124,9 +126,15 @@ def replace_layer_loops(closed: ClosedJaxpr, replace: Callable[[Loop, int], Jaxp
 
 class _Rewriter:
     def __init__(
-        self, device: Device, large_nbytes: int, one_device: bool, shardings: Mapping[int, LoopShardings]
+        self,
+        device: Device,
+        large_nbytes: int,
+        one_device: bool,
+        shardings: Mapping[int, LoopShardings],
+        on_gpus: bool,
     ):
         self._device, self._large_nbytes, self._one_device = device, large_nbytes, one_device
+        self._round = round_operands if on_gpus else iter
         self._shardings, self._numbers = shardings, itertools.count()
         self.written_out = self.scanned = self.spare_nbytes = 0
 
@@ -135,7 +143,7 @@ class _Rewriter:
         layers = _find_layer_loops(jaxpr)
         shardings = {i: self._shardings.get(number) for i, number in zip(layers, self._numbers, strict=False)}
         loops = {i: loop for i, eqn in layers.items() if (loop := Loop.find(eqn))}
-        loops = self._make_masks_inside(jaxpr, loops)
+        loops = self._write_bodies(jaxpr, loops)
         self.written_out += len(loops)
         self.scanned += sum("H2D" in _find_transfers(eqn.params["jaxpr"].jaxpr) for eqn in layers.values())
         if not loops:
@@ -186,8 +194,8 @@ class _Rewriter:
         outs = [resolve(renamed, v) for v in jaxpr.outvars]
         return self._order_up_to_last_loop(jaxpr.replace(eqns=eqns, outvars=outs), end)
 
-    def _make_masks_inside(self, jaxpr: Jaxpr, loops: Mapping[int, Loop]) -> dict[int, Loop]:
-        """Loops that make the large masks and fills among their constants themselves, in their kernels."""
+    def _write_bodies(self, jaxpr: Jaxpr, loops: Mapping[int, Loop]) -> dict[int, Loop]:
+        """Loops that round operands once, and make the large masks and fills among their constants."""
         renamed: Renamed = {}
         makers = map_makers(list(inline_calls(jaxpr.eqns, renamed, checkpoints=False)) if loops else ())
         found = {}
@@ -197,7 +205,8 @@ class _Rewriter:
             large = {
                 v: argument for v, argument in pairs if compat.nbytes(argument.aval) >= self._large_nbytes
             }
-            found[i] = dataclasses.replace(loop, body=make_masks_inside(loop.body, large, makers))
+            body = make_masks_inside(loop.body, large, makers)
+            found[i] = dataclasses.replace(loop, body=body.replace(eqns=list(self._round(body.eqns))))
         return found
 
     def _may_divide(self, loop: Loop) -> bool:
@@ -220,7 +229,7 @@ class _Rewriter:
           end: number of equations up to the last loop, inclusive.
         """
         renamed: Renamed = {}
-        eqns, scalars = split_scalars(round_operands(inline_calls(jaxpr.eqns[:end], renamed)))
+        eqns, scalars = split_scalars(self._round(inline_calls(jaxpr.eqns[:end], renamed)))
         rest = chain_collectives(inline_calls(jaxpr.eqns[end:], renamed))
         outs: Any = [resolve(renamed, v) for v in jaxpr.outvars]
         read: Any = [*outs, *(v for eqn in rest for v in eqn.invars)]
@@ -241,12 +250,12 @@ class _Rewriter:
         renamed: Renamed = {}
         backward = next((i for i, eqn in enumerate(outer) if compat.is_backward(eqn)), len(outer))
         made = index_makers(outer)
-        head = list(round_operands(inline_calls(outer[:backward], renamed)))
+        head = list(self._round(inline_calls(outer[:backward], renamed)))
         newest: set[Var] = set()
         if backward < len(outer):
             operands = [v for v in outer[backward].invars if isinstance(v, Var)]
             newest = {resolve(renamed, max(operands, key=lambda v: made.get(v, -1)))}
-        tail = list(round_operands(inline_calls(outer[backward:], renamed)))
+        tail = list(self._round(inline_calls(outer[backward:], renamed)))
         in_order = [True] * len(head) + mark_dependents(tail, newest)
         # The result of an inner `jax.jit` may be the result of a checkpoint in it.
         jaxpr = jaxpr.replace(outvars=[resolve(calls, v) for v in jaxpr.outvars])
