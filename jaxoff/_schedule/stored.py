@@ -36,7 +36,8 @@ def store_by_policies(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Finding]]:
     """
     jaxpr = compat.as_open(closed)
     requests = Requests.read(jaxpr)
-    if not (entries := requests.store_entries):
+    entries, is_differentiated = requests.store_entries, any(backward for _, backward in requests.policies)
+    if not entries or not is_differentiated:  # without a backward pass nothing is kept
         return closed, []
 
     def chooses(label: str) -> bool:

@@ -160,7 +160,7 @@ def test_a_decoder_never_takes_more_memory(loop, devices):
 
 
 def test_saved_layers_with_attention_by_xla_take_no_more_memory():
-    """In jaxoff's order they take more: the scores of attention stand beside the saved values."""
+    """Their scores, rounded once for two products, do not stand beside the saved values."""
 
     def layer(x, w):
         q, k, v = jnp.split((x @ w["qkv"]).reshape(*x.shape[:2], 24, 64), 3, axis=2)
@@ -176,8 +176,7 @@ def test_saved_layers_with_attention_by_xla_take_no_more_memory():
     w = {name: jax.ShapeDtypeStruct((4, *shape), "bfloat16") for name, shape in shapes.items()}
     x, target, step = jax.ShapeDtypeStruct((2, 1024, 512), "bfloat16"), jaxoff.target("h200"), jax.grad(loss)
     ours = jaxoff.jit(step, compiler_options=QUICK)
-    with pytest.warns(UserWarning, match=FindingCode.RECIPE_REPLACED):
-        facts = jaxoff.verify(target.compile(ours, w, x))
+    facts = jaxoff.verify(target.compile(ours, w, x))
     stock = jaxoff.verify(target.compile(jax.jit(step, compiler_options=QUICK), w, x))
     assert facts.device_peak_bytes <= 1.01 * stock.device_peak_bytes
-    assert ours.recipe == "stock"
+    assert ours.recipe == "ordered"

@@ -194,6 +194,12 @@ def test_a_value_without_whole_blocks_is_reported():
     assert "a last axis divisible by 32" in message
 
 
+def test_a_program_without_a_backward_pass_keeps_nothing_and_is_silent():
+    step = jaxoff.jit(scanned(jaxoff.policy(save=["h"], store=FLOAT8)))
+    step(*weights_and_x())
+    assert not step.findings
+
+
 def test_a_misspelt_name_is_reported():
     policy = jaxoff.policy(save=["h"], store={"hh": "float8_e4m3fn"})
     ((code, message),) = find_codes(jaxoff.jit(jax.grad(scanned(policy))), *weights_and_x())
