@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from jaxoff._jaxpr import compat
@@ -23,35 +25,41 @@ def build_saved_twin(closed: ClosedJaxpr) -> ClosedJaxpr | None:
     if any(compat.is_host(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars, *jaxpr.constvars)):
         return None
     try:
-        return closed.replace(jaxpr=compat.rewrite_jaxprs(jaxpr, _move_to_device))
-    except _CopiesTogetherError:
+        moves = lambda v: compat.is_host(v.aval)  # noqa: E731
+        return closed.replace(jaxpr=compat.rewrite_jaxprs(jaxpr, lambda j: move_to_device(j, moves)))
+    except CopiesTogetherError:
         return None
 
 
-class _CopiesTogetherError(Exception):
+class CopiesTogetherError(Exception):
     """One equation copies several values between memories."""
 
 
-def _move_to_device(jaxpr: Jaxpr) -> Jaxpr:
+def move_to_device(jaxpr: Jaxpr, moves: Callable[[Var], bool]) -> Jaxpr:
+    """A program with some variables of host memory on the device; the programs inside are done already.
+
+    Raises:
+      CopiesTogetherError: if one equation copies several values between memories.
+    """
     values = (*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
-    if not any(compat.is_host(v.aval) for v in values):
+    if not any(map(moves, values)):
         return jaxpr
     renamed: Renamed = {}
 
     def move(v: Var) -> Var:
-        if compat.is_host(v.aval):
+        if moves(v):
             renamed[v] = Var(v.aval.update(memory_space=jax.memory.Space.Device))
         return renamed.get(v, v)
 
     constvars, invars = [move(v) for v in jaxpr.constvars], [move(v) for v in jaxpr.invars]
     eqns = []
     for eqn in jaxpr.eqns:
-        if compat.transfer_in(eqn):
+        touched = [v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and moves(v)]
+        if touched and compat.transfer_in(eqn):
             renamed[eqn.outvars[0]] = resolve(renamed, eqn.invars[0])
             continue
-        touches_host = any(compat.is_host(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        if touches_host and eqn.primitive.name == "device_put":
-            raise _CopiesTogetherError
+        if touched and eqn.primitive.name == "device_put":
+            raise CopiesTogetherError
         operands = [resolve(renamed, v) for v in eqn.invars]
         eqns.append(eqn.replace(invars=operands, outvars=[move(v) for v in eqn.outvars]))
     outs = [resolve(renamed, v) for v in jaxpr.outvars]

@@ -24,7 +24,7 @@ from jaxoff._report.tables import format_nbytes, render_text
 from jaxoff._runtime.program_memory import program_nbytes
 from jaxoff._schedule.jit import jit
 from jaxoff._schedule.jitted import Jitted
-from jaxoff._schedule.stored import watch_rounding
+from jaxoff._schedule.prepare import watch_rounding
 
 type NextArgs = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
 

@@ -18,7 +18,6 @@ from jaxoff._budget.report import Plan
 from jaxoff._device.at_hand import device_or_at_hand, profile_at_hand
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
-from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._jaxpr.statics import drop_statics, find_statics
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
@@ -30,11 +29,11 @@ from jaxoff._schedule.argument_types import ArgumentTypes
 from jaxoff._schedule.call import Call, Place, list_donated
 from jaxoff._schedule.faults import rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
+from jaxoff._schedule.prepare import prepare
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
 from jaxoff._schedule.rewrite import Rewritten
 from jaxoff._schedule.settings import Setting, add_without_graphs, list_settings
-from jaxoff._schedule.stored import store_by_policies
 from jaxoff._schedule.traced import ProbedError, Traced
 from jaxoff._schedule.tuning import (
     Tuning,
@@ -432,8 +431,7 @@ class Jitted:
                     shown, shown_named = drop_statics(args, kwargs)
                     closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*shown, **shown_named)
                 findings = watch.find(closed)
-                closed, unmet = store_by_policies(closed)
-                closed = merge_nested_loops(closed, with_copies=True)
+                closed, unmet = prepare(closed, on_gpus=place.are_gpus)
                 if setting is None:
                     raise ProbedError(signature, closed, shapes, (*findings, *unmet))
                 program, _ = rewrite_safely(closed, self._share_link(place.devices), place, None)

@@ -1,4 +1,7 @@
-"""Kept values in float8 where a `jaxoff.policy(store=...)` of the program asks for it."""
+"""The first steps with a traced program: values in float8, nested loops made one, offloads that XLA refuses.
+
+In: the program as traced. Out: the program that is rewritten, and findings of what it lacks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress
 from jaxoff._jaxpr.float8_residuals import Watch, store_in_float8
+from jaxoff._jaxpr.nested_loops import merge_nested_loops
+from jaxoff._jaxpr.refused_offloads import save_refused
 from jaxoff._report.finding import Finding, FindingCode
+from jaxoff._report.tables import format_nbytes
 from jaxoff._residuals.findings.finding import Entry
 from jaxoff._schedule.faults import FAULTS, describe_fault
 from jaxoff._schedule.requests import Named, Requests
@@ -28,7 +34,28 @@ def watch_rounding(watch: Watch) -> Iterator[None]:
         _watch.reset(token)
 
 
-def store_by_policies(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Finding]]:
+def prepare(closed: ClosedJaxpr, *, on_gpus: bool) -> tuple[ClosedJaxpr, list[Finding]]:
+    """A traced program ready to be rewritten, and findings of requests that it does not meet."""
+    closed, findings = _store_by_policies(closed)
+    closed = merge_nested_loops(closed, with_copies=True)
+    if on_gpus:
+        closed, refused = save_refused(closed)
+        findings += [_describe_refused(refused)] if refused else []
+    return closed, findings
+
+
+def _describe_refused(sends: list[JaxprEqn]) -> Finding:
+    nbytes = format_nbytes(compat.nbytes_of(eqn.outvars[0] for eqn in sends))
+    return Finding(
+        FindingCode.OFFLOAD_IN_NESTED_SCAN,
+        f"{len(sends)} offloaded values ({nbytes} in an iteration) stay on the device: XLA does not compile "
+        "offloads in a loop inside of a loop, in an unrolled loop, or in a condition inside of a loop. "
+        "Offload values of the outer loop.",
+        compat.source_line(sends[0]),
+    )
+
+
+def _store_by_policies(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Finding]]:
     """A differentiated program, its residuals in float8 where its policies store them so.
 
     Returns:
