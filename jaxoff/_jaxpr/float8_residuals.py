@@ -29,7 +29,7 @@ from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 from jaxoff._jaxpr.tag import Tag
 
 type _Pair = tuple[Var, Var]  # numbers and scales
-type Watch = Callable[[str, jax.Array, jax.Array], None]
+type OnRounding = Callable[[str, jax.Array, jax.Array], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Narrowed:
 
 
 def store_in_float8(
-    closed: ClosedJaxpr, chooses: Callable[[str], bool], watch: Watch | None = None
+    closed: ClosedJaxpr, chooses: Callable[[str], bool], on_rounding: OnRounding | None = None
 ) -> Narrowed:
     """Stores named residuals in float8, on the device and in host memory.
 
@@ -72,23 +72,23 @@ def store_in_float8(
     Args:
       closed: a differentiated program.
       chooses: whether the residuals with a name are stored in float8.
-      watch: called at each run of a rounding with the name, and the sums of squares of the error and of the
-        value.
+      on_rounding: called at each run of a rounding, with the name and the sums of squares of the error and of
+        the value.
 
     Returns:
       A program with the same arguments and results, and the residuals in float8.
     """
-    writer = _Writer(chooses, watch)
+    writer = _Writer(chooses, on_rounding)
     jaxpr = writer.write_level(closed.jaxpr, count=1)
     program = closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
     return Narrowed(program, tuple(writer.stored), writer.exact)
 
 
 class _Writer:
-    def __init__(self, chooses: Callable[[str], bool], watch: Watch | None):
+    def __init__(self, chooses: Callable[[str], bool], on_rounding: OnRounding | None):
         self.stored: list[Stored] = []
         self.exact: dict[str, JaxprEqn] = {}
-        self._chooses, self._watch = chooses, watch
+        self._chooses, self._on_rounding = chooses, on_rounding
         self._bodies: dict[int, Jaxpr] = {}  # by id of a program, which `_held` keeps
         self._held: list[Jaxpr] = []
 
@@ -278,10 +278,10 @@ class _Writer:
             numbers, scales = compress(x)
             if not leaves and not is_host:  # XLA drops a rounding with the restoring in reach
                 numbers = jax.lax.optimization_barrier(numbers)
-            if self._watch is not None:
-                watch, exact = self._watch, x.astype("float32")
+            if self._on_rounding is not None:
+                tell, exact = self._on_rounding, x.astype("float32")
                 error = exact - restore(jax.lax.optimization_barrier(numbers), scales, "float32")
-                jax.debug.callback(lambda *sums: watch(label, *sums), (error**2).sum(), (exact**2).sum())
+                jax.debug.callback(lambda *sums: tell(label, *sums), (error**2).sum(), (exact**2).sum())
             if not is_host:
                 return numbers, scales
             # An equation for each copy, as orders of copies need it.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress
-from jaxoff._jaxpr.float8_residuals import Watch, store_in_float8
+from jaxoff._jaxpr.float8_residuals import OnRounding, store_in_float8
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._jaxpr.refused_offloads import save_refused
 from jaxoff._report.finding import Finding, FindingCode
@@ -21,17 +21,17 @@ from jaxoff._residuals.findings.finding import Entry
 from jaxoff._schedule.faults import FAULTS, describe_fault
 from jaxoff._schedule.requests import Named, Requests
 
-_watch: contextvars.ContextVar[Watch | None] = contextvars.ContextVar("watch", default=None)
+_on_rounding: contextvars.ContextVar[OnRounding | None] = contextvars.ContextVar("on_rounding", default=None)
 
 
 @contextlib.contextmanager
-def watch_rounding(watch: Watch) -> Iterator[None]:
-    """Programs traced inside call `watch` at each run of a rounding; as for `store_in_float8`."""
-    token = _watch.set(watch)
+def watch_rounding(on_rounding: OnRounding) -> Iterator[None]:
+    """Programs traced inside call `on_rounding` at each run of a rounding; as for `store_in_float8`."""
+    token = _on_rounding.set(on_rounding)
     try:
         yield
     finally:
-        _watch.reset(token)
+        _on_rounding.reset(token)
 
 
 def prepare(closed: ClosedJaxpr, *, on_gpus: bool) -> tuple[ClosedJaxpr, list[Finding]]:
@@ -64,6 +64,12 @@ def _store_by_policies(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Finding]]
     jaxpr = compat.as_open(closed)
     requests = Requests.read(jaxpr)
     entries, is_differentiated = requests.store_entries, any(backward for _, backward in requests.policies)
+    if entries and compat.is_remat3_enabled():
+        text = (
+            "jax_remat3 is on, whose backward passes jaxoff does not rewrite: no value is stored in float8. "
+            'Switch it off: jax.config.update("jax_remat3", False).'
+        )
+        return closed, [Finding(FindingCode.STORE_NOT_DONE, text)]
     if not entries or not is_differentiated:  # without a backward pass nothing is kept
         return closed, []
 
@@ -71,7 +77,7 @@ def _store_by_policies(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Finding]]
         return any(entry.matches(label) for entry in entries)
 
     try:
-        narrowed = store_in_float8(closed, chooses, _watch.get())
+        narrowed = store_in_float8(closed, chooses, _on_rounding.get())
     except FAULTS as fault:
         return closed, [describe_fault(fault, "storing its residuals in float8")]
     done = {stored.label for stored in narrowed.stored}

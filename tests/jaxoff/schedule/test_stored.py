@@ -194,6 +194,19 @@ def test_a_value_without_whole_blocks_is_reported():
     assert "a last axis divisible by 32" in message
 
 
+def test_under_remat3_nothing_is_stored_and_a_finding_says_so():
+    step = jaxoff.jit(jax.grad(scanned(jaxoff.policy(save=["h"], store=FLOAT8))))
+    jax.config.update("jax_remat3", True)
+    try:
+        ((code, message),) = find_codes(step, *weights_and_x())
+        exact = jax.grad(scanned(None))(*weights_and_x())
+        assert distance(step(*weights_and_x()), exact) < 1e-5
+    finally:
+        jax.config.update("jax_remat3", False)
+    assert code is FindingCode.STORE_NOT_DONE
+    assert message.startswith("jax_remat3 is on")
+
+
 def test_a_program_without_a_backward_pass_keeps_nothing_and_is_silent():
     step = jaxoff.jit(scanned(jaxoff.policy(save=["h"], store=FLOAT8)))
     step(*weights_and_x())
