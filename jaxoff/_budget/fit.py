@@ -90,8 +90,12 @@ def find_fitting[P](
         with_copies = search.run(copies=True)
         found = min((t for t in (found, with_copies) if t), key=lambda t: t.added_ms, default=None)
     found = found or search.run_again(compile_otherwise)
+    searches = [search]
+    if found is None and (opened := search.open()) is not None:
+        found = opened.run(copies=False)
+        searches.append(opened)
     if found is None:
-        raise search.make_error()
+        raise min((search.make_error() for search in searches), key=BudgetError.least_bytes)
     return dataclasses.replace(found, nbytes=found.nbytes / search.devices, programs=progress.programs)
 
 
@@ -151,8 +155,10 @@ class _Form:
         return sum(region.nbytes for region in self.regions)
 
     @staticmethod
-    def of(program: ClosedJaxpr, regions: Sequence[Region], device: Device, budget: Budget) -> _Form:
-        layered = LayeredProgram(program)
+    def of(
+        program: ClosedJaxpr, regions: Sequence[Region], device: Device, budget: Budget, is_opened: bool
+    ) -> _Form:
+        layered = LayeredProgram(program, is_opened=is_opened)
         pairs = layered.list_joint_graphs()
         costs = [Costs.of(pair, device, budget.compress) for pair in pairs]
         fastest = choose_placements(costs, device, math.inf, _NO_COPIES)
@@ -179,15 +185,19 @@ class _Search[P]:
         devices: int,
         is_manual: bool,
         progress: Progress,
+        is_opened: bool = False,
     ):
         self._is_manual, self.devices = is_manual, 1 if is_manual else devices
         self._device, self._budget = _join(device, self.devices), _scale(budget, self.devices)
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
         in_parts, regions = write_in_parts(whole, _LARGE * self._budget.device_nbytes, is_divided=devices > 1)
-        self._whole = _Form.of(whole, (), self._device, budget)
-        self._in_parts = _Form.of(in_parts, regions, self._device, budget) if regions else self._whole
-        refuse_unmatched(self._whole.costs, budget.compress)
+        self._whole = _Form.of(whole, (), self._device, budget, is_opened)
+        self._in_parts = (
+            _Form.of(in_parts, regions, self._device, budget, is_opened) if regions else self._whole
+        )
+        if not is_opened:
+            refuse_unmatched(self._whole.costs, budget.compress)
         self._step_ms = sum(
             c.pair.count * c.pair.runs * (c.forward_ms + c.backward_ms) for c in self._whole.costs
         )
@@ -195,6 +205,21 @@ class _Search[P]:
         self._form, self._room = self._begin(devices if self._is_manual else None)
         self.tried: list[Tried[P]] = []
         self._progress = progress
+        self._is_opened = is_opened
+        self._settings = device, budget, donated, compile_program, devices, is_manual, progress
+
+    def open(self) -> _Search[P] | None:
+        """A search that places the loops within the backward passes of the least program; None without such.
+
+        Layers in a loop over parts of a batch are an equation of that loop's body: its backward pass makes
+        all of their values again at once.
+        """
+        least = choose_placements(self._form.costs, self._device, None, _NO_COPIES)
+        if least is None or self._is_manual or not any(map(_holds_loops, self._form.pairs)):
+            return None
+        left = iter(least[0])
+        program = self._form.layered.write(lambda _: next(left))
+        return _Search(program, *self._settings, is_opened=True)
 
     def _begin(self, manual_devices: int | None) -> tuple[_Form, float]:
         """The form of the first program, and its room for kept values: bytes as `saved_nbytes` counts them.
@@ -336,7 +361,9 @@ class _Search[P]:
     ) -> Tried[P]:
         nbytes, handle = compiled
         made = form.pairs, tuple(placements), form.regions
-        is_fastest = form is self._whole and tuple(placements) == tuple(form.fastest[0])
+        is_fastest = (
+            not self._is_opened and form is self._whole and tuple(placements) == tuple(form.fastest[0])
+        )
         self._progress.programs = number = self._progress.programs + 1
         times = added_ms, is_fastest, self._base_ms
         tried = Tried(*made, *times, self.devices * nbytes, number, handle)
@@ -380,6 +407,10 @@ class _Search[P]:
             nbytes,
             lambda: list_largest(self._write(self._form_of(least), least.placements), least.list_values()),
         )
+
+
+def _holds_loops(pair: JointGraph) -> bool:
+    return any(compat.scan_in(eqn) is not None for eqn in pair.eqns)
 
 
 def step_ms(program: ClosedJaxpr, layers: Sequence[JointGraph], device: Device) -> float:

@@ -23,7 +23,7 @@ from jaxoff._budget.segments import find_cuts
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
-from jaxoff._jaxpr.inline import Renamed, make_masks_inside, resolve
+from jaxoff._jaxpr.inline import Renamed, inline_program, make_masks_inside, resolve
 from jaxoff._jaxpr.scopes import is_transposed
 
 
@@ -76,6 +76,11 @@ def find_loop_pairs(jaxpr: Jaxpr) -> list[LoopPair]:
             taken |= {id(forward), id(readers[0])}
             found.append(pair)
     return found
+
+
+def holds_loop_pairs(loop: JaxprEqn) -> bool:
+    """Whether the body of a loop has pairs of loops."""
+    return bool(find_loop_pairs(inline_program(compat.as_open(loop.params["jaxpr"]))))
 
 
 def _reads_stacks(eqn: JaxprEqn, forward: JaxprEqn) -> bool:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
-from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
+from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs, holds_loop_pairs
 from jaxoff._budget.sequenced import Sequenced
 from jaxoff._budget.sequences import find_sequences
 from jaxoff._budget.write_sequences import write_sequences
@@ -28,10 +28,11 @@ class LayeredProgram:
 
     Attributes:
       closed: the program. Its values are on the device.
+      is_opened: whether loops within the backward pass of a loop are placed in that loop's stead.
     """
 
-    def __init__(self, closed: ClosedJaxpr):
-        self.closed = closed
+    def __init__(self, closed: ClosedJaxpr, *, is_opened: bool = False):
+        self.closed, self.is_opened = closed, is_opened
         self._levels: dict[int, _Level] = {}  # by id of the program
 
     def list_joint_graphs(self) -> list[JointGraph]:
@@ -82,7 +83,7 @@ class LayeredProgram:
 
     def _find_level(self, program: Jaxpr) -> _Level:
         if id(program) not in self._levels:
-            self._levels[id(program)] = _Level.of(program)
+            self._levels[id(program)] = _Level.of(program, self.is_opened)
         return self._levels[id(program)]
 
 
@@ -103,10 +104,12 @@ class _Level:
     loops: Sequence[LoopPair]
 
     @staticmethod
-    def of(program: Jaxpr) -> _Level:
+    def of(program: Jaxpr, is_opened: bool) -> _Level:
         inlined = inline_program(program)
         found = find_sequences(inlined)
         loops = find_loop_pairs(inlined)
+        if is_opened:
+            loops = [pair for pair in loops if not holds_loop_pairs(pair.backward)]
         return _Level(
             program,
             inlined,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxoff
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._jaxpr import compat
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
@@ -49,3 +50,38 @@ def test_a_loop_in_a_layer_runs_once_if_its_residuals_are_kept(loop):
     for decide in (keep_all, offload_inputs, keep_some):
         (got,) = jax.jit(compat.jaxpr_as_fun(write_placed(closed, decide)))(ws, x)
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_in_a_loop_over_parts_of_a_batch_are_placed_where_memory_is_short():
+    """The backward pass of the loop over parts makes the layers of a part again one by one."""
+    layers, rows, width = 4, 64, 32
+
+    def layer(x, w):
+        return x + jnp.sin(x @ w["up"]) @ w["down"], None
+
+    def step(weights, parts):
+        def loss(weights):
+            def add(total, part):
+                return total + lax.scan(layer, part, weights)[0].var(), None
+
+            return lax.scan(add, 0.0, parts)[0]
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
+    weights = {n: jax.random.normal(k, s) / 8 for (n, s), k in zip(shapes.items(), keys[:2], strict=True)}
+    parts = jax.random.normal(keys[2], (3, rows, width))
+    with pytest.raises(jaxoff.BudgetError) as raised:
+        jaxoff.jit(step, device_bytes=1)(weights, parts)
+    least = raised.value.smallest_bytes
+    within = jaxoff.jit(step, device_bytes=least)
+    got, want = within(weights, parts), jax.jit(step)(weights, parts)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    outer = jaxoff.jit(step, device_bytes=10**9)
+    outer(weights, parts)
+    assert within.plan is not None and outer.plan is not None
+    assert {value.count for value in outer.plan.values} == {len(parts)}
+    assert {value.count for value in within.plan.values if value.placement == "save"} == {layers}
+    assert within.plan.peak_bytes < 0.75 * outer.plan.peak_bytes
