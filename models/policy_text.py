@@ -90,11 +90,8 @@ def render(policy: jaxoff.Policy | jaxoff.FirstLayers) -> str:
     if policy.memory_kind != "pinned_host":
         raise ValueError(f"The text of a policy has no word for memory_kind={policy.memory_kind!r}.")
     parts: list[str] = []
-    stored = tuple(pattern for pattern, _ in policy.store)
-    for key, names in (
-        *((key, getattr(policy, key)) for key in ("offload", "save", "recompute")),
-        ("store", stored),
-    ):
+    lists = {key: getattr(policy, key) for key in ("offload", "save", "recompute")}
+    for key, names in (lists | {"store": [pattern for pattern, _ in policy.store]}).items():
         for name in names:
             if name != name.strip() or re.search("[,;|]", name):
                 raise ValueError(

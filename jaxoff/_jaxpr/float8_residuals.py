@@ -25,7 +25,7 @@ from jaxoff._jaxpr.float8 import (
     compressed_nbytes,
     restore,
 )
-from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
+from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call, trace_scan
 from jaxoff._jaxpr.tag import Tag
 
 type _Pair = tuple[Var, Var]  # numbers and scales
@@ -146,12 +146,12 @@ class _Writer:
         for v, eqn in makers.items():
             if (label := self._find_label(v, makers)) is None:
                 continue
-            takes = [self._takes(level.eqns[i], v, in_backward=False) for i in set(readers.get(v, ()))]
+            reading = [level.eqns[i] for i in set(readers.get(v, ()))]
+            taking = [reader for reader in reading if self._takes(reader, v, in_backward=False)]
+            has_all = len(taking) == len(reading) and v not in level.outvars
             is_needed = compat.is_host(v.aval) or compat.scan_in(eqn) is not None
-            if not any(takes) or (is_needed and (not all(takes) or v in level.outvars)):
+            if not taking or (is_needed and not has_all):
                 continue
-            taking = [level.eqns[i] for i in set(readers[v])]
-            taking = [reader for reader in taking if self._takes(reader, v, in_backward=False)]
             if choice := self._find_choice(taking, {v})[0]:
                 self.exact[label] = choice
             else:
@@ -338,23 +338,10 @@ class _Writer:
             [w for group in part for w in group] for part in (groups[:first], groups[first:row], groups[row:])
         )
         run = compat.jaxpr_as_fun(ClosedJaxpr(written, ()))
-
-        def step(consts, carry, rows):
-            values = run(*consts, *carry, *rows)
-            return tuple(values[: layout.num_carry]), tuple(values[layout.num_carry :])
-
-        def scan(consts, carry, rows):
-            return jax.lax.scan(
-                lambda carry, rows: step(consts, carry, rows),
-                tuple(carry),
-                tuple(rows),
-                length=layout.length,
-                reverse=eqn.params["reverse"],
-                unroll=layout.unroll,
-            )
-
-        eqns, outs = trace_call(scan, [consts, carry, rows], like=eqn)
-        left = iter(outs)
+        eqns, results = trace_scan(
+            run, (consts, carry, rows), like=eqn, length=layout.length, unroll=layout.unroll
+        )
+        left = iter(results)
         for i, v in enumerate(eqn.outvars):
             if i in labels:
                 pairs[v] = next(left), next(left)

@@ -186,6 +186,37 @@ def trace_call(
     return instantiate(closed.jaxpr, jax.tree.leaves(operands), like)
 
 
+def trace_scan(
+    run: Callable[..., Sequence[Any]],
+    operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    like: JaxprEqn,
+    *,
+    length: int,
+    unroll: int | bool = 1,
+) -> tuple[list[JaxprEqn], list[Any]]:
+    """Traces a scan in the direction of scan `like` into its scopes.
+
+    Args:
+      run: a body (*constants, *carry, *rows) -> (*carry, *rows).
+      operands: constants, carry and stacks.
+      like: a scan.
+      length, unroll: of the scan.
+
+    Returns:
+      The equations, and the results of the scan.
+    """
+
+    def scan(consts, carry, rows):
+        def step(carry, row):
+            values = run(*consts, *carry, *row)
+            return tuple(values[: len(carry)]), tuple(values[len(carry) :])
+
+        reverse = like.params["reverse"]
+        return jax.lax.scan(step, tuple(carry), tuple(rows), length=length, reverse=reverse, unroll=unroll)
+
+    return trace_call(scan, [list(part) for part in operands], like)
+
+
 def resolve(renamed: Renamed, atom: Any) -> Any:
     """Looks up the atom to read in place of `atom`. An atom without an entry stays."""
     return atom if isinstance(atom, Literal) else renamed.get(atom, atom)

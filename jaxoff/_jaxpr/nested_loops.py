@@ -8,15 +8,13 @@ all layers computes the same values. Its stacks are views of the stacks by group
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import jax
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead
-from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
+from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call, trace_scan
 from jaxoff._jaxpr.primitives import holds_copies
 
 
@@ -133,19 +131,13 @@ def _merge(nest: _Nest, flat: dict[Any, Var]) -> tuple[list[JaxprEqn], list[Any]
     known = [v.val if isinstance(v, Literal) else None for v in nest.consts]
     consts = [v for v in nest.consts if not isinstance(v, Literal)]
 
-    def scan(consts: Sequence[Any], carry: Sequence[Any], rows: Sequence[Any]):
-        given = iter(consts)
+    def fill(*operands: Any):
+        given = iter(operands)
         filled = [next(given) if value is None else value for value in known]
-
-        def step(carry, row):
-            values = run(*filled, *carry, *row)
-            return tuple(values[: inner.num_carry]), tuple(values[inner.num_carry :])
-
-        reverse = nest.outer.params["reverse"]
-        return jax.lax.scan(step, tuple(carry), tuple(rows), length=length, reverse=reverse)
+        return run(*filled, *given)
 
     rows = [flat[v] for v in nest.rows]
-    loop, results = trace_call(scan, [consts, list(nest.carry), rows], like=nest.outer)
+    loop, results = trace_scan(fill, (consts, nest.carry, rows), like=nest.outer, length=length)
     carry, stacks = results[: inner.num_carry], results[inner.num_carry :]
     found = list(carry)
     for i in nest.stacks:

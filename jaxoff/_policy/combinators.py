@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxoff._jaxpr import compat
@@ -190,13 +190,17 @@ def unwrap_keep_first(policy: Callable[..., Any] | None) -> Callable[..., Any] |
     return policy.policy if isinstance(policy, KeepFirst) else policy
 
 
-def stores_in_float8(policy: Callable[..., Any] | None, label: str) -> bool:
-    """Whether a policy stores kept values with a name in float8."""
-    policy = unwrap_keep_first(policy)
-    if isinstance(policy, Either):
-        return stores_in_float8(policy.first, label) or stores_in_float8(policy.second, label)
-    stores = getattr(policy, "stores", None)
-    return stores is not None and stores(label)
+def stores_in_float8(policies: Iterable[Callable[..., Any] | None], label: str) -> bool:
+    """Whether one of several policies stores kept values with a name in float8."""
+
+    def stores(policy: Callable[..., Any] | None) -> bool:
+        policy = unwrap_keep_first(policy)
+        if isinstance(policy, Either):
+            return stores(policy.first) or stores(policy.second)
+        own = getattr(policy, "stores", None)
+        return own is not None and own(label)
+
+    return any(map(stores, policies))
 
 
 def keep_on_device(policy: Callable[..., Any]) -> Callable[..., Any]:

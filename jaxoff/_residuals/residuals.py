@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,13 +146,10 @@ def analyse(function: TracedFunction) -> Analysis:
 
 
 def _write_stored(function: TracedFunction) -> Narrowed | None:
-    def chooses(label: str) -> bool:
-        return any(stores_in_float8(policy, label) for policy in function.policies)
-
-    labels = collect_labels(function.checkpointed_sites)
-    return (
-        store_in_float8(compat.ClosedJaxpr(function.step, ()), chooses) if any(map(chooses, labels)) else None
-    )
+    chooses = functools.partial(stores_in_float8, function.policies)
+    if not any(map(chooses, collect_labels(function.checkpointed_sites))):
+        return None
+    return store_in_float8(compat.ClosedJaxpr(function.step, ()), chooses)
 
 
 def _narrow_row(row: Row) -> Row:

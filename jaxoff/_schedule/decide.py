@@ -13,6 +13,7 @@ written into the stack's spare row, and the reload reads the stack after the wri
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 from jaxoff._device.kernel_time import kernel_ms
@@ -105,6 +106,7 @@ class Draft:
         self._time = 0.0  # ms
         self._available: dict[Var, float] = {}  # result of a reload or collective -> its end, ms
         self._bits: dict[int, Added] = {}  # collective -> a bit of its result
+        self._sent_only: dict[int, bool] = {}  # kernel -> whether only copies to the host read its results
 
     def run(self) -> Schedule:
         """Places all kernels."""
@@ -267,15 +269,18 @@ class Draft:
 
     def _is_sent_only(self, i: int) -> bool:
         """Whether only copies to the host read the results, and move kernels that make what these copy."""
-        eqn, readers = self._eqns[i], [self._graph.readers.get(v, ()) for v in self._eqns[i].outvars]
-        if is_compute(eqn) or compat.transfer_in(eqn) or not all(readers):
-            return False
-        if not self._problem.outs.isdisjoint(eqn.outvars):
-            return False
-        sends = (
-            compat.transfer_in(self._eqns[j]) == "D2H" or self._is_sent_only(j) for js in readers for j in js
-        )
-        return all(sends)
+        if i not in self._sent_only:
+            eqn, readers = self._eqns[i], [self._graph.readers.get(v, ()) for v in self._eqns[i].outvars]
+            self._sent_only[i] = (
+                not (is_compute(eqn) or compat.transfer_in(eqn))
+                and all(readers)
+                and self._problem.outs.isdisjoint(eqn.outvars)
+                and all(
+                    compat.transfer_in(self._eqns[j]) == "D2H" or self._is_sent_only(j)
+                    for j in itertools.chain(*readers)
+                )
+            )
+        return self._sent_only[i]
 
     def _only_leaves(self, i: int) -> bool:
         """Whether a move kernel makes a result of the program, larger than its operands, and nothing else.

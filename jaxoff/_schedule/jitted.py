@@ -430,11 +430,11 @@ class Jitted:
                 with watch:
                     shown, shown_named = drop_statics(args, kwargs)
                     closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*shown, **shown_named)
-                findings = watch.find(closed)
-                closed, unmet = prepare(closed, on_gpus=place.are_gpus)
+                closed, findings = prepare(closed, watch, on_gpus=place.are_gpus)
                 if setting is None:
-                    raise ProbedError(signature, closed, shapes, (*findings, *unmet))
-                program, _ = rewrite_safely(closed, self._share_link(place.devices), place, None)
+                    raise ProbedError(signature, closed, shapes, findings)
+                program, faults = rewrite_safely(closed, self._share_link(place.devices), place, None)
+                self._report(faults)
                 made = Traced(signature, closed, shapes, program)
             if setting is None:
                 raise AssertionError("a probe has no program to take over")

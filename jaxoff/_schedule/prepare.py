@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator, Mapping
 
 from jaxoff._jaxpr import compat
@@ -15,11 +16,12 @@ from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress
 from jaxoff._jaxpr.float8_residuals import OnRounding, store_in_float8
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._jaxpr.refused_offloads import save_refused
+from jaxoff._policy.combinators import stores_in_float8
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import format_nbytes
 from jaxoff._residuals.findings.finding import Entry
 from jaxoff._schedule.faults import FAULTS, describe_fault
-from jaxoff._schedule.requests import Named, Requests
+from jaxoff._schedule.requests import Named, Requests, Watch
 
 _on_rounding: contextvars.ContextVar[OnRounding | None] = contextvars.ContextVar("on_rounding", default=None)
 
@@ -34,14 +36,22 @@ def watch_rounding(on_rounding: OnRounding) -> Iterator[None]:
         _on_rounding.reset(token)
 
 
-def prepare(closed: ClosedJaxpr, *, on_gpus: bool) -> tuple[ClosedJaxpr, list[Finding]]:
-    """A traced program ready to be rewritten, and findings of requests that it does not meet."""
-    closed, findings = _store_by_policies(closed)
+def prepare(closed: ClosedJaxpr, watch: Watch, *, on_gpus: bool) -> tuple[ClosedJaxpr, tuple[Finding, ...]]:
+    """A traced program ready to be rewritten, and findings of requests that it does not meet.
+
+    Args:
+      closed: the program.
+      watch: the context of its trace.
+      on_gpus: whether the program runs on GPUs.
+    """
+    requests = Requests.read(compat.as_open(closed))
+    findings = list(watch.find(requests))
+    closed, unmet = _store_by_policies(closed, requests)
     closed = merge_nested_loops(closed, with_copies=True)
-    if on_gpus:
+    if on_gpus and requests.has_copies:
         closed, refused = save_refused(closed)
-        findings += [_describe_refused(refused)] if refused else []
-    return closed, findings
+        unmet += [_describe_refused(refused)] if refused else []
+    return closed, (*findings, *unmet)
 
 
 def _describe_refused(sends: list[JaxprEqn]) -> Finding:
@@ -55,14 +65,12 @@ def _describe_refused(sends: list[JaxprEqn]) -> Finding:
     )
 
 
-def _store_by_policies(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Finding]]:
+def _store_by_policies(closed: ClosedJaxpr, requests: Requests) -> tuple[ClosedJaxpr, list[Finding]]:
     """A differentiated program, its residuals in float8 where its policies store them so.
 
     Returns:
       The program, and findings of names in `store` without a residual in float8.
     """
-    jaxpr = compat.as_open(closed)
-    requests = Requests.read(jaxpr)
     entries, is_differentiated = requests.store_entries, any(backward for _, backward in requests.policies)
     if entries and compat.is_remat3_enabled():
         text = (
@@ -73,9 +81,7 @@ def _store_by_policies(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Finding]]
     if not entries or not is_differentiated:  # without a backward pass nothing is kept
         return closed, []
 
-    def chooses(label: str) -> bool:
-        return any(entry.matches(label) for entry in entries)
-
+    chooses = functools.partial(stores_in_float8, [policy for policy, _ in requests.policies])
     try:
         narrowed = store_in_float8(closed, chooses, _on_rounding.get())
     except FAULTS as fault:

@@ -166,10 +166,8 @@ def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> Finding | 
     if first.nbytes is None and chosen is Recipe.SAVED:
         return Finding(
             FindingCode.RECIPE_REPLACED,
-            "XLA does not compile the program with its copies, so nothing is offloaded "
-            f"({first.reason[:150]}). It refuses offloads in loops inside of loops, in unrolled loops and "
-            "in conditions; jaxoff.explain(loss, *args) names them. Save these values, and the others are "
-            "offloaded.",
+            "XLA does not compile the program with its copies, so nothing is offloaded: "
+            f"{first.reason[:150]}",
         )
     took = f"took {format_nbytes(first.nbytes)}" if first.nbytes is not None else f"failed: {first.reason}"
     stock = by_recipe.get(Recipe.STOCK)

@@ -175,16 +175,15 @@ def _ask(policy: Any, eqn: JaxprEqn):
     return ask_policy(policy, eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
 
 
-def find_unmet_requests(jaxpr: Jaxpr) -> Iterator[Finding]:
+def find_unmet_requests(requests: Requests) -> Iterator[Finding]:
     """Finds offloads of a program's policies that do not happen.
 
     Rules without a match, memory kinds other than pinned host, listed or marked values on the device, and
     programs without any offload.
 
     Args:
-      jaxpr: the differentiated program. Without gradients, only rules and memory kinds are checked.
+      requests: of the differentiated program. Without gradients, only rules and memory kinds are checked.
     """
-    requests = Requests.read(jaxpr)
     offloading = requests.offloading
     entries = (entry for policy, _ in offloading for entry in list_entries(policy))
     for entry in dict.fromkeys((*entries, *requests.store_entries)):
@@ -396,9 +395,9 @@ class Watch:
                     self._loses.append(type(x).__name__)
         return results
 
-    def find(self, closed: ClosedJaxpr) -> tuple[Finding, ...]:
+    def find(self, requests: Requests) -> tuple[Finding, ...]:
         """Finds the unmet requests of the traced program, and the lost updates."""
-        found = list(find_unmet_requests(compat.as_open(closed)))
+        found = list(find_unmet_requests(requests))
         if self._loses:
             found.append(
                 Finding(
