@@ -1,7 +1,7 @@
-"""Offloads that XLA's GPU compiler refuses, saved on the device instead.
+"""Offloads refused by XLA's GPU compiler, saved on the device instead.
 
-XLA compiles copies to the host in a loop, whose stacks stay on the host until a later loop reads them. It
-refuses a stack in host memory that leaves two levels of control flow: a loop inside of a loop, an unrolled
+XLA compiles copies to the host in a loop, whose stacks stay on the host until a later loop reads the rows.
+XLA refuses a stack in host memory leaving two levels of control flow: a loop inside of a loop, an unrolled
 loop, a condition inside of a loop.
 """
 
@@ -19,9 +19,9 @@ _REFUSED_LEVELS = 2
 
 
 def save_refused(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[JaxprEqn]]:
-    """A program without the offloads that XLA refuses, and the copies to the host that it lacks.
+    """A program without the offloads refused by XLA, and the removed copies to the host.
 
-    The program is given back as it is where values are copied to the host several at a time.
+    A program with copies of several values at a time is returned unchanged.
     """
     values = _HostValues()
     values.read(closed.jaxpr, 0)
@@ -93,7 +93,7 @@ class _HostValues:
 
 
 def _list_programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any], int]]:
-    """The programs in an equation that take its operands; with the operands, and the levels added."""
+    """The programs in an equation with its operands for arguments; the operands, and the levels added."""
     if eqn.primitive.name == "while" or compat.is_shard_map(eqn):
         return
     layout, is_condition = compat.scan_in(eqn), eqn.primitive.name == "cond"

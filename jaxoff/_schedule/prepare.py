@@ -1,6 +1,6 @@
-"""The first steps with a traced program: values in float8, nested loops made one, offloads that XLA refuses.
+"""The first steps with a traced program: values in float8, merged nested loops, offloads refused by XLA.
 
-In: the program as traced. Out: the program that is rewritten, and findings of what it lacks.
+In: the traced program. Out: the program to rewrite, and findings of unmet requests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def watch_rounding(on_rounding: OnRounding) -> Iterator[None]:
 
 
 def prepare(closed: ClosedJaxpr, watch: Watch, *, on_gpus: bool) -> tuple[ClosedJaxpr, tuple[Finding, ...]]:
-    """A traced program ready to be rewritten, and findings of requests that it does not meet.
+    """A traced program ready to be rewritten, and findings of unmet requests.
 
     Args:
       closed: the program.
@@ -66,7 +66,7 @@ def _describe_refused(sends: list[JaxprEqn]) -> Finding:
 
 
 def _store_by_policies(closed: ClosedJaxpr, requests: Requests) -> tuple[ClosedJaxpr, list[Finding]]:
-    """A differentiated program, its residuals in float8 where its policies store them so.
+    """A differentiated program, with residuals in float8 by the `store` of its policies.
 
     Returns:
       The program, and findings of names in `store` without a residual in float8.
