@@ -47,11 +47,35 @@ def read_facts(kind: str, key: str) -> dict[str, Any]:
     return {}
 
 
+def write_text(kind: str, text: str) -> Path:
+    """Keeps a text under its own digest, for a compiler option that names a file; returns the file.
+
+    Where the folder cannot be written, the file is in a new folder for temporary files.
+
+    Raises:
+      OSError: where no file can be written.
+    """
+    name = f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.pbtxt"
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / name).exists():
+            _replace(folder / name, text)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="jaxoff-"))
+        _replace(folder / name, text)
+    return folder / name
+
+
+def _replace(path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
 def write_facts(kind: str, key: str, facts: dict[str, Any]) -> None:
     """Keeps facts under a key, where the folder can be written."""
     with contextlib.suppress(OSError):
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            file.write(json.dumps(facts, indent=1) + "\n")
-        os.replace(file.name, folder / f"{kind}-{key}.json")
+        _replace(folder / f"{kind}-{key}.json", json.dumps(facts, indent=1) + "\n")

@@ -21,6 +21,9 @@ SCHEDULING_MODE = "xla_gpu_command_buffer_scheduling_mode"
 DISABLED_PASSES = "xla_disable_hlo_passes"
 # Software pipelining of host copies by XLA.
 PIPELINED_HOST_COPIES = "xla_gpu_enable_pipelined_host_offloading"
+# A file of latencies for XLA's scheduler, and what XLA does where the file leaves instructions out.
+PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
+PROFILE_CHECK = "xla_gpu_pgle_accuracy_checker"
 # The commands captured where COMMAND_BUFFER is not set (jaxlib 0.11.2).
 CAPTURED_BY_DEFAULT = frozenset(
     {"CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION"}
@@ -52,6 +55,10 @@ _REMATERIALIZATION = "rematerialization"
 # During buffer assignment a barrier is a tuple, which keeps the order. From jaxlib 0.12 on this pass removes
 # these tuples before; no other pass needs their removal.
 _TUPLES = "tuple-simplifier"
+# The pass makes a copy on the device of each row of a stack that a kernel has made already. XLA's scheduler
+# takes such a copy, of a few KB at the end of a loop's body, for one as long as a copy from host memory, and
+# starts the reloads of the next iteration after it, with no kernel left to hide them (bench/LOG.md).
+_COPIES_OF_ROWS = "dynamic-slice-copy-fusion-async-wrapper"
 # Compiled program -> compiler options. A program does not hold its options, which `verify` needs.
 _OPTIONS: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 # Compiled program -> what placed its residuals, if not the policies.
@@ -146,6 +153,8 @@ def choose_options(
     passes = [*filter(None, disabled.split(",")), _REMATERIALIZATION]
     if (loops or scanned) and parse_release(jaxlib) >= (0, 12):
         passes.append(_TUPLES)
+    if scanned and not concurrent:
+        passes.append(_COPIES_OF_ROWS)
     graphs = _CONCURRENT + _ONE_GRAPH if concurrent else COPIES_OUTSIDE_GRAPHS
     return (*(graphs if scanned else outside), (DISABLED_PASSES, ",".join(passes)))
 

@@ -33,7 +33,7 @@ from jaxoff._schedule.prepare import prepare
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
 from jaxoff._schedule.rewrite import Rewritten
-from jaxoff._schedule.settings import Setting, add_without_graphs, list_settings
+from jaxoff._schedule.settings import Setting, add_without_graphs, complete, list_settings
 from jaxoff._schedule.traced import ProbedError, Traced
 from jaxoff._schedule.tuning import (
     Tuning,
@@ -118,7 +118,7 @@ class Jitted:
         with self._probe(call) as traced:
             self._latest, *others = self._list_settings(call, traced)
             lowered = self._lower(call, self._latest)
-        if not others:
+        if not others and self._latest.is_complete:
             return LoweredByRecipe.of(lowered, self.options, self._placed_by)
         mesh = meshes.current_mesh()
 
@@ -166,7 +166,7 @@ class Jitted:
 
     @property
     def recipe(self) -> str:
-        """The recipe of the latest call: "concurrent", "ordered", "stock" or "saved"."""
+        """The recipe of the latest call: "concurrent", "early", "ordered", "stock" or "saved"."""
         return self._latest.recipe.value
 
     @property
@@ -231,17 +231,18 @@ class Jitted:
 
     def _choose(self, call: Call, traced: Traced) -> Setting:
         """The setting of the recipe that a program runs by; compiles the candidates if there are several."""
-        settings = {s.recipe: s for s in self._list_settings(call, traced)}
-        if len(settings) == 1:
-            return next(iter(settings.values()))
+        first, *others = self._list_settings(call, traced)
+        if not others:
+            return complete(first, call, self._make_instance)
+        settings = {setting.recipe: setting for setting in (first, *others)}
         unmet: _Unmet = {}
 
         def compile_recipe(recipe: Recipe) -> jax.stages.Compiled:
+            settings[recipe] = complete(settings[recipe], call, self._make_instance)
             return self._compile(call, traced, unmet, settings[recipe])
 
         recipe, candidates = choose_recipe([*settings], compile_recipe, several_devices=call.devices > 1)
-        findings = [find_fallback(recipe, candidates), *unmet.get(settings[recipe], ())]
-        self._report(finding for finding in findings if finding is not None)
+        self._report([*find_fallback(recipe, candidates), *unmet.get(settings[recipe], ())])
         return settings[recipe]
 
     def _compile(self, call: Call, traced: Traced, unmet: _Unmet, setting: Setting) -> jax.stages.Compiled:
@@ -264,6 +265,7 @@ class Jitted:
             settings = list_settings(program, self._given, has_twin=False)
             sizes: dict[Setting, float] = {}
             for setting in settings[:1] if preferred else settings[1:]:
+                setting = complete(setting, call, functools.partial(self._make_instance, made=made))
                 self._instances[call.key, setting] = self._make_instance(call, setting, made)
                 lowered, options = self._lower(call, setting), dict(setting.options) | self._given
                 sizes[setting] = lowered_nbytes(lowered, call.device, call.devices, options, refusals)
@@ -336,12 +338,13 @@ class Jitted:
             settings = add_without_graphs(settings, self._given)
             self.tuned = read_decision(key)
             if not self.tuned:
+                completed = (complete(setting, call, self._make_instance) for setting in settings)
                 compile_setting = functools.partial(self._compile, call, traced, unmet)
-                settings = list_within_limit(settings, compile_setting)
+                settings = list_within_limit([s for s in completed if s.is_complete], compile_setting)
             if not self.tuned and len(settings) > 1:
                 self._tunings[call.key] = Tuning(settings, key, unmet)
                 return
-        setting = find_fastest(settings, self.tuned) or settings[0]
+        setting = complete(find_fastest(settings, self.tuned) or settings[0], call, self._make_instance)
         call.trace(self._find_instance(call, setting))  # JAX keeps it for the call
         self._settle_on(call, setting, unmet)
 

@@ -37,6 +37,7 @@ from jaxoff._schedule.collectives import cast_before_gathers
 from jaxoff._schedule.decide import decide, estimate_copies
 from jaxoff._schedule.dependency_kernels import copy_aside
 from jaxoff._schedule.emit import emit
+from jaxoff._schedule.flat_rows import find_flat, flatten
 from jaxoff._schedule.host_stack import HostStack
 from jaxoff._schedule.loop_shardings import LoopShardings, pin
 from jaxoff._schedule.problem import OrderProblem, SpareRow
@@ -209,10 +210,12 @@ def write_out(
     is_divided = shardings is not None
 
     def run(consts, carry, xs, initial_stacks, first_rows):
+        ys = iteration.list_ys()
         stacks = [
             initial_stacks[k] if k in initial_stacks else empty(v.aval, rows, is_divided=is_divided)
-            for k, (v, rows) in enumerate(iteration.list_ys())
+            for k, (v, rows) in enumerate(ys)
         ]
+        stacks, xs = flatten(stacks, iteration.flat_ys), flatten(xs, iteration.flat_xs)
         retained = [empty(v.aval, None, is_divided=is_divided) for v in iteration.retained_vars]
         host_stacks = [xs[k] for k in reloaded_stacks]
         count = jnp.int32(iteration.first_count)
@@ -224,7 +227,10 @@ def write_out(
             return jax.tree.unflatten(structure, compat.jaxpr_as_fun(body)(*consts, *xs, *leaves))
 
         end = iteration.first_count + loop.layout.length
-        return lax.while_loop(lambda state: state.count < end, step, state)
+        state = lax.while_loop(lambda state: state.count < end, step, state)
+        for k in iteration.flat_ys:
+            state.stacks[k] = state.stacks[k].reshape(ys[k][1], *ys[k][0].aval.shape)
+        return state
 
     consts, carry, xs = loop.split(operands)
     args = consts, carry, xs, dict(initial_stacks), [first_rows[k] for k in iteration.prefetched]
@@ -261,6 +267,7 @@ class _Iteration:
       retained: indices of the ys whose last value stays on the device, in the order of `_State.retained`.
       retained_vars: variables of the retained values in the scan's body.
       first_count: loop counter of the first iteration.
+      flat_xs, flat_ys: indices of the xs and ys whose stacks have flat rows.
     """
 
     def __init__(
@@ -277,6 +284,10 @@ class _Iteration:
         self.prefetched = [k for k, stack in reloaded_stacks.items() if stack.prefetched]
         self.retained = [k for k, stack in sent_stacks.items() if stack.prefetched]
         self._read_inside = loop.find_ys_read_inside()
+        rows, values = loop.split(loop.body.invars)[2], loop.body.outvars[loop.layout.num_carry :]
+        is_divided = shardings is not None
+        self.flat_xs = find_flat(rows, reloaded_stacks, is_divided=is_divided)
+        self.flat_ys = find_flat(values, sent_stacks, is_divided=is_divided)
         self.retained_vars: list[Any] = [loop.find_sends()[k].invars[0] for k in self.retained]
 
     def list_ys(self) -> list[tuple[Any, int]]:
@@ -363,6 +374,8 @@ class _Iteration:
             if k not in self.prefetched:
                 with self._reloaded_stacks[k].copying():
                     inputs[k] = _read_row(stack, index + self._reloaded_stacks[k].row_offset)
+        for k in self.flat_xs:
+            inputs[k] = inputs[k].reshape(loop.split(loop.body.invars)[2][k].aval.shape)
         pinned, rows = self._shardings or LoopShardings(), zip(self.prefetched, state.prefetched, strict=True)
         inputs |= {k: pin(row, pinned.xs, k) for k, row in rows}
         carry = [pin(value, pinned.carry, k) for k, value in enumerate(state.carry)]
@@ -386,7 +399,7 @@ class _Iteration:
                 if k in deferred:  # the first iteration writes arbitrary contents into the spare row
                     value = state.retained[self.retained.index(k)]
                     y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
-                stacks[k] = _write_row(stacks[k], y, at)
+                stacks[k] = _write_row(stacks[k], y.reshape(-1) if k in self.flat_ys else y, at)
         prefetched = []
         for k in self.prefetched:
             with (stack := self._reloaded_stacks[k]).copying():

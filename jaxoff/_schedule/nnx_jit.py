@@ -137,7 +137,7 @@ class NnxJitted:
 
     @property
     def recipe(self) -> str:
-        """The recipe of the latest call: "concurrent", "ordered", "stock" or "saved"."""
+        """The recipe of the latest call: "concurrent", "early", "ordered", "stock" or "saved"."""
         return self._jitted.recipe
 
     @property

@@ -32,12 +32,15 @@ class Recipe(enum.StrEnum):
     """A way to compile a program that offloads residuals.
 
     CONCURRENT: jaxoff's order; the copies are in CUDA graphs, whose edges follow the use of data.
-    ORDERED: jaxoff's order, scheduled by XLA's default mode; the copies are outside of CUDA graphs.
+    EARLY: jaxoff's order, scheduled by XLA's default mode, which starts each copy of a loop as soon as the
+      order allows; the copies are outside of CUDA graphs.
+    ORDERED: as EARLY, but XLA starts a copy 5 ms before its end, by its own estimate of time.
     STOCK: the program as given; the copies are outside of CUDA graphs.
     SAVED: the program without its copies to and from host memory; residuals stay on the device.
     """
 
     CONCURRENT = "concurrent"
+    EARLY = "early"
     ORDERED = "ordered"
     STOCK = "stock"
     SAVED = "saved"
@@ -87,7 +90,7 @@ def checked_recipe(name: str | None) -> Recipe | None:
 
 
 def list_recipes(
-    *, loops: int, scanned: int, flat: bool, has_twin: bool, graphs: bool = True
+    *, loops: int, scanned: int, flat: bool, has_twin: bool, graphs: bool = True, profiled: bool = False
 ) -> tuple[Recipe, ...]:
     """The recipes for a program, the preferred one first.
 
@@ -97,11 +100,18 @@ def list_recipes(
       flat: whether the equations outside of loops are ordered.
       has_twin: whether the program has a saved twin.
       graphs: whether kernels are captured into CUDA graphs; without graphs nothing is concurrent in them.
+      profiled: whether the caller gives XLA a profile.
     """
     if not (loops or scanned or flat):
         return (Recipe.ORDERED,)
-    ordered = (Recipe.CONCURRENT, Recipe.ORDERED) if scanned and graphs else (Recipe.ORDERED,)
-    return (*ordered, Recipe.STOCK, *((Recipe.SAVED,) if has_twin and (scanned or flat) else ()))
+    found = [Recipe.CONCURRENT] if scanned and graphs else []
+    found += [Recipe.EARLY] if scanned and not profiled else []
+    return (
+        *found,
+        Recipe.ORDERED,
+        Recipe.STOCK,
+        *((Recipe.SAVED,) if has_twin and (scanned or flat) else ()),
+    )
 
 
 def choose_recipe(
@@ -157,18 +167,15 @@ def _try_candidate(
         return Candidate(recipe, None, str(error).splitlines()[0])
 
 
-def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> Finding | None:
-    """The finding for a program that does not run by its first recipe."""
+def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> list[Finding]:
+    """The finding for a program that may hide its copies less well than by its first recipe, or has none."""
     by_recipe = {candidate.recipe: candidate for candidate in candidates}
     first, own = next(iter(by_recipe.values())), by_recipe[chosen]
-    if first.recipe is chosen:
-        return None
+    if chosen in (first.recipe, Recipe.EARLY):  # "early" hides copies as "concurrent" does
+        return []
     if first.nbytes is None and chosen is Recipe.SAVED:
-        return Finding(
-            FindingCode.RECIPE_REPLACED,
-            "XLA does not compile the program with its copies, so nothing is offloaded: "
-            f"{first.reason[:150]}",
-        )
+        refused = "XLA does not compile the program with its copies, so nothing is offloaded"
+        return [Finding(FindingCode.RECIPE_REPLACED, f"{refused}: {first.reason[:150]}")]
     took = f"took {format_nbytes(first.nbytes)}" if first.nbytes is not None else f"failed: {first.reason}"
     stock = by_recipe.get(Recipe.STOCK)
     if stock and first.exchanges_more_than(stock):
@@ -179,11 +186,11 @@ def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> Finding | 
         if chosen is Recipe.SAVED
         else "Its copies may be hidden less well"
     )
-    return Finding(
-        FindingCode.RECIPE_REPLACED,
+    text = (
         f"the program runs by the recipe {chosen.value!r}{now}: by {first.recipe.value!r} it {took}. {loss}; "
-        f"recipe={first.recipe.value!r} in jaxoff.jit insists.",
+        f"recipe={first.recipe.value!r} in jaxoff.jit insists."
     )
+    return [Finding(FindingCode.RECIPE_REPLACED, text)]
 
 
 class LoweredByRecipe:

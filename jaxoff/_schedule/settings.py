@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
+from jaxoff._compiled import hlo
+from jaxoff._compiled.copy_starts import make_profile
 from jaxoff._runtime import flags
-from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, parse_xla_flags
+from jaxoff._runtime.disk import write_text
+from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, PROFILE, PROFILE_CHECK, parse_xla_flags
+from jaxoff._schedule.call import Call
 from jaxoff._schedule.recipes import Recipe, list_recipes
 from jaxoff._schedule.rewrite import Rewritten
 
@@ -34,6 +40,11 @@ class Setting:
         """The recipe's name, with a note where no kernel is captured into CUDA graphs."""
         return self.recipe.value + (" without graphs" if dict(self.options).get(COMMAND_BUFFER) == "" else "")
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no option is missing; see `complete`."""
+        return self.recipe is not Recipe.EARLY or PROFILE in dict(self.options)
+
     def without_graphs(self) -> Setting:
         """The setting with no kernel captured into CUDA graphs."""
         return Setting(self.recipe, tuple((dict(self.options) | {COMMAND_BUFFER: ""}).items()))
@@ -55,6 +66,7 @@ def list_settings(program: Rewritten, given: Mapping[str, Any], *, has_twin: boo
         flat=program.flat,
         has_twin=has_twin,
         graphs="FUSION" in flags.parse_captured_commands(capture),
+        profiled=bool(given.get(PROFILE, xla_flags.get(PROFILE))),
     )
     disabled = xla_flags.get(DISABLED_PASSES, "")
     return [Setting(recipe, _choose_options(recipe, program, disabled)) for recipe in recipes]
@@ -69,6 +81,28 @@ def add_without_graphs(settings: list[Setting], given: Mapping[str, Any]) -> lis
     if COMMAND_BUFFER in given:
         return settings
     return settings + [s.without_graphs() for s in offloading if COMMAND_BUFFER not in dict(s.options)]
+
+
+def complete(setting: Setting, call: Call, make_jitted: Callable[[Call, Setting], Any]) -> Setting:
+    """The setting with all of its options; those of the recipe "early" come of a compiled program.
+
+    On a GPU the program is compiled without them first. The setting is returned as it is where XLA refuses
+    the program, or where no file can be written.
+
+    Args:
+      setting: the setting.
+      call: the call.
+      make_jitted: makes the `jax.jit` function of a setting.
+    """
+    if setting.is_complete or not call.is_on_gpu:
+        return setting
+    try:
+        text = call.lower(make_jitted(call, setting)).compile().as_text() or ""
+        file = write_text("starts", make_profile(hlo.parse(text)))
+    except (jax.errors.JaxRuntimeError, OSError):
+        return setting
+    options = (PROFILE, str(file)), (PROFILE_CHECK, "PGLE_STRICTNESS_LEVEL_OFF")
+    return Setting(setting.recipe, setting.options + options)
 
 
 def _choose_options(recipe: Recipe, program: Rewritten, disabled: str) -> Options:

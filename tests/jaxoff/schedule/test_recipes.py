@@ -18,6 +18,7 @@ from jaxoff._schedule.recipes import Recipe, choose_recipe, find_fallback, list_
 from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_equal
 
 EVERY = tuple(Recipe)
+WITHOUT_EARLY = tuple(recipe for recipe in Recipe if recipe is not Recipe.EARLY)
 
 
 def compiled_of(nbytes, text=""):
@@ -41,6 +42,10 @@ def compiled_of(nbytes, text=""):
         ({"concurrent": None, "ordered": 47.7, "stock": None, "saved": 50.4}, "ordered"),
         ({"concurrent": None, "ordered": None, "stock": None, "saved": 50.4}, "saved"),
         ({"concurrent": None, "ordered": None, "stock": None, "saved": None}, "concurrent"),
+        ({"concurrent": 12.4, "early": 12.2, "ordered": 12.0, "stock": 13.3, "saved": 18.0}, "concurrent"),
+        ({"concurrent": 55.8, "early": 47.9, "ordered": 47.7, "stock": 48.4, "saved": 50.4}, "early"),
+        ({"concurrent": 55.8, "early": 49.3, "ordered": 47.7, "stock": 48.4, "saved": 50.4}, "ordered"),
+        ({"concurrent": 55.8, "early": None, "ordered": None, "stock": 48.4, "saved": 50.4}, "stock"),
     ],
 )
 def test_the_first_recipe_within_the_smallest_memory_runs(gigabytes, expected):
@@ -52,12 +57,13 @@ def test_the_first_recipe_within_the_smallest_memory_runs(gigabytes, expected):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
         return compiled_of(int(gigabytes[recipe] * 1e9))
 
-    chosen, candidates = choose_recipe(EVERY, compile_recipe)
+    recipes = EVERY if "early" in gigabytes else WITHOUT_EARLY
+    chosen, candidates = choose_recipe(recipes, compile_recipe)
     assert chosen == expected
     assert len(compilations) == len(set(compilations)) == len(candidates)
-    finding = find_fallback(chosen, candidates)
-    assert (finding is None) == (expected == "concurrent")
-    if finding is not None:
+    findings = find_fallback(chosen, candidates)
+    assert (not findings) == (expected in ("concurrent", "early"))
+    for finding in findings:
         assert finding.code is FindingCode.RECIPE_REPLACED
         first = gigabytes["concurrent"]
         assert ("out of memory" if first is None else f"{first:.2f} GB") in finding.message
@@ -70,7 +76,7 @@ def test_the_first_recipe_within_the_smallest_memory_runs(gigabytes, expected):
 
 def test_a_recipe_that_exchanges_more_than_the_program_as_given_does_not_run():
     gather = "ENTRY %main (x: f32[8]) -> f32[64] {{\n  %g = f32[{rows},8]{{1,0}} all-gather(%x)\n}}\n"
-    rows = {"concurrent": 16, "ordered": 16, "stock": 8, "saved": 8}
+    rows = {"concurrent": 16, "early": 16, "ordered": 16, "stock": 8, "saved": 8}
 
     def compile_recipe(recipe):
         nbytes = {"saved": 50_000_000}.get(recipe, 40_000_000)
@@ -78,8 +84,7 @@ def test_a_recipe_that_exchanges_more_than_the_program_as_given_does_not_run():
 
     chosen, candidates = choose_recipe(EVERY, compile_recipe)
     assert chosen == "stock"
-    finding = find_fallback(chosen, candidates)
-    assert finding is not None
+    (finding,) = find_fallback(chosen, candidates)
     assert "exchanged 512.00 MB for 256.00 MB" in finding.message
 
 
@@ -88,8 +93,12 @@ def test_a_recipe_that_exchanges_more_than_the_program_as_given_does_not_run():
     [
         ({"loops": 0, "scanned": 0, "flat": False}, ["ordered"]),
         ({"loops": 2, "scanned": 0, "flat": False}, ["ordered", "stock"]),
-        ({"loops": 2, "scanned": 2, "flat": False}, ["concurrent", "ordered", "stock", "saved"]),
-        ({"loops": 2, "scanned": 2, "flat": False, "graphs": False}, ["ordered", "stock", "saved"]),
+        ({"loops": 2, "scanned": 2, "flat": False}, ["concurrent", "early", "ordered", "stock", "saved"]),
+        ({"loops": 2, "scanned": 2, "flat": False, "graphs": False}, ["early", "ordered", "stock", "saved"]),
+        (
+            {"loops": 2, "scanned": 2, "flat": False, "profiled": True},
+            ["concurrent", "ordered", "stock", "saved"],
+        ),
         ({"loops": 0, "scanned": 0, "flat": True}, ["ordered", "stock", "saved"]),
     ],
 )
@@ -172,7 +181,7 @@ def test_an_unknown_recipe_is_refused():
 def test_without_graphs_the_order_runs_under_xlas_scheduler():
     step = jaxoff.jit(offloading("scan"), compiler_options={"xla_gpu_enable_command_buffer": ""})
     step.trace(*arguments())
-    assert step.recipe == "ordered"
+    assert step.recipe == "early"
 
 
 def test_a_method_binds_its_instance_and_no_device_is_the_default():

@@ -1,0 +1,72 @@
+"""When the copies of a loop may start, told to XLA's scheduler.
+
+XLA's latency hiding scheduler takes each copy between device and host memory for 5 ms and starts it that long
+before its end, whatever its size: a copy of 800 MB takes 15 ms, and the kernels wait for the rest
+(bench/LOG.md, "2026-11-27, evening"). A profile, which XLA reads for
+profile-guided latency estimates, gives the scheduler other latencies, by the names of instructions. So a
+program is compiled once without a profile, and the names of its copies are read from its text.
+
+Every copy gets a latency above all that can run beside it: the scheduler starts it as soon as its operands
+allow, which is where jaxoff's order lets it start. Of two copies, the one that may start earlier has the
+longer latency. Otherwise the scheduler, which works from the end of a loop's body, would start both where
+the later one may start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from jaxoff._compiled.hlo import Computation, Instruction, Module
+from jaxoff._compiled.transfers import find_transfers, is_structure
+
+# Microseconds, above the time of a loop's body.
+_LONG_US = 1e6
+# The types of indices into a stack.
+_INDICES = frozenset({"s32", "s64", "u32", "u64"})
+_SCHEDULING_NAME = re.compile(r'scheduling_name="([^"]+)"')
+
+
+def make_profile(module: Module) -> str:
+    """The latencies of the copies in a program's loops, as XLA's text of a profile; "" without such copies.
+
+    Args:
+      module: the program, compiled without a profile.
+    """
+    costs = _find_latencies(module)
+    return "".join(f'costs {{ name: "{name}" cost_us: {latency:.1f} }}\n' for name, latency in costs)
+
+
+def _find_latencies(module: Module) -> Iterator[tuple[str, float]]:
+    """The start of each copy in a loop, by its name at scheduling, and a latency in microseconds."""
+    bodies: dict[str, list[tuple[int, int, Instruction]]] = {}
+    for transfer in find_transfers(module):
+        start, execution = transfer.start, transfer.execution
+        if transfer.done is not None and execution.loop:
+            body = execution.computation
+            earliest, now = _find_earliest(body, start), body.position[start.name]
+            bodies.setdefault(body.name, []).append((earliest, now, start))
+    for copies in bodies.values():
+        copies.sort(key=lambda copy: copy[:2], reverse=True)
+        for rank, (_, _, start) in enumerate(copies, start=1):
+            yield _name_at_scheduling(start), rank * _LONG_US
+
+
+def _find_earliest(body: Computation, start: Instruction) -> int:
+    """The position of the last instruction that a copy waits for; -1 for a copy that waits for none."""
+    last, pending = -1, [*body.operands(start)]
+    while pending:
+        operand = pending.pop()
+        if operand.shape.dtype in _INDICES and not operand.shape.dims:  # computed where it is needed
+            continue
+        if is_structure(operand) or operand.opcode.endswith(("-start", "-done")):
+            pending += body.operands(operand)
+        else:
+            last = max(last, body.position[operand.name])
+    return last
+
+
+def _name_at_scheduling(instruction: Instruction) -> str:
+    """The name that the scheduler saw; passes after it may rename an instruction."""
+    found = _SCHEDULING_NAME.search(instruction.attributes.get("metadata", ""))
+    return found[1] if found else instruction.name
