@@ -29,6 +29,9 @@ _MIN_GRAPH = 5
 _NO_COMMAND = "xla.gpu.ext.cub_"
 # Words in the kind of a fusion for a matrix product.
 _GEMM_FUSIONS = ("gemm", "cublas", "cudnn")
+# Words in the target of a custom call for a matrix product; opcodes of products.
+_PRODUCT_CALLS = ("gemm", "matmul")
+_PRODUCTS = frozenset({"dot", "convolution", "scaled-dot", "ragged-dot"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,15 +222,14 @@ def _number_graph(run: Mapping[str, Instruction], number: int) -> dict[str, int]
 
 
 def _is_gemm(instruction: Instruction, body: Computation | None) -> bool:
-    if body is None:
-        return (
-            "gemm" in call_target(instruction)
-            or "matmul" in call_target(instruction)
-            or instruction.opcode == "dot"
-        )
+    """Whether an instruction is a matrix product or a convolution, or a fusion around one.
+
+    A fusion holds a cuBLAS call where the product reads or writes the row of a stack in place.
+    """
     kind = instruction.config.get("fusion_backend_config", {}).get("kind", "")
+    calls = [instruction] if body is None else body.instructions
     return any(word in kind for word in _GEMM_FUSIONS) or any(
-        i.opcode in ("dot", "convolution", "scaled-dot", "ragged-dot") for i in body.instructions
+        i.opcode in _PRODUCTS or any(word in call_target(i) for word in _PRODUCT_CALLS) for i in calls
     )
 
 

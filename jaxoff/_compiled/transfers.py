@@ -161,7 +161,8 @@ def _only_moves(inner: Instruction, body: Computation, fusion: Instruction) -> b
     if inner.opcode in _MOVES:
         return True
     custom = "kind=kCustom" in fusion.attribute_text  # XLA checked the offsets and the static slices
-    return custom and (inner.opcode == "slice" or inner.shape.dims == ())
+    is_scalar = inner.shape.dtype != "tuple" and inner.shape.dims == ()
+    return custom and (inner.opcode == "slice" or is_scalar)
 
 
 def _may_transfer(instruction: Instruction) -> bool:

@@ -55,7 +55,7 @@ _REMATERIALIZATION = "rematerialization"
 # During buffer assignment a barrier is a tuple, which keeps the order. From jaxlib 0.12 on this pass removes
 # these tuples before; no other pass needs their removal.
 _TUPLES = "tuple-simplifier"
-# The pass makes a copy on the device of each row of a stack that a kernel has made already. XLA's scheduler
+# The pass makes an asynchronous copy of each write of a row that a kernel has made already. XLA's scheduler
 # takes such a copy, of a few KB at the end of a loop's body, for one as long as a copy from host memory, and
 # starts the reloads of the next iteration after it, with no kernel left to hide them (bench/LOG.md).
 _COPIES_OF_ROWS = "dynamic-slice-copy-fusion-async-wrapper"
@@ -153,7 +153,7 @@ def choose_options(
     passes = [*filter(None, disabled.split(",")), _REMATERIALIZATION]
     if (loops or scanned) and parse_release(jaxlib) >= (0, 12):
         passes.append(_TUPLES)
-    if scanned and not concurrent:
+    if scanned:
         passes.append(_COPIES_OF_ROWS)
     graphs = _CONCURRENT + _ONE_GRAPH if concurrent else COPIES_OUTSIDE_GRAPHS
     return (*(graphs if scanned else outside), (DISABLED_PASSES, ",".join(passes)))

@@ -15,6 +15,8 @@ from jaxoff._jaxpr.statics import list_parameters
 from jaxoff._schedule.argument_types import ArgumentTypes
 from jaxoff._state import hosted
 
+_jax_jit = jax.jit  # `jax.jit = jaxoff.jit` must not make this module call jaxoff's
+
 
 class Place(NamedTuple):
     """The number of devices that a call runs on, and whether these are GPUs."""
@@ -132,6 +134,21 @@ class Call:
         paths = [path for path, _ in jax.tree.leaves_with_path((self.args, self.kwargs))]
         return [describe(paths[i]) for i in positions]
 
+    def describe_arguments(
+        self, fun: Callable[..., Any], positions: Sequence[int], keywords: dict[str, Any]
+    ) -> tuple[list[str], list[bool], list[jax.sharding.Sharding | None]]:
+        """The path of each traced argument, whether the program may reuse its memory, and its sharding.
+
+        Args:
+          fun: the function; `positions`: the traced arguments among the leaves of a call's arguments.
+          keywords: as given to `jax.jit`.
+        """
+        keywords = {name: value for name, value in keywords.items() if name != "out_shardings"}
+        nothing = functools.wraps(fun)(lambda *_, **__: None)
+        info = self.trace(_jax_jit(nothing, **keywords)).args_info
+        donated = [leaf.donated for leaf in jax.tree.leaves(info, is_leaf=lambda x: hasattr(x, "donated"))]
+        return self.list_paths(fun, positions), donated, self.list_shardings(positions)
+
     @functools.cached_property
     def is_on_gpu(self) -> bool:
         """Whether the call compiles for GPUs."""
@@ -149,8 +166,3 @@ def _devices_of(sharding: jax.sharding.Sharding) -> Collection[Any]:
     """The devices of a sharding; none for a sharding over an abstract mesh."""
     is_abstract = isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
     return () if is_abstract else sharding.device_set
-
-
-def list_donated(info: Any) -> list[bool]:
-    """Whether each traced argument is donated, by `args_info` of a stage of `jax.jit`."""
-    return [leaf.donated for leaf in jax.tree.leaves(info, is_leaf=lambda x: hasattr(x, "donated"))]

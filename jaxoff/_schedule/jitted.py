@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -26,7 +27,7 @@ from jaxoff._runtime.disk import make_key
 from jaxoff._runtime.flags import PlacedBy
 from jaxoff._runtime.program_memory import lowered_nbytes, program_nbytes_if_compiled
 from jaxoff._schedule.argument_types import ArgumentTypes
-from jaxoff._schedule.call import Call, Place, list_donated
+from jaxoff._schedule.call import Call, Place
 from jaxoff._schedule.faults import rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
 from jaxoff._schedule.prepare import prepare
@@ -263,16 +264,19 @@ class Jitted:
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
             self._probed.traced = made = dataclasses.replace(traced, given=closed, program=program)
             settings = list_settings(program, self._given, has_twin=False)
-            sizes: dict[Setting, float] = {}
-            for setting in settings[:1] if preferred else settings[1:]:
+            hiding = [s for s in settings if s.recipe.hides_copies] or settings[:1]
+            sizes, made_by = dict[Setting, float](), {}
+            for setting in hiding if preferred else settings[len(hiding) :]:
+                if preferred and min(sizes.values(), default=math.inf) <= budget.device_nbytes:
+                    break
                 setting = complete(setting, call, functools.partial(self._make_instance, made=made))
-                self._instances[call.key, setting] = self._make_instance(call, setting, made)
-                lowered, options = self._lower(call, setting), dict(setting.options) | self._given
+                made_by[setting] = jitted = self._make_instance(call, setting, made)
+                lowered, options = call.lower(jitted), dict(setting.options) | self._given
                 sizes[setting] = lowered_nbytes(lowered, call.device, call.devices, options, refusals)
                 if not call.is_on_gpu:  # where the two memories are one
                     sizes[setting] -= made.count_host_arguments(call.list_shardings(made.signature[1]))
             least = min(sizes, key=lambda setting: sizes[setting], default=None)
-            return None if least is None else (sizes[least], (least, self._instances[call.key, least]))
+            return None if least is None else (sizes[least], (least, made_by[least]))
 
         def compile_written() -> Written:
             self._probed.traced = traced
@@ -280,10 +284,10 @@ class Jitted:
             nbytes = program_nbytes_if_compiled(self._lower(call, setting).compile)
             return Written(setting, nbytes, traced.follow(setting.recipe))
 
-        device, paths = self._share_link(call.devices), call.list_paths(self._fun, traced.signature[1])
-        donated, shardings = self._find_donated(call), call.list_shardings(traced.signature[1])
-        compilers, facts = (compile_program, compile_written), (paths, donated, shardings, refusals)
-        within = Search(twin, call, traced, device, budget, *compilers, *facts).run()
+        device, positions = self._share_link(call.devices), traced.signature[1]
+        facts = call.describe_arguments(self._fun, positions, self._kwargs)
+        compilers = compile_program, compile_written
+        within = Search(twin, call, traced, device, budget, *compilers, *facts, refusals).run()
         self._report(within.findings)
         on_host = within.instance.on_host if isinstance(within.instance, hosted.Hosted) else ()
         places = hosted.list_shardings(call.described[0], on_host)
@@ -292,19 +296,13 @@ class Jitted:
             self._instances[call.key, within.setting] = within.instance
         return within.setting
 
-    def _find_donated(self, call: Call) -> list[bool]:
-        """Whether each argument of a call is donated."""
-        keywords = {name: value for name, value in self._kwargs.items() if name != "out_shardings"}
-        nothing = functools.wraps(self._fun)(lambda *_, **__: None)
-        return list_donated(call.trace(_jax_jit(nothing, **keywords)).args_info)
-
     def make_estimator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Budget], Plan]:
         """Traces a call once, for its plans by an estimate of memory: budget -> plan, or a BudgetError."""
         call = self._call(args, kwargs)
         with self._probe(call) as traced:
             twin = traced.take_twin()
-        donated, shardings = self._find_donated(call), call.list_shardings(traced.signature[1])
-        device, paths = self._share_link(call.devices), call.list_paths(self._fun, traced.signature[1])
+        device, positions = self._share_link(call.devices), traced.signature[1]
+        paths, donated, shardings = call.describe_arguments(self._fun, positions, self._kwargs)
 
         def estimate(budget: Budget) -> Plan:
             plan = estimate_within(

@@ -45,6 +45,11 @@ class Recipe(enum.StrEnum):
     STOCK = "stock"
     SAVED = "saved"
 
+    @property
+    def hides_copies(self) -> bool:
+        """Whether the copies of loops start as early as the order lets them."""
+        return self in (Recipe.CONCURRENT, Recipe.EARLY)
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -90,7 +95,14 @@ def checked_recipe(name: str | None) -> Recipe | None:
 
 
 def list_recipes(
-    *, loops: int, scanned: int, flat: bool, has_twin: bool, graphs: bool = True, profiled: bool = False
+    *,
+    loops: int,
+    scanned: int,
+    flat: bool,
+    has_twin: bool,
+    graphs: bool = True,
+    profiled: bool = False,
+    nested: bool = False,
 ) -> tuple[Recipe, ...]:
     """The recipes for a program, the preferred one first.
 
@@ -101,11 +113,14 @@ def list_recipes(
       has_twin: whether the program has a saved twin.
       graphs: whether kernels are captured into CUDA graphs; without graphs nothing is concurrent in them.
       profiled: whether the caller gives XLA a profile.
+      nested: whether a loop with offloaded residuals holds another loop, which no CUDA graph does: then XLA's
+        schedule decides where copies start, under CONCURRENT, too.
     """
     if not (loops or scanned or flat):
         return (Recipe.ORDERED,)
     found = [Recipe.CONCURRENT] if scanned and graphs else []
     found += [Recipe.EARLY] if scanned and not profiled else []
+    found = found[::-1] if nested else found
     return (
         *found,
         Recipe.ORDERED,
@@ -171,7 +186,7 @@ def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> list[Findi
     """The finding for a program that may hide its copies less well than by its first recipe, or has none."""
     by_recipe = {candidate.recipe: candidate for candidate in candidates}
     first, own = next(iter(by_recipe.values())), by_recipe[chosen]
-    if chosen in (first.recipe, Recipe.EARLY):  # "early" hides copies as "concurrent" does
+    if chosen is first.recipe or chosen.hides_copies:
         return []
     if first.nbytes is None and chosen is Recipe.SAVED:
         refused = "XLA does not compile the program with its copies, so nothing is offloaded"

@@ -47,6 +47,7 @@ class Rewritten:
         computes mostly outside of loops.
       spare_nbytes: bytes of host memory for the spare rows of host stacks, which the given program lacks.
       streamed: whether arguments in host memory are updated in a loop.
+      nested: whether a loop with offloaded residuals holds another loop.
     """
 
     jaxpr: ClosedJaxpr
@@ -55,6 +56,7 @@ class Rewritten:
     flat: bool
     spare_nbytes: int
     streamed: bool = False
+    nested: bool = False
 
     @staticmethod
     def as_given(closed: ClosedJaxpr) -> Rewritten:
@@ -102,6 +104,7 @@ def rewrite(
         flat,
         rewriter.spare_nbytes,
         streamed=streamed,
+        nested=rewriter.nested,
     )
 
 
@@ -137,6 +140,7 @@ class _Rewriter:
         self._round = round_operands if on_gpus else iter
         self._shardings, self._numbers = shardings, itertools.count()
         self.written_out = self.scanned = self.spare_nbytes = 0
+        self.nested = False
 
     def write_out_loops(self, jaxpr: Jaxpr) -> Jaxpr:
         """Writes out the layer loops, and orders the equations up to the last loop."""
@@ -145,7 +149,9 @@ class _Rewriter:
         loops = {i: loop for i, eqn in layers.items() if (loop := Loop.find(eqn))}
         loops = self._write_bodies(jaxpr, loops)
         self.written_out += len(loops)
-        self.scanned += sum("H2D" in _find_transfers(eqn.params["jaxpr"].jaxpr) for eqn in layers.values())
+        offloading = [eqn for eqn in layers.values() if "H2D" in _find_transfers(eqn.params["jaxpr"].jaxpr)]
+        self.scanned += len(offloading)
+        self.nested |= any(_holds_loop(eqn.params["jaxpr"].jaxpr) for eqn in offloading)
         if not loops:
             return jaxpr
         known = {i: loop for i, loop in loops.items() if shardings[i] or not self._may_divide(loop)}
@@ -336,6 +342,11 @@ def _find_transfers(jaxpr: Jaxpr) -> set[str]:
         elif call := compat.inlinable_call(eqn):
             found |= _find_transfers(call.jaxpr)
     return found
+
+
+def _holds_loop(jaxpr: Jaxpr) -> bool:
+    """Whether a program or one of its calls holds a loop."""
+    return any(eqn.primitive.name in ("scan", "while") for eqn in inline_program(jaxpr).eqns)
 
 
 def _computes_outside_loops(jaxpr: Jaxpr) -> bool:

@@ -66,6 +66,7 @@ def list_settings(program: Rewritten, given: Mapping[str, Any], *, has_twin: boo
         flat=program.flat,
         has_twin=has_twin,
         graphs="FUSION" in flags.parse_captured_commands(capture),
+        nested=program.nested,
         profiled=bool(given.get(PROFILE, xla_flags.get(PROFILE))),
     )
     disabled = xla_flags.get(DISABLED_PASSES, "")

@@ -66,8 +66,9 @@ class Search:
       call, traced: of the step.
       device: rates of the device.
       budget: the memory of the device and its host.
-      compile_program: (program, whether to take the preferred recipe, or of the others that of the least
-        memory) -> bytes on the device, and the compiled program's setting and function; None without others.
+      compile_program: (program, whether to take the first recipe within the budget of those that hide
+        copies, or of the others that of the least memory) -> bytes on the device, and the compiled program's
+        setting and function; None without others.
       compile_written: compiles the step as the user wrote it.
       paths: the name of each argument.
       donated: for each argument, whether the program may reuse its memory.
@@ -169,7 +170,7 @@ class Search:
         def compile_otherwise(program: ClosedJaxpr) -> tuple[float, _Made] | None:
             return self.compile_program(program, preferred=False) if self.call.is_on_gpu else None
 
-        # The preferred recipe hides the copies best; others may take less memory.
+        # The preferred recipes hide the copies best; others may take less memory.
         return find_fitting(
             closed,
             self.device,

@@ -403,3 +403,31 @@ def test_residuals_that_jaxoff_jit_saves_by_choice_have_not_vanished(placed_by, 
     found = list(find_faults(nothing, 1000, placed_by))
     assert [f.code for f in found] == codes
     assert not found or ("no long kernel stands between" in found[0].message) == (placed_by is None)
+
+
+@pytest.mark.parametrize("target", ["__cublas$lt$matmul", "__cublas$gemm", "mosaic_gpu_v2"])
+def test_a_product_that_reads_the_row_of_a_stack_in_place_runs_beside_a_copy(target):
+    """A cuBLAS call returns its product and its workspace: a tuple, which is no scalar of an offset."""
+    product = f"({DEVICE}, s8[33554432]{{0}})"
+    in_place = f"""%inside (w: f32[]) -> f32[] {{
+  %w = bf16[6,8,4096]{{2,1,0}} parameter(0)
+  %x = {DEVICE} parameter(1)
+  %i = s32[] parameter(2)
+  %row = {SLICE} dynamic-slice(%w, %i), dynamic_slice_sizes={{1,8,4096}}, {CONFIG}
+  ROOT %call = {product} custom-call(%x, %row), custom_call_target="{target}"
+}}
+{SEND}"""
+    module = program(
+        f"""
+        %at = s32[] constant(0)
+        %stack = bf16[6,8,4096]{{2,1,0}} constant(0)
+        %start = ({HOST}, {DEVICE}, u32[]) fusion-start(%d), kind=kLoop, calls=%send
+        %beside = {product} fusion(%stack, %d, %at), kind=kCustom, calls=%inside
+        %done = {HOST} fusion-done(%start)
+        ROOT %end = {DEVICE} get-tuple-element(%beside), index=0
+        """,
+        computations=in_place,
+    )
+    (transfer,) = find_transfers(module)
+    (compute,) = GraphCapture(module, GraphOptions("LHS", frozenset()), (transfer,)).overlaps(transfer)
+    assert (compute.name, compute.kind) == ("beside", "fusion" if "mosaic" in target else "gemm")
