@@ -57,7 +57,8 @@ _REMATERIALIZATION = "rematerialization"
 _TUPLES = "tuple-simplifier"
 # The pass makes an asynchronous copy of each write of a row that a kernel has made already. XLA's scheduler
 # takes such a copy, of a few KB at the end of a loop's body, for one as long as a copy from host memory, and
-# starts the reloads of the next iteration after it, with no kernel left to hide them (bench/LOG.md).
+# starts the reloads of the next iteration after it, with no kernel left to hide them. And rows that wait for
+# their copies are kept: 8.3 of 47.5 GB of a step without any copy to the host, at equal time (bench/LOG.md).
 _COPIES_OF_ROWS = "dynamic-slice-copy-fusion-async-wrapper"
 # Compiled program -> compiler options. A program does not hold its options, which `verify` needs.
 _OPTIONS: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
@@ -130,6 +131,7 @@ def choose_options(
     scanned: int = 0,
     flat: bool = False,
     streamed: bool = False,
+    budgeted: bool = False,
     jaxlib: str,
     disabled: str = "",
 ) -> tuple[tuple[str, Any], ...]:
@@ -144,19 +146,25 @@ def choose_options(
       scanned: the number of loops with offloaded residuals.
       flat: whether the equations outside of loops are ordered.
       streamed: whether arguments in host memory are updated in a loop.
+      budgeted: whether the program is one of a search within a budget.
       jaxlib: its version.
       disabled: passes left out of all programs of the process, with commas between.
     """
     outside = COPIES_OUTSIDE_GRAPHS if streamed else ()
     if not (loops or scanned or flat):
-        return outside
+        return (*outside, leave_out_row_copies(disabled)) if budgeted else outside
     passes = [*filter(None, disabled.split(",")), _REMATERIALIZATION]
     if (loops or scanned) and parse_release(jaxlib) >= (0, 12):
         passes.append(_TUPLES)
-    if scanned:
+    if scanned or budgeted:
         passes.append(_COPIES_OF_ROWS)
     graphs = _CONCURRENT + _ONE_GRAPH if concurrent else COPIES_OUTSIDE_GRAPHS
     return (*(graphs if scanned else outside), (DISABLED_PASSES, ",".join(passes)))
+
+
+def leave_out_row_copies(disabled: str) -> tuple[str, str]:
+    """The option that leaves out asynchronous copies of rows, beside the passes left out already."""
+    return DISABLED_PASSES, ",".join([*filter(None, disabled.split(",")), _COPIES_OF_ROWS])
 
 
 def find_harmful_options(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterator[str]:

@@ -263,7 +263,7 @@ class Jitted:
         def compile_program(closed: compat.ClosedJaxpr, *, preferred: bool) -> tuple[float, Any] | None:
             program = self._rewrite(call, traced.signature, closed, traced.shapes)
             self._probed.traced = made = dataclasses.replace(traced, given=closed, program=program)
-            settings = list_settings(program, self._given, has_twin=False)
+            settings = list_settings(program, self._given, has_twin=False, budgeted=True)
             hiding = [s for s in settings if s.recipe.hides_copies] or settings[:1]
             sizes, made_by = dict[Setting, float](), {}
             for setting in hiding if preferred else settings[len(hiding) :]:

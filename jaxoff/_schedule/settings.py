@@ -50,13 +50,16 @@ class Setting:
         return Setting(self.recipe, tuple((dict(self.options) | {COMMAND_BUFFER: ""}).items()))
 
 
-def list_settings(program: Rewritten, given: Mapping[str, Any], *, has_twin: bool) -> list[Setting]:
+def list_settings(
+    program: Rewritten, given: Mapping[str, Any], *, has_twin: bool, budgeted: bool = False
+) -> list[Setting]:
     """The settings for a program, the preferred one first.
 
     Args:
       program: the rewritten program.
       given: the caller's compiler options.
       has_twin: whether the program has a saved twin to run instead.
+      budgeted: whether the program is one of a search within a budget.
     """
     xla_flags = parse_xla_flags(os.environ.get("XLA_FLAGS", ""))
     capture = given.get(COMMAND_BUFFER, xla_flags.get(COMMAND_BUFFER))
@@ -70,7 +73,9 @@ def list_settings(program: Rewritten, given: Mapping[str, Any], *, has_twin: boo
         profiled=bool(given.get(PROFILE, xla_flags.get(PROFILE))),
     )
     disabled = xla_flags.get(DISABLED_PASSES, "")
-    return [Setting(recipe, _choose_options(recipe, program, disabled)) for recipe in recipes]
+    return [
+        Setting(recipe, _choose_options(recipe, program, disabled, budgeted=budgeted)) for recipe in recipes
+    ]
 
 
 def add_without_graphs(settings: list[Setting], given: Mapping[str, Any]) -> list[Setting]:
@@ -106,17 +111,19 @@ def complete(setting: Setting, call: Call, make_jitted: Callable[[Call, Setting]
     return Setting(setting.recipe, setting.options + options)
 
 
-def _choose_options(recipe: Recipe, program: Rewritten, disabled: str) -> Options:
+def _choose_options(recipe: Recipe, program: Rewritten, disabled: str, *, budgeted: bool) -> Options:
     if recipe is Recipe.SAVED:
         return ()
     if recipe is Recipe.STOCK:
-        return flags.COPIES_OUTSIDE_GRAPHS if program.scanned or program.streamed else ()
+        outside = flags.COPIES_OUTSIDE_GRAPHS if program.scanned or program.streamed else ()
+        return (*outside, flags.leave_out_row_copies(disabled)) if budgeted else outside
     return flags.choose_options(
         concurrent=recipe is Recipe.CONCURRENT,
         loops=program.loops,
         scanned=program.scanned,
         flat=program.flat,
         streamed=program.streamed,
+        budgeted=budgeted,
         jaxlib=JAXLIB,
         disabled=disabled,
     )
