@@ -34,6 +34,8 @@ def rewrite_safely(
     device: Device,
     place: Place,
     compile_marked: Callable[[ClosedJaxpr], None] | None,
+    *,
+    in_order: bool = False,
 ) -> tuple[Rewritten, list[Finding]]:
     """`rewrite`, or the program as it is given with the finding of a fault.
 
@@ -41,11 +43,11 @@ def rewrite_safely(
       given, device: as for `rewrite`.
       place: where the program runs.
       compile_marked: compiles a program with marks, to learn how the compiler divides its loops; or None.
+      in_order: as for `rewrite`.
     """
     try:
         shardings = None if compile_marked is None else find_loop_shardings(given, compile_marked)
-        one_device = place.devices == 1
-        found = rewrite(given, device, one_device=one_device, shardings=shardings, on_gpus=place.are_gpus)
-        return found, []
+        at = {"one_device": place.devices == 1, "on_gpus": place.are_gpus}
+        return rewrite(given, device, shardings=shardings, in_order=in_order, **at), []
     except FAULTS as fault:
         return Rewritten.as_given(given), [describe_fault(fault, "the order of its copies")]

@@ -212,7 +212,9 @@ class Jitted:
         finally:
             self._probed.traced = None
 
-    def _rewrite(self, call: Call, signature: Any, given: compat.ClosedJaxpr, shapes: Any) -> Rewritten:
+    def _rewrite(
+        self, call: Call, signature: Any, given: compat.ClosedJaxpr, shapes: Any, **how
+    ) -> Rewritten:
         """Rewrites a call's program; asks the compiler how loops are divided over several devices."""
 
         def compile_marked(marked: compat.ClosedJaxpr) -> None:
@@ -221,8 +223,8 @@ class Jitted:
             call.lower(_jax_jit(stock, **self._kwargs)).compile()
 
         divided = call.devices > 1 and not compat.holds_tracers(given)
-        device = self._share_link(call.devices)
-        program, findings = rewrite_safely(given, device, call.place, compile_marked if divided else None)
+        rates, compiler = self._share_link(call.devices), compile_marked if divided else None
+        program, findings = rewrite_safely(given, rates, call.place, compiler, **how)
         self._report(findings)
         return program
 
@@ -260,8 +262,8 @@ class Jitted:
         twin, budget = traced.take_twin(), self._budget.resolve(call.described)
         refusals: list[str] = []
 
-        def compile_program(closed: compat.ClosedJaxpr, *, preferred: bool) -> tuple[float, Any] | None:
-            program = self._rewrite(call, traced.signature, closed, traced.shapes)
+        def compile_program(closed, *, preferred: bool, in_order: bool = False) -> tuple[float, Any] | None:
+            program = self._rewrite(call, traced.signature, closed, traced.shapes, in_order=in_order)
             self._probed.traced = made = dataclasses.replace(traced, given=closed, program=program)
             settings = list_settings(program, self._given, has_twin=False, budgeted=True)
             hiding = [s for s in settings if s.recipe.hides_copies] or settings[:1]

@@ -72,6 +72,7 @@ def rewrite(
     one_device: bool = True,
     shardings: Mapping[int, LoopShardings] | None = None,
     on_gpus: bool = True,
+    in_order: bool = False,
 ) -> Rewritten:
     """Orders a program: the bodies of its layer loops, and the equations outside of loops.
 
@@ -85,6 +86,7 @@ def rewrite(
       one_device: whether the compiler leaves all values of the program unsharded.
       shardings: number of a layer loop -> how the compiler divides its values, from `find_loop_shardings`.
       on_gpus: whether the program runs on GPUs, whose products round operands as their algorithm says.
+      in_order: whether the equations outside of loops are ordered in any case.
 
     Returns:
       A program with the same arguments, results and effects.
@@ -94,7 +96,7 @@ def rewrite(
     jaxpr = compat.rewrite_jaxprs(jaxpr, rewriter.write_out_loops)
     streamed = any(compat.is_host(v.aval) for v in closed.jaxpr.invars)
     # XLA's scheduler would start the loops of updates early: it keeps the operands of all weights' gradients.
-    flat = "H2D" in _find_transfers(jaxpr) or (streamed and _computes_outside_loops(jaxpr))
+    flat = in_order or "H2D" in _find_transfers(jaxpr) or (streamed and _computes_outside_loops(jaxpr))
     if flat and not compat.has_side_effects(jaxpr):
         jaxpr = rewriter.order_flat(jaxpr)
     return Rewritten(

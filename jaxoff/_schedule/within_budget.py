@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.fit import find_estimated, find_fitting, step_ms
 from jaxoff._budget.limits import Budget
+from jaxoff._budget.memory import estimate_nbytes
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
 from jaxoff._budget.tried import Tried
@@ -32,6 +33,9 @@ from jaxoff._schedule.traced import Traced
 
 # The setting of a program, with its `jax.jit` function.
 type _Made = tuple[Setting, Any]
+
+# A program without copies is compiled in jaxoff's order, too, where XLA's takes this many times the estimate.
+_OUT_OF_ORDER = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +71,8 @@ class Search:
       device: rates of the device.
       budget: the memory of the device and its host.
       compile_program: (program, whether to take the first recipe within the budget of those that hide
-        copies, or of the others that of the least memory) -> bytes on the device, and the compiled program's
-        setting and function; None without others.
+        copies, or of the others that of the least memory; whether to order the program in any case) -> bytes
+        on the device, and the compiled program's setting and function; None without others.
       compile_written: compiles the step as the user wrote it.
       paths: the name of each argument.
       donated: for each argument, whether the program may reuse its memory.
@@ -165,6 +169,9 @@ class Search:
         def compile_preferred(program: ClosedJaxpr) -> tuple[float, _Made]:
             compiled = self.compile_program(program, preferred=True)
             assert compiled is not None  # every program has a recipe
+            if self._is_out_of_order(program, compiled[0]):
+                in_order = self.compile_program(program, preferred=True, in_order=True)
+                compiled = min(compiled, in_order or compiled, key=lambda made: made[0])
             return compiled
 
         def compile_otherwise(program: ClosedJaxpr) -> tuple[float, _Made] | None:
@@ -182,6 +189,13 @@ class Search:
             compile_otherwise=compile_otherwise,
             progress=self._progress,
         )
+
+    def _is_out_of_order(self, program: ClosedJaxpr, nbytes: float) -> bool:
+        """Whether a program without copies is over the budget by XLA's order alone, by the estimate."""
+        if self.call.devices > 1 or nbytes <= self.budget.device_nbytes or peak_host_nbytes(program):
+            return False
+        estimate = estimate_nbytes(program, self.donated)
+        return estimate <= min(self.budget.device_nbytes, nbytes / _OUT_OF_ORDER)
 
     @functools.cached_property
     def _progress(self) -> Progress:

@@ -55,7 +55,7 @@ def test_a_step_without_a_name_fits_each_budget():
     everything = compile_within(target, step, args, 2 * most)
     assert everything.device_peak_bytes <= 1.05 * most
     peaks, moved = [], []
-    for part in (0.5, 0.3, 0.15):
+    for part in (0.5, 0.3, 0.12):
         facts = compile_within(target, step, args, part * most)
         assert facts.device_peak_bytes <= part * most
         peaks.append(facts.device_peak_bytes)
@@ -274,3 +274,41 @@ def test_softmax_stays_a_kernel_of_its_own():
         text = jaxoff.target("h100").compile(within, *args).as_text() or ""
         assert within.plan.peak_bytes < 200e6
         assert "__triton" in text
+
+
+def forces_step(layers, checkpointed=False):
+    """A loss on the gradient of an energy: XLA's order of its Python loop keeps what no order has to."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["a"]) @ w["b"]
+
+    layer = jax.checkpoint(layer) if checkpointed else layer
+
+    def energy(ws, x):
+        for w in ws:
+            x = layer(x, w)
+        return (x**2).sum()
+
+    def step(ws, x):
+        value, grads = jax.value_and_grad(lambda ws: (jax.grad(energy, 1)(ws, x) ** 2).mean())(ws)
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, ws, grads), value
+
+    square = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    ws = [{"a": square, "b": square} for _ in range(layers)]
+    return step, (ws, jax.ShapeDtypeStruct((262144, 1024), jnp.float32))
+
+
+def test_a_gradient_of_a_gradient_fits_by_jaxoffs_order_with_nothing_made_again():
+    target = jaxoff.target("h200")
+    step, args = forces_step(12)
+    written = target.compile(jax.jit(step, donate_argnums=0, compiler_options=QUICK), *args)
+    most = jaxoff.verify(written).device_peak_bytes
+    jitted = jaxoff.jit(step, donate_argnums=0, device_bytes=0.8 * most, compiler_options=QUICK)
+    compiled = target.compile(jitted, *args)
+    facts = jaxoff.verify(compiled, compiler_options=jitted.options)
+    assert facts.device_peak_bytes == jitted.plan.peak_bytes <= 0.8 * most
+    assert not facts.copies
+    recomputed, _ = forces_step(12, checkpointed=True)
+    recomputed = target.compile(jax.jit(recomputed, donate_argnums=0, compiler_options=QUICK), *args)
+    products = [program.as_text().count("__cublas$") for program in (written, compiled, recomputed)]
+    assert products[1] < 1.02 * products[0] < products[2]

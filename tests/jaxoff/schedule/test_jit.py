@@ -64,8 +64,16 @@ def test_what_is_left_of_barriers_stays_where_xla_would_take_it_away(jaxlib, kep
 
 def test_xla_recomputes_nothing_by_itself_in_a_program_in_order():
     assert flags.choose_options(jaxlib="0.11.2") == ()
-    for program in [dict(loops=2, scanned=1), dict(loops=2), dict(flat=True)]:
-        assert dict(flags.choose_options(**program, jaxlib="0.11.2"))[DISABLED_PASSES] == "rematerialization"
+    rows = "dynamic-slice-copy-fusion-async-wrapper"
+    for program, passes in [
+        (dict(loops=2, scanned=1), f"rematerialization,{rows}"),
+        (dict(loops=2), "rematerialization"),
+        (dict(flat=True), "rematerialization"),
+        (dict(flat=True, budgeted=True), f"rematerialization,{rows}"),
+        (dict(budgeted=True), rows),
+        (dict(budgeted=True, disabled="cse"), f"cse,{rows}"),
+    ]:
+        assert dict(flags.choose_options(**program, jaxlib="0.11.2"))[DISABLED_PASSES] == passes
 
 
 def test_passes_that_the_process_leaves_out_stay_left_out(monkeypatch):
