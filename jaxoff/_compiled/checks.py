@@ -124,14 +124,22 @@ def _explain_alone(facts: CompiledFacts, group: list[HostCopy], direction: str) 
 def _check_cut(facts: CompiledFacts, copies: list[HostCopy]) -> Iterator[Finding]:
     out = [copy for copy in copies if copy.loop and copy.overlaps and copy.cut_by]
     if facts.scheduling_mode == "CONCURRENT" and out:
-        names = ", ".join(dict.fromkeys(copy.cut_by for copy in out))
+        commands = dict.fromkeys(copy.cut_by for copy in out)
+        names = ", ".join(commands)
+        remedies = []
+        if any(name.startswith("while") for name in commands):
+            remedies.append("A loop inside of the loop is in no graph: compile by recipe='early'.")
+        if not all(name.startswith("while") for name in commands):
+            remedies.append(
+                "Leave CUB's sorts out (compiler_options={'xla_gpu_enable_cub_radix_sort': False}), and name "
+                f"COLLECTIVES in {COMMAND_BUFFER}, as jaxoff.jit does."
+            )
         yield Finding(
             FindingCode.GRAPH_CUT,
             "Copies of a loop are to be in the CUDA graph of its iteration; between the start and the end of "
             f"these stands a command that no graph holds ({names}): {_list_copies(out)}. XLA starts copies "
             "outside of graphs on a few streams, where small copies wait for large copies, and kernels for "
-            "copies. Leave CUB's sorts out (compiler_options={'xla_gpu_enable_cub_radix_sort': False}), and "
-            f"name COLLECTIVES in {COMMAND_BUFFER}, as jaxoff.jit does.",
+            f"copies. {' '.join(remedies)}",
             out[0].source,
         )
 

@@ -33,19 +33,21 @@ def jit(
     XLA's own rematerialization is off in a program in order. Differentiate inside, as in
     `jaxoff.jit(jax.value_and_grad(loss))`: outside of the differentiation there is no backward pass to see.
 
-    A program that offloads residuals is compiled by one of four recipes:
+    A program that offloads residuals is compiled by one of five recipes:
 
     - "concurrent" (loops only): jaxoff's order in CUDA graphs with edges by the use of data, the copies and
       the collectives among them;
-    - "ordered": jaxoff's order under XLA's own scheduler, the copies of loops outside of CUDA graphs;
+    - "early" (loops only): jaxoff's order under XLA's own scheduler, which starts each copy as soon as the
+      order allows; the copies are outside of CUDA graphs. Compiled twice: the first program names the copies;
+    - "ordered": as "early", but XLA starts a copy 5 ms before its end, by its own estimate;
     - "stock": the program as given, the copies of loops outside of CUDA graphs;
     - "saved": the program without its copies, its residuals on the device.
 
     On a GPU, the first call with new types of arguments compiles "stock" and "saved" as well. It runs the
     first recipe that takes no more device memory than either (1% tolerance) and exchanges no more bytes
-    between devices than "stock", or "saved" if the copies win no memory. Unless that is the first recipe, a
-    warning and `findings` of the result say so, with the bytes. Compilation takes three to four times as
-    long. JAX's persistent compilation cache keeps the programs, but programs whose loops the compiler divides
+    between devices than "stock", or "saved" if the copies win no memory. Where it may hide copies less well
+    than the first recipe, a warning and `findings` of the result say so, with the bytes. Compilation takes
+    three to five times as long. JAX's persistent compilation cache keeps the programs, but programs whose loops the compiler divides
     over devices only under `jax_remove_custom_partitioning_ptr_from_cache_key`.
 
     Args:

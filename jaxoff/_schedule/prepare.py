@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn
@@ -50,18 +50,22 @@ def prepare(closed: ClosedJaxpr, watch: Watch, *, on_gpus: bool) -> tuple[Closed
     closed = merge_nested_loops(closed, with_copies=True)
     if on_gpus and requests.has_copies:
         closed, refused = save_refused(closed)
-        unmet += [_describe_refused(refused)] if refused else []
+        unmet += [_describe_refused(refused, requests.named)] if refused else []
     return closed, (*findings, *unmet)
 
 
-def _describe_refused(sends: list[JaxprEqn]) -> Finding:
-    nbytes = format_nbytes(compat.nbytes_of(eqn.outvars[0] for eqn in sends))
+def _describe_refused(sends: list[JaxprEqn], named: Iterable[Named]) -> Finding:
+    by_value = {n.eqn.outvars[0]: n for n in named}
+    found = [by_value[v] for eqn in sends if (v := eqn.invars[0]) in by_value]
+    labels = ", ".join(dict.fromkeys(repr(n.tag.label) for n in found)) or f"{len(sends)} values"
+    nbytes = sum(n.count * compat.nbytes(n.eqn.outvars[0].aval) for n in found)
+    total = f" ({format_nbytes(nbytes)} in all)" if len(found) == len(sends) else ""
     return Finding(
         FindingCode.OFFLOAD_IN_NESTED_SCAN,
-        f"{len(sends)} offloaded values ({nbytes} in an iteration) stay on the device: XLA does not compile "
-        "offloads in a loop inside of a loop, in an unrolled loop, or in a condition inside of a loop. "
-        "Offload values of the outer loop.",
-        compat.source_line(sends[0]),
+        f"{labels}{total}, to be offloaded, stay on the device: XLA does not compile offloads in a loop "
+        "inside of a loop, in an unrolled loop, or in a condition inside of a loop. Offload values of the "
+        "outer loop, or write the inner layers as a Python loop.",
+        compat.source_line(found[0].eqn if found else sends[0]),
     )
 
 

@@ -43,9 +43,9 @@ def profile_of(body, *, in_loop=True):
     profile = make_profile(hlo.parse(f"HloModule m, is_scheduled=true\n\n{text}"))
     found = re.findall(r'costs \{ name: "([^"]+)" cost_us: ([\d.]+) \}\n', profile)
     assert len(found) == profile.count("\n")
-    latencies = [float(latency) for _, latency in found]
-    assert len(set(latencies)) == len(latencies) and all(latency >= 1e6 for latency in latencies)
-    return sorted((name for name, _ in found), key=dict(found).get)
+    latencies = {name: float(latency) for name, latency in found}
+    assert len(set(latencies.values())) == len(found) and all(us >= 1e6 for us in latencies.values())
+    return sorted(latencies, key=lambda name: latencies[name])
 
 
 RELEASED = f"""
