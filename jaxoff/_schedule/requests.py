@@ -360,8 +360,9 @@ def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compil
             FindingCode.OFFLOAD_VANISHED,
             f"the program offloads {format_nbytes(asked)}, and the compiled program keeps "
             f"{format_nbytes(kept)} in host memory; the rest stays on the device. Outside of loops XLA folds "
-            "a copy to the host with its reload where no kernel between the two is long enough. Scan the "
-            "layers (jaxoff.scan), or give each more work.",
+            "a copy to the host with its reload where no kernel between the two is long enough, or where the "
+            "link is still busy with earlier copies. Offload less (jaxoff.explain says which copies are "
+            "late), scan the layers (jaxoff.scan), or give each more work.",
         )
 
 
