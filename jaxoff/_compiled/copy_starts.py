@@ -22,6 +22,9 @@ from jaxoff._compiled.transfers import find_transfers, is_structure
 
 # Microseconds, above the time of a loop's body.
 _LONG_US = 1e6
+# From a latency to the next one. When the scheduler has waited for a copy, it adds the latency once more, as
+# the time of the instruction: below 2 the next copy would count as done, too.
+_FACTOR = 3
 # The types of indices into a stack.
 _INDICES = frozenset({"s32", "s64", "u32", "u64"})
 _SCHEDULING_NAME = re.compile(r'scheduling_name="([^"]+)"')
@@ -39,17 +42,15 @@ def make_profile(module: Module) -> str:
 
 def _find_latencies(module: Module) -> Iterator[tuple[str, float]]:
     """The start of each copy in a loop, by its name at scheduling, and a latency in microseconds."""
-    bodies: dict[str, list[tuple[int, int, Instruction]]] = {}
+    copies: dict[str, list[Instruction]] = {}
     for transfer in find_transfers(module):
-        start, execution = transfer.start, transfer.execution
-        if transfer.done is not None and execution.loop:
-            body = execution.computation
-            earliest, now = _find_earliest(body, start), body.position[start.name]
-            bodies.setdefault(body.name, []).append((earliest, now, start))
-    for copies in bodies.values():
-        copies.sort(key=lambda copy: copy[:2], reverse=True)
-        for rank, (_, _, start) in enumerate(copies, start=1):
-            yield _name_at_scheduling(start), rank * _LONG_US
+        if transfer.done is not None and transfer.execution.loop:
+            copies.setdefault(transfer.execution.computation.name, []).append(transfer.start)
+    for name, starts in copies.items():
+        body = module.computations[name]
+        places = {start: (_find_earliest(body, start), body.position[start.name]) for start in starts}
+        for rank, start in enumerate(sorted(starts, key=lambda start: places[start], reverse=True)):
+            yield _name_at_scheduling(start), _LONG_US * _FACTOR**rank
 
 
 def _find_earliest(body: Computation, start: Instruction) -> int:

@@ -52,6 +52,8 @@ class _Emitter:
         self._problem = problem
         self.eqns: list[JaxprEqn] = []
         self.variables: dict[Value, Var] = {}
+        # The compiler divides a write as it divides the stack. How it divides a barrier was not tried.
+        self._holds = problem.by_barriers and not problem.is_divided
 
     def add(self, action: Action) -> None:
         like = self._problem.eqns[action.kernel]
@@ -62,6 +64,10 @@ class _Emitter:
                 outs, barrier = compat.make_barrier([self._find(v) for v in operands], like=like)
                 self.eqns.append(barrier)
                 self.variables |= dict(zip(results, outs, strict=True))
+            case DelayReload(stack=stack, after=after, result=result) if self._holds:
+                (held, _), barrier = compat.make_barrier([self._find(stack), self._find(after)], like=like)
+                self.eqns.append(barrier)
+                self.variables[result] = held
             case DelayReload(stack=stack, row=row, after=after, result=result):
                 write = functools.partial(
                     write_element, row.first, row.step, is_divided=self._problem.is_divided

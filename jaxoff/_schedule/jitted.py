@@ -223,8 +223,8 @@ class Jitted:
             call.lower(_jax_jit(stock, **self._kwargs)).compile()
 
         divided = call.devices > 1 and not compat.holds_tracers(given)
-        rates, compiler = self._share_link(call.devices), compile_marked if divided else None
-        program, findings = rewrite_safely(given, rates, call.place, compiler, **how)
+        ask, device = compile_marked if divided else None, self._share_link(call.devices)
+        program, findings = rewrite_safely(given, device, call.place, ask, **how)
         self._report(findings)
         return program
 
@@ -286,9 +286,8 @@ class Jitted:
             nbytes = program_nbytes_if_compiled(self._lower(call, setting).compile)
             return Written(setting, nbytes, traced.follow(setting.recipe))
 
-        device, positions = self._share_link(call.devices), traced.signature[1]
-        facts = call.describe_arguments(self._fun, positions, self._kwargs)
-        compilers = compile_program, compile_written
+        facts = call.describe_arguments(self._fun, traced.signature[1], self._kwargs)
+        device, compilers = self._share_link(call.devices), (compile_program, compile_written)
         within = Search(twin, call, traced, device, budget, *compilers, *facts, refusals).run()
         self._report(within.findings)
         on_host = within.instance.on_host if isinstance(within.instance, hosted.Hosted) else ()

@@ -169,13 +169,6 @@ def find_host_stacks(
             yield HostStack(writer, ys, i, k, prefetched, send_deferred, overwrites, row_offset, value)
 
 
-def count_row_nbytes(loop: Loop, xs: int) -> int:
-    """Counts the bytes of one row of a stack among a loop's xs, on all devices."""
-    mesh = loop.eqn.ctx.cur_abstract_mesh
-    row = loop.split(loop.body.invars)[2][xs].aval
-    return compat.nbytes(row) * (1 if mesh.empty else mesh.size)
-
-
 def write_out(
     loop: Loop,
     operands: list[Any],
@@ -186,7 +179,8 @@ def write_out(
     first_rows: Mapping[int, Any],
     device: Device,
     large_nbytes: int,
-    shardings: LoopShardings | None = None,
+    shardings: LoopShardings | None,
+    by_barriers: bool,
 ) -> tuple[list[JaxprEqn], list[Any], dict[int, Any]]:
     """Writes out a scan as a while loop with an ordered body.
 
@@ -201,12 +195,13 @@ def write_out(
       device: rates, to estimate when kernels and copies end.
       large_nbytes: as for `jaxoff._schedule.decide.decide`.
       shardings: how the compiler divides the loop's values over devices; None if it leaves them whole.
+      by_barriers: as for `jaxoff._schedule.problem.OrderProblem`.
 
     Returns:
       The new equations; the results of the scan; and index of a ys -> the last iteration's value on the
       device, for stacks which the reader prefetches.
     """
-    iteration = _Iteration(loop, pieces, sent_stacks, reloaded_stacks, shardings)
+    iteration = _Iteration(loop, pieces, sent_stacks, reloaded_stacks, shardings, by_barriers)
     is_divided = shardings is not None
 
     def run(consts, carry, xs, initial_stacks, first_rows):
@@ -277,17 +272,18 @@ class _Iteration:
         sent_stacks: Mapping[int, HostStack],
         reloaded_stacks: Mapping[int, HostStack],
         shardings: LoopShardings | None,
+        by_barriers: bool,
     ):
         self._loop, self._pieces, self._shardings = loop, pieces, shardings
         self._sent_stacks, self._reloaded_stacks = sent_stacks, reloaded_stacks
+        self._by_barriers = by_barriers
         self.first_count = _FIRST_COUNT + pieces.largest_offset
         self.prefetched = [k for k, stack in reloaded_stacks.items() if stack.prefetched]
         self.retained = [k for k, stack in sent_stacks.items() if stack.prefetched]
         self._read_inside = loop.find_ys_read_inside()
-        rows, values = loop.split(loop.body.invars)[2], loop.body.outvars[loop.layout.num_carry :]
-        is_divided = shardings is not None
-        self.flat_xs = find_flat(rows, reloaded_stacks, is_divided=is_divided)
-        self.flat_ys = find_flat(values, sent_stacks, is_divided=is_divided)
+        self._rows, values = loop.split(loop.body.invars)[2], loop.body.outvars[loop.layout.num_carry :]
+        self.flat_xs = find_flat(self._rows, reloaded_stacks, is_divided=shardings is not None)
+        self.flat_ys = find_flat(values, sent_stacks, is_divided=shardings is not None)
         self.retained_vars: list[Any] = [loop.find_sends()[k].invars[0] for k in self.retained]
 
     def list_ys(self) -> list[tuple[Any, int]]:
@@ -349,6 +345,7 @@ class _Iteration:
                 if self._sent_stacks[k].overwrites
             },
             is_divided=self._shardings is not None,
+            by_barriers=self._by_barriers,
         )
         schedule = decide(problem, device, large_nbytes)
         eqns, renamed = emit(schedule, problem)
@@ -375,7 +372,7 @@ class _Iteration:
                 with self._reloaded_stacks[k].copying():
                     inputs[k] = _read_row(stack, index + self._reloaded_stacks[k].row_offset)
         for k in self.flat_xs:
-            inputs[k] = inputs[k].reshape(loop.split(loop.body.invars)[2][k].aval.shape)
+            inputs[k] = inputs[k].reshape(self._rows[k].aval.shape)
         pinned, rows = self._shardings or LoopShardings(), zip(self.prefetched, state.prefetched, strict=True)
         inputs |= {k: pin(row, pinned.xs, k) for k, row in rows}
         carry = [pin(value, pinned.carry, k) for k, value in enumerate(state.carry)]

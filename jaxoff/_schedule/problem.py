@@ -36,6 +36,8 @@ class OrderProblem:
       overwrites_after_send: new value -> host stack. The value is written into the buffer of an argument,
         after the argument was sent to the stack.
       is_divided: whether the compiler may divide values over devices.
+      by_barriers: whether a reload waits for a value by a barrier on its host stack, for XLA's schedule, and
+        not by a write into the spare row, which a CUDA graph with edges by the use of data needs.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -48,3 +50,4 @@ class OrderProblem:
     moved_aside: frozenset[Var] = frozenset()
     overwrites_after_send: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
     is_divided: bool = False
+    by_barriers: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,7 +32,7 @@ from jaxoff._schedule.collectives import chain_collectives
 from jaxoff._schedule.decide import LARGE_NBYTES, decide
 from jaxoff._schedule.emit import emit
 from jaxoff._schedule.loop_shardings import LoopShardings
-from jaxoff._schedule.loops import HostStack, Loop, count_row_nbytes, find_host_stacks, write_out
+from jaxoff._schedule.loops import HostStack, Loop, find_host_stacks, write_out
 from jaxoff._schedule.problem import OrderProblem
 
 
@@ -48,6 +49,8 @@ class Rewritten:
       spare_nbytes: bytes of host memory for the spare rows of host stacks, which the given program lacks.
       streamed: whether arguments in host memory are updated in a loop.
       nested: whether a loop with offloaded residuals holds another loop.
+      hold_by_barriers: makes the program whose reloads wait by barriers, for XLA's own schedule; None where
+        no reload of a loop waits.
     """
 
     jaxpr: ClosedJaxpr
@@ -57,6 +60,7 @@ class Rewritten:
     spare_nbytes: int
     streamed: bool = False
     nested: bool = False
+    hold_by_barriers: Callable[[], Rewritten] | None = None
 
     @staticmethod
     def as_given(closed: ClosedJaxpr) -> Rewritten:
@@ -73,6 +77,7 @@ def rewrite(
     shardings: Mapping[int, LoopShardings] | None = None,
     on_gpus: bool = True,
     in_order: bool = False,
+    by_barriers: bool = False,
 ) -> Rewritten:
     """Orders a program: the bodies of its layer loops, and the equations outside of loops.
 
@@ -87,11 +92,12 @@ def rewrite(
       shardings: number of a layer loop -> how the compiler divides its values, from `find_loop_shardings`.
       on_gpus: whether the program runs on GPUs, whose products round operands as their algorithm says.
       in_order: whether the equations outside of loops are ordered in any case.
+      by_barriers: how reloads in loops wait (see `jaxoff._schedule.problem.OrderProblem`).
 
     Returns:
       A program with the same arguments, results and effects.
     """
-    rewriter = _Rewriter(device, large_nbytes, one_device, shardings or {}, on_gpus)
+    rewriter = _Rewriter(device, large_nbytes, one_device, shardings or {}, on_gpus, by_barriers)
     jaxpr = compat.rewrite_jaxprs(closed.jaxpr, _inline_loop_calls)
     jaxpr = compat.rewrite_jaxprs(jaxpr, rewriter.write_out_loops)
     streamed = any(compat.is_host(v.aval) for v in closed.jaxpr.invars)
@@ -99,6 +105,17 @@ def rewrite(
     flat = in_order or "H2D" in _find_transfers(jaxpr) or (streamed and _computes_outside_loops(jaxpr))
     if flat and not compat.has_side_effects(jaxpr):
         jaxpr = rewriter.order_flat(jaxpr)
+    again = functools.partial(
+        rewrite,
+        closed,
+        device,
+        large_nbytes,
+        one_device=one_device,
+        shardings=shardings,
+        on_gpus=on_gpus,
+        in_order=in_order,
+        by_barriers=True,
+    )
     return Rewritten(
         closed.replace(jaxpr=jaxpr),
         rewriter.written_out,
@@ -107,6 +124,7 @@ def rewrite(
         rewriter.spare_nbytes,
         streamed=streamed,
         nested=rewriter.nested,
+        hold_by_barriers=again if rewriter.spare_nbytes else None,
     )
 
 
@@ -137,7 +155,9 @@ class _Rewriter:
         one_device: bool,
         shardings: Mapping[int, LoopShardings],
         on_gpus: bool,
+        by_barriers: bool,
     ):
+        self._by_barriers = by_barriers
         self._device, self._large_nbytes, self._one_device = device, large_nbytes, one_device
         self._round = round_operands if on_gpus else iter
         self._shardings, self._numbers = shardings, itertools.count()
@@ -158,7 +178,7 @@ class _Rewriter:
             return jaxpr
         known = {i: loop for i, loop in loops.items() if shardings[i] or not self._may_divide(loop)}
         stacks = list(find_host_stacks(known, jaxpr.eqns, jaxpr.outvars, self._device, self._large_nbytes))
-        self.spare_nbytes += sum(count_row_nbytes(loops[stack.reader], stack.xs) for stack in stacks)
+        self.spare_nbytes += sum(_count_row_nbytes(loops[stack.reader], stack.xs) for stack in stacks)
         shared = find_shared_stacks(jaxpr, {i: loop.layout for i, loop in loops.items()})
         renamed: Renamed = {}
         last_rows: dict[tuple[int, int], Any] = {}  # (loop, index of a ys) -> value of the last iteration
@@ -194,6 +214,7 @@ class _Rewriter:
                 self._device,
                 self._large_nbytes,
                 _add_xs(shardings, i, reloaded_stacks) if self._may_divide(loops[i]) else None,
+                self._by_barriers,
             )
             eqns += new
             end = len(eqns)
@@ -275,6 +296,13 @@ class _Rewriter:
         problem = OrderProblem(tuple(eqns), results, tuple(in_order), waits_for_sends)
         eqns, _ = emit(decide(problem, self._device, self._large_nbytes), problem)
         return jaxpr.replace(eqns=eqns, outvars=outs)
+
+
+def _count_row_nbytes(loop: Loop, xs: int) -> int:
+    """Counts the bytes of one row of a stack among a loop's xs, on all devices."""
+    mesh = loop.eqn.ctx.cur_abstract_mesh
+    row = loop.split(loop.body.invars)[2][xs].aval
+    return compat.nbytes(row) * (1 if mesh.empty else mesh.size)
 
 
 def _add_xs(

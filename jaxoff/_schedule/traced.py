@@ -51,7 +51,14 @@ class Traced:
         """The program by a recipe."""
         if recipe is Recipe.SAVED and self.twin is not None:
             return self.twin
+        if recipe in (Recipe.EARLY, Recipe.ORDERED):
+            return self._held_by_barriers
         return self.given if recipe is Recipe.STOCK else self.program.jaxpr
+
+    @functools.cached_property
+    def _held_by_barriers(self) -> compat.ClosedJaxpr:
+        make = self.program.hold_by_barriers
+        return self.program.jaxpr if make is None else make().jaxpr
 
     @property
     def has_host_arguments(self) -> bool:

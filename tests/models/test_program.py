@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxoff._runtime.flags import DISABLED_PASSES, SCHEDULING_MODE
+from jaxoff._runtime.flags import DISABLED_PASSES
 from models import policy_text
 from models.checkpoints import Checkpoints
 from models.options import POLICY, Options, parse_overrides
@@ -41,7 +41,9 @@ LOOP = ["num_layers=2", "first_k_dense=0"]
 def test_the_step_is_compiled_for_copies_beside_compute():
     p = program(policy_text.parse(POLICY), overrides=LOOP)
     p.step.lower(p.state_shapes, tokens(p))
-    assert p.step.options[SCHEDULING_MODE] == "CONCURRENT"
+    # On a CPU the interpreter of the experts' kernels is a loop in the layer, which no CUDA graph would hold.
+    assert p.step.recipe == "early"
+    assert p.step.options[DISABLED_PASSES].startswith("rematerialization")
 
 
 @pytest.mark.long
