@@ -1,10 +1,10 @@
 """When the copies of a loop may start, told to XLA's scheduler.
 
-XLA's latency hiding scheduler takes each copy between device and host memory for 5 ms and starts it that long
-before its end, whatever its size: a copy of 800 MB takes 15 ms, and the kernels wait for the rest
-(bench/LOG.md, "2026-11-27, evening"). A profile, which XLA reads for
-profile-guided latency estimates, gives the scheduler other latencies, by the names of instructions. So a
-program is compiled once without a profile, and the names of its copies are read from its text.
+XLA's latency hiding scheduler takes each copy between device and host memory for 5 ms, whatever its size, and
+starts it that long before its end: a copy of 800 MB takes 15 ms, and the kernels wait for the rest
+(bench/LOG.md, "2026-11-27, evening"). A profile, which XLA reads for profile-guided latency estimates, gives
+the scheduler other latencies, by the names of instructions. So a program is compiled without a profile first,
+and the names of its copies are read from its text.
 
 Every copy gets a latency above all that can run beside it: the scheduler starts it as soon as its operands
 allow, which is where jaxoff's order lets it start. Of two copies, the one that may start earlier has the
