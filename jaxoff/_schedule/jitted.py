@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import threading
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from jaxoff._budget.report import Plan
 from jaxoff._device.at_hand import device_or_at_hand, profile_at_hand
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat, meshes
+from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.statics import drop_statics, find_statics
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
@@ -213,18 +213,18 @@ class Jitted:
             self._probed.traced = None
 
     def _rewrite(
-        self, call: Call, signature: Any, given: compat.ClosedJaxpr, shapes: Any, **how
+        self, call: Call, signature: Any, given: ClosedJaxpr, shapes: Any, *, in_order: bool = False
     ) -> Rewritten:
         """Rewrites a call's program; asks the compiler how loops are divided over several devices."""
 
-        def compile_marked(marked: compat.ClosedJaxpr) -> None:
+        def compile_marked(marked: ClosedJaxpr) -> None:
             self._probed.traced = Traced(signature, marked, shapes, Rewritten.as_given(marked))
             stock = self._overlapped(call.place, Setting(Recipe.STOCK, ()))
             call.lower(_jax_jit(stock, **self._kwargs)).compile()
 
         divided = call.devices > 1 and not compat.holds_tracers(given)
         ask, device = compile_marked if divided else None, self._share_link(call.devices)
-        program, findings = rewrite_safely(given, device, call.place, ask, **how)
+        program, findings = rewrite_safely(given, device, call.place, ask, in_order=in_order)
         self._report(findings)
         return program
 
@@ -237,8 +237,7 @@ class Jitted:
         first, *others = self._list_settings(call, traced)
         if not others:
             return complete(first, call, self._make_instance)
-        settings = {setting.recipe: setting for setting in (first, *others)}
-        unmet: _Unmet = {}
+        settings, unmet = {s.recipe: s for s in (first, *others)}, dict[Setting, tuple[Finding, ...]]()
 
         def compile_recipe(recipe: Recipe) -> jax.stages.Compiled:
             settings[recipe] = complete(settings[recipe], call, self._make_instance)
@@ -259,26 +258,27 @@ class Jitted:
         """The setting of the program within the budget; its instance takes the place of a choice."""
         self.plan = None
         assert self._budget is not None
-        twin, budget = traced.take_twin(), self._budget.resolve(call.described)
-        refusals: list[str] = []
+        twin, budget, refusals = traced.take_twin(), self._budget.resolve(call.described), list[str]()
 
-        def compile_program(closed, *, preferred: bool, in_order: bool = False) -> tuple[float, Any] | None:
+        def compile_program(
+            closed: ClosedJaxpr, *, preferred: bool, in_order: bool = False
+        ) -> tuple[float, Any] | None:
             program = self._rewrite(call, traced.signature, closed, traced.shapes, in_order=in_order)
             self._probed.traced = made = dataclasses.replace(traced, given=closed, program=program)
             settings = list_settings(program, self._given, has_twin=False, budgeted=True)
             hiding = [s for s in settings if s.recipe.hides_copies] or settings[:1]
-            sizes, made_by = dict[Setting, float](), {}
+            found: list[tuple[float, Any]] = []
             for setting in hiding if preferred else settings[len(hiding) :]:
-                if preferred and min(sizes.values(), default=math.inf) <= budget.device_nbytes:
+                if preferred and any(nbytes <= budget.device_nbytes for nbytes, _ in found):
                     break
                 setting = complete(setting, call, functools.partial(self._make_instance, made=made))
-                made_by[setting] = jitted = self._make_instance(call, setting, made)
+                jitted = self._make_instance(call, setting, made)
                 lowered, options = call.lower(jitted), dict(setting.options) | self._given
-                sizes[setting] = lowered_nbytes(lowered, call.device, call.devices, options, refusals)
+                nbytes = lowered_nbytes(lowered, call.device, call.devices, options, refusals)
                 if not call.is_on_gpu:  # where the two memories are one
-                    sizes[setting] -= made.count_host_arguments(call.list_shardings(made.signature[1]))
-            least = min(sizes, key=lambda setting: sizes[setting], default=None)
-            return None if least is None else (sizes[least], (least, made_by[least]))
+                    nbytes -= made.count_host_arguments(call.list_shardings(made.signature[1]))
+                found.append((nbytes, (setting, jitted)))
+            return min(found, key=lambda made: made[0], default=None)
 
         def compile_written() -> Written:
             self._probed.traced = traced

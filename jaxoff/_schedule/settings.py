@@ -16,6 +16,7 @@ from jaxoff._runtime import flags
 from jaxoff._runtime.disk import write_text
 from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, PROFILE, PROFILE_CHECK, parse_xla_flags
 from jaxoff._schedule.call import Call
+from jaxoff._schedule.faults import FAULTS
 from jaxoff._schedule.recipes import Recipe, list_recipes
 from jaxoff._schedule.rewrite import Rewritten
 
@@ -93,7 +94,7 @@ def complete(setting: Setting, call: Call, make_jitted: Callable[[Call, Setting]
     """The setting with all of its options; those of the recipe "early" come of a compiled program.
 
     On a GPU the program is compiled without them first. The setting is returned as it is where XLA refuses
-    the program, or where no file can be written.
+    the program, where no loop of it copies, and where no file can be written.
 
     Args:
       setting: the setting.
@@ -104,8 +105,11 @@ def complete(setting: Setting, call: Call, make_jitted: Callable[[Call, Setting]
         return setting
     try:
         text = call.lower(make_jitted(call, setting)).compile().as_text() or ""
-        file = write_text("starts", make_profile(hlo.parse(text)))
-    except (jax.errors.JaxRuntimeError, OSError):
+        profile = make_profile(hlo.parse(text))
+        file = write_text("starts", profile) if profile else None
+    except (jax.errors.JaxRuntimeError, OSError, ValueError, *FAULTS):  # such as text of a later XLA
+        file = None
+    if file is None:
         return setting
     options = (PROFILE, str(file)), (PROFILE_CHECK, "PGLE_STRICTNESS_LEVEL_OFF")
     return Setting(setting.recipe, setting.options + options)
