@@ -39,9 +39,17 @@ def check_beside_kernels(taken, layers):
         assert copy.exposed_ms < 0.1 * copy.busy_ms, str(taken)
 
 
-def test_a_residual_that_a_whole_turn_reads_comes_back_beside_kernels():
-    step = jit_in_order(jax.value_and_grad(loss(jaxoff.policy(offload=["x_in"]))))
-    check_beside_kernels(jaxoff.measure(step, *arguments()), LAYERS)
+@pytest.mark.parametrize("recipe", ["concurrent", "early"])
+def test_a_residual_that_a_whole_turn_reads_comes_back_beside_kernels(recipe):
+    policy, args = jaxoff.policy(offload=["x_in"]), arguments()
+    step = jaxoff.jit(jax.value_and_grad(loss(policy)), recipe=recipe)
+    check_beside_kernels(jaxoff.measure(step, *args), LAYERS)
+    moved, saved = (
+        jax.device_get(f(*args)) for f in (step, jax.jit(jax.value_and_grad(loss(policy.on_device()))))
+    )
+    for x, y in zip(jax.tree.leaves(moved), jax.tree.leaves(saved), strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        assert np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y)
 
 
 def test_the_first_layers_move_beside_kernels_and_the_others_keep():
