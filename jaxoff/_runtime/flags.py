@@ -127,6 +127,7 @@ def parse_captured_commands(value: str | None) -> frozenset[str]:
 def choose_options(
     *,
     concurrent: bool = True,
+    early: bool = False,
     loops: int = 0,
     scanned: int = 0,
     flat: bool = False,
@@ -142,6 +143,7 @@ def choose_options(
     Args:
       concurrent: whether the copies of loops are in CUDA graphs, concurrent by the use of data. Otherwise
         they are outside of the graphs, and XLA's scheduler overlaps them.
+      early: whether, outside of the graphs, copies start as soon as they may; else later, for less memory.
       loops: the number of loops written out.
       scanned: the number of loops with offloaded residuals.
       flat: whether the equations outside of loops are ordered.
@@ -156,7 +158,7 @@ def choose_options(
     passes = [*filter(None, disabled.split(",")), _REMATERIALIZATION]
     if (loops or scanned) and parse_release(jaxlib) >= (0, 12):
         passes.append(_TUPLES)
-    if scanned or budgeted:
+    if budgeted or (scanned and (concurrent or early)):
         passes.append(_COPIES_OF_ROWS)
     graphs = _CONCURRENT + _ONE_GRAPH if concurrent else COPIES_OUTSIDE_GRAPHS
     return (*(graphs if scanned else outside), (DISABLED_PASSES, ",".join(passes)))

@@ -39,7 +39,8 @@ def jit(
       the collectives among them;
     - "early" (loops only): jaxoff's order under XLA's own scheduler, which starts each copy as soon as the
       order allows; the copies are outside of CUDA graphs. Compiled twice: the first program names the copies;
-    - "ordered": as "early", but XLA starts a copy 5 ms before its end, by its own estimate;
+    - "ordered": as "early", but XLA starts a copy 5 ms before its end, by its own estimate, or later, which
+      takes less memory;
     - "stock": the program as given, the copies of loops outside of CUDA graphs;
     - "saved": the program without its copies, its residuals on the device.
 

@@ -34,7 +34,8 @@ class Recipe(enum.StrEnum):
     CONCURRENT: jaxoff's order; the copies are in CUDA graphs, whose edges follow the use of data.
     EARLY: jaxoff's order, scheduled by XLA's default mode, which starts each copy of a loop as soon as the
       order allows; the copies are outside of CUDA graphs.
-    ORDERED: as EARLY, but XLA starts a copy 5 ms before its end, by its own estimate of time.
+    ORDERED: as EARLY, but XLA starts a copy 5 ms before its end, by its own estimate of time, or later: less
+      memory.
     STOCK: the program as given; the copies are outside of CUDA graphs.
     SAVED: the program without its copies to and from host memory; residuals stay on the device.
     """

@@ -123,6 +123,7 @@ def _choose_options(recipe: Recipe, program: Rewritten, disabled: str, *, budget
         return (*outside, flags.leave_out_row_copies(disabled)) if budgeted else outside
     return flags.choose_options(
         concurrent=recipe is Recipe.CONCURRENT,
+        early=recipe is Recipe.EARLY,
         loops=program.loops,
         scanned=program.scanned,
         flat=program.flat,

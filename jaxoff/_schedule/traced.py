@@ -51,7 +51,7 @@ class Traced:
         """The program by a recipe."""
         if recipe is Recipe.SAVED and self.twin is not None:
             return self.twin
-        if recipe in (Recipe.EARLY, Recipe.ORDERED):
+        if recipe is Recipe.EARLY:
             return self._held_by_barriers
         return self.given if recipe is Recipe.STOCK else self.program.jaxpr
 

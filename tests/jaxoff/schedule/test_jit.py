@@ -67,6 +67,8 @@ def test_xla_recomputes_nothing_by_itself_in_a_program_in_order():
     rows = "dynamic-slice-copy-fusion-async-wrapper"
     for program, passes in [
         (dict(loops=2, scanned=1), f"rematerialization,{rows}"),
+        (dict(loops=2, scanned=1, concurrent=False, early=True), f"rematerialization,{rows}"),
+        (dict(loops=2, scanned=1, concurrent=False), "rematerialization"),
         (dict(loops=2), "rematerialization"),
         (dict(flat=True), "rematerialization"),
         (dict(flat=True, budgeted=True), f"rematerialization,{rows}"),
