@@ -1,15 +1,14 @@
 """When the copies of a loop may start, told to XLA's scheduler.
 
 XLA's latency hiding scheduler takes each copy between device and host memory for 5 ms, whatever its size, and
-starts it that long before its end: a copy of 800 MB takes 15 ms, and the kernels wait for the rest
+starts the copy 5 ms before its end: a copy of 800 MB takes 15 ms, and the kernels wait for the rest
 (bench/LOG.md, "2026-11-27, evening"). A profile, which XLA reads for profile-guided latency estimates, gives
 the scheduler other latencies, by the names of instructions. So a program is compiled without a profile first,
 and the names of its copies are read from its text.
 
-Every copy gets a latency above all that can run beside it: the scheduler starts it as soon as its operands
-allow, which is where jaxoff's order lets it start. Of two copies, the one that may start earlier has the
-longer latency. Otherwise the scheduler, which works from the end of a loop's body, would start both where
-the later one may start.
+Every copy gets a latency above the time of a loop's body: the scheduler starts the copy as soon as its
+operands allow, where jaxoff's order has placed the start. Of two copies, the earlier has the longer latency.
+Otherwise the scheduler, which works from the end of a loop's body, would start both at the later start.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ def _find_latencies(module: Module) -> Iterator[tuple[str, float]]:
     for name, starts in copies.items():
         body = module.computations[name]
         places = {start: (_find_earliest(body, start), body.position[start.name]) for start in starts}
-        for rank, start in enumerate(sorted(starts, key=lambda start: places[start], reverse=True)):
+        for rank, start in enumerate(sorted(places, key=lambda start: places[start], reverse=True)):
             yield _name_at_scheduling(start), _LONG_US * _FACTOR**rank
 
 
 def _find_earliest(body: Computation, start: Instruction) -> int:
-    """The position of the last instruction that a copy waits for; -1 for a copy that waits for none."""
+    """The position of the last instruction that a copy waits for; -1 without such an instruction."""
     last, pending = -1, [*body.operands(start)]
     while pending:
         operand = pending.pop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,18 +155,22 @@ def choose_options(
     outside = COPIES_OUTSIDE_GRAPHS if streamed else ()
     if not (loops or scanned or flat):
         return (*outside, leave_out_row_copies(disabled)) if budgeted else outside
-    passes = [*filter(None, disabled.split(",")), _REMATERIALIZATION]
+    passes = [_REMATERIALIZATION]
     if (loops or scanned) and parse_release(jaxlib) >= (0, 12):
         passes.append(_TUPLES)
     if budgeted or (scanned and (concurrent or early)):
         passes.append(_COPIES_OF_ROWS)
     graphs = _CONCURRENT + _ONE_GRAPH if concurrent else COPIES_OUTSIDE_GRAPHS
-    return (*(graphs if scanned else outside), (DISABLED_PASSES, ",".join(passes)))
+    return (*(graphs if scanned else outside), _leave_out(passes, disabled))
 
 
 def leave_out_row_copies(disabled: str) -> tuple[str, str]:
     """The option that leaves out asynchronous copies of rows, beside the passes left out already."""
-    return DISABLED_PASSES, ",".join([*filter(None, disabled.split(",")), _COPIES_OF_ROWS])
+    return _leave_out([_COPIES_OF_ROWS], disabled)
+
+
+def _leave_out(passes: Iterable[str], disabled: str) -> tuple[str, str]:
+    return DISABLED_PASSES, ",".join([*filter(None, disabled.split(",")), *passes])
 
 
 def find_harmful_options(given: Mapping[str, Any], *, scanned: bool, level: str = "") -> Iterator[str]:

@@ -1,9 +1,9 @@
 """Stacks with flat rows, whose layout no loop changes.
 
-XLA gives an array of three axes and more the layout that the products around it read best. A stack that one
-loop writes and another one reads may get two layouts; then XLA copies all rows between the loops, and both
-stacks are in memory at once (bench/LOG.md, "2026-11-27, evening"). A stack of flat rows has one layout, and
-a product transposes the row that it reads.
+XLA gives an array of three axes and more the layout that products read best. A stack between two loops may
+get two layouts; then XLA copies all rows between the loops, and both stacks are in memory at once
+(bench/LOG.md, "2026-11-27, evening"). A stack of flat rows has a single layout, and a product transposes its
+row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def find_flat(rows: Sequence[Any], on_host: Container[int], *, is_divided: bool)
     Args:
       rows: the variables of rows in a loop's body.
       on_host: the indices of the rows whose stacks are in host memory.
-      is_divided: whether the compiler may divide the stacks over devices, by the axes that they have.
+      is_divided: whether the compiler may divide the stacks over devices, by their axes.
 
     Returns:
       Indices of `rows`.

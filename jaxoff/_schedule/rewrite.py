@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -365,18 +365,21 @@ def _is_layer_scan(eqn: JaxprEqn) -> bool:
 
 def _find_transfers(jaxpr: Jaxpr) -> set[str]:
     """Finds the directions of copies, "D2H" and "H2D", in a program and its calls, without its loops."""
-    found = set()
-    for eqn in jaxpr.eqns:
-        if kind := compat.transfer_in(eqn):
-            found.add(kind)
-        elif call := compat.inlinable_call(eqn):
-            found |= _find_transfers(call.jaxpr)
-    return found
+    return {kind for eqn in _list_equations(jaxpr) if (kind := compat.transfer_in(eqn))}
 
 
 def _holds_loop(jaxpr: Jaxpr) -> bool:
     """Whether a program or one of its calls holds a loop."""
-    return any(eqn.primitive.name in ("scan", "while") for eqn in inline_program(jaxpr).eqns)
+    return any(eqn.primitive.name in ("scan", "while") for eqn in _list_equations(jaxpr))
+
+
+def _list_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Lists the equations of a program and of its calls, without the calls themselves."""
+    for eqn in jaxpr.eqns:
+        if call := compat.inlinable_call(eqn):
+            yield from _list_equations(call.jaxpr)
+        else:
+            yield eqn
 
 
 def _computes_outside_loops(jaxpr: Jaxpr) -> bool:
