@@ -1,8 +1,9 @@
-"""The longest sequence of a step with Llama-3.1-8B's shapes that one GPU holds, by compiled memory.
+"""The longest sequence of a step with the shapes of Llama 3 that one GPU holds, by compiled memory.
 
     JAX_PLATFORMS=cpu python -m bench.long --target h100 --device-gb 78 --tokens 131072 262144 --out long.json
 
-Nothing runs: the steps are compiled ahead of time, and no GPU is needed. On a GPU, `--steps` times them:
+Nothing runs: the steps are compiled ahead of time, and no GPU is needed. A variant ends at the first length
+that does not fit. `--figure` draws the longest sequence of each. On a GPU, `--steps` times them:
 
     python -m bench.long --steps 2 --device-gb 76 --host-gb 110 --layers 16 --tokens 131072 --variants jaxoff
 
@@ -10,7 +11,8 @@ One sequence, AdamW with clipping, weights in bfloat16 with float32 masters. Var
 
 - "recompute": `jax.jit`, each layer recomputed, a plain head;
 - "offload": the same with the layers' inputs offloaded by JAX's own policy;
-- "jaxoff": `jaxoff.jit(device_bytes=)` of the step with its MLP and its head under `jaxoff.tiled`.
+- "budget": `jaxoff.jit(device_bytes=)` of the step of "recompute", without another change;
+- "jaxoff": the same, with the MLP and the head under `jaxoff.tiled`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,7 +41,16 @@ from bench.client_steps.step import OPTIMIZER, Sizes, offload
 from bench.provenance import provenance
 from jaxoff._runtime.program_memory import program_nbytes
 
-VARIANTS = ("recompute", "offload", "jaxoff")
+VARIANTS = {
+    "recompute": "jax.jit, all recomputed",
+    "offload": "jax.jit, layer inputs offloaded",
+    "budget": "jaxoff.jit(device_bytes=...)",
+    "jaxoff": "the same, MLP and head tiled",
+}
+MODELS = {  # meta-llama/Llama-3.1-8B and Llama-3.2-1B
+    "llama3_8b": Sizes(layers=32, batch=1),
+    "llama3_1b": Sizes(layers=16, width=2048, hidden=8192, head_size=64, batch=1),
+}
 # A tile's tokens: products of this many rows run at the full rate.
 TILE = 8192
 # An H100 SXM's and an H200's 16-bit products a second, by the data sheet.
@@ -170,7 +183,7 @@ def measure_variant(
         warnings.simplefilter("ignore")
         step, args = make_step(sizes, variant)
         jitted: Any = jax.jit(step, donate_argnums=0)
-        if variant == "jaxoff":
+        if has_budget := variant in ("budget", "jaxoff"):
             budget = {"device_bytes": 1e9 * o.device_gb, "host_bytes": 1e9 * o.host_gb}
             jitted = jaxoff.jit(step, donate_argnums=0, device=device, **budget)
         try:
@@ -181,7 +194,7 @@ def measure_variant(
                 "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
                 "seconds": time.perf_counter() - started,
             }
-            if variant == "jaxoff":
+            if has_budget:
                 row |= {"plan": str(jitted.plan), "predicted_s": 1e-3 * jitted.plan.step_ms}
             print({k: v for k, v in row.items() if k != "plan"}, flush=True)
             if o.steps:
@@ -189,6 +202,30 @@ def measure_variant(
         except (jaxoff.BudgetError, jax.errors.JaxRuntimeError) as error:
             return row | {"error": str(error).splitlines()[0], "seconds": time.perf_counter() - started}
     return row
+
+
+def fits(row: dict[str, Any], device_gb: float) -> bool:
+    """Whether the program of a row compiles within the memory of the device."""
+    return row.get("peak_bytes", math.inf) <= 1e9 * device_gb
+
+
+def draw_longest(rows: list[dict[str, Any]], o: argparse.Namespace) -> None:
+    """Draws the longest sequence of each variant that fits, as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    fitting = [row for row in rows if fits(row, o.device_gb)]
+    longest = [max((r["tokens"] for r in fitting if r["variant"] == v), default=0) for v in o.variants]
+    figure, axes = plt.subplots(figsize=(7, 1 + 0.5 * len(longest)), layout="constrained")
+    bars = axes.barh([VARIANTS[v] for v in o.variants], longest, color=["0.6"] * (len(longest) - 1) + ["C0"])
+    axes.bar_label(bars, [f"{tokens:,}" for tokens in longest], padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel(f"tokens of one sequence, {o.model} within {o.device_gb:g} GB ({o.target})")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(o.figure, dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -199,24 +236,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", default="h100", help="the GPU, a name that jaxoff.target takes")
     parser.add_argument("--device-gb", type=float, default=78.0)
     parser.add_argument("--host-gb", type=float, default=300.0)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--model", choices=MODELS, default="llama3_8b")
+    parser.add_argument("--layers", type=int, help="as many layers instead of the model's")
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
     parser.add_argument(
         "--steps", type=int, default=0, help="times this many steps on the GPU of this machine"
     )
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--figure", type=Path, help="a picture of the longest sequences")
     options = parser.parse_args(arguments)
     target, device = jaxoff.target(options.target), jaxoff.Device.of(options.target)
-    rows = []
-    for tokens in options.tokens:
-        sizes = Sizes(layers=options.layers, batch=1, length=tokens)
-        for variant in options.variants:
-            rows.append(measure_variant(variant, sizes, target, device, options))
-            print({k: v for k, v in rows[-1].items() if k != "plan"}, flush=True)
-            if options.out:
-                result = {"provenance": provenance(vars(options)), "sizes": dataclasses.asdict(sizes)}
-                options.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    model = MODELS[options.model]
+    model = dataclasses.replace(model, layers=options.layers or model.layers)
+    rows: list[dict[str, Any]] = []
+    for variant, tokens in itertools.product(options.variants, sorted(options.tokens)):
+        if any(row["variant"] == variant and not fits(row, options.device_gb) for row in rows):
+            continue
+        sizes = dataclasses.replace(model, length=tokens)
+        rows.append(measure_variant(variant, sizes, target, device, options))
+        print({k: v for k, v in rows[-1].items() if k != "plan"}, flush=True)
+        if options.out:
+            result = {"provenance": provenance(vars(options)), "sizes": dataclasses.asdict(sizes)}
+            options.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    if options.figure:
+        draw_longest(rows, options)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from jaxoff._jaxpr import meshes
 from jaxoff._jaxpr.statics import list_parameters
+from jaxoff._runtime.garbage import collector_paused
 from jaxoff._schedule.argument_types import ArgumentTypes
 from jaxoff._state import hosted
 
@@ -72,6 +73,7 @@ class Call:
         args, kwargs = self.described
         return jitted.trace(*args, **kwargs)
 
+    @collector_paused()
     def lower(self, jitted: Any) -> jax.stages.Lowered:
         """A `jax.jit` function lowered for the arguments."""
         args, kwargs = self.described

@@ -441,9 +441,7 @@ class Jitted:
             if setting is None:
                 raise AssertionError("a probe has no program to take over")
             refuse_what_fails(made.given, made.program, self._given)
-            program = made.follow(setting.recipe)
-            operands = hosted.move_to(program.jaxpr.invars, [leaves[i] for i in traced])
-            results = compat.jaxpr_as_fun(program)(*operands)
+            results = made.run(setting.recipe, [leaves[i] for i in traced])
             return jax.tree.unflatten(jax.tree.structure(made.shapes), results)
 
         return overlapped

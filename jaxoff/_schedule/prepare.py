@@ -20,6 +20,7 @@ from jaxoff._policy.combinators import stores_in_float8
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import format_nbytes
 from jaxoff._residuals.findings.finding import Entry
+from jaxoff._runtime.garbage import collector_paused
 from jaxoff._schedule.faults import FAULTS, describe_fault
 from jaxoff._schedule.requests import Named, Requests, Watch
 
@@ -36,6 +37,7 @@ def watch_rounding(on_rounding: OnRounding) -> Iterator[None]:
         _on_rounding.reset(token)
 
 
+@collector_paused()
 def prepare(closed: ClosedJaxpr, watch: Watch, *, on_gpus: bool) -> tuple[ClosedJaxpr, tuple[Finding, ...]]:
     """A traced program ready to be rewritten, and findings of unmet requests.
 

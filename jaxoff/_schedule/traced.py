@@ -13,8 +13,10 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.saved_twin import build_saved_twin
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding
+from jaxoff._runtime.garbage import collector_paused
 from jaxoff._schedule.recipes import Recipe
 from jaxoff._schedule.rewrite import Rewritten
+from jaxoff._state import hosted
 
 
 class ProbedError(Exception):
@@ -54,6 +56,12 @@ class Traced:
         if recipe is Recipe.EARLY:
             return self._held_by_barriers
         return self.given if recipe is Recipe.STOCK else self.program.jaxpr
+
+    @collector_paused()
+    def run(self, recipe: Recipe, values: Sequence[Any]) -> list[Any]:
+        """Runs the program by a recipe, for the values of its arguments."""
+        program = self.follow(recipe)
+        return compat.jaxpr_as_fun(program)(*hosted.move_to(program.jaxpr.invars, values))
 
     @functools.cached_property
     def _held_by_barriers(self) -> compat.ClosedJaxpr:
