@@ -9,21 +9,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoff._budget.budget_error import BudgetError, list_largest
-from jaxoff._budget.choose import Costs, choose_placements, refuse_unmatched, saved_nbytes
+from jaxoff._budget.choose import choose_placements, refuse_unmatched, saved_nbytes
+from jaxoff._budget.forms import NO_COPIES, Form, step_ms
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import ESTIMATE_MARGIN, argument_nbytes, estimate_nbytes
 from jaxoff._budget.narrow import narrow_stacks
-from jaxoff._budget.parts import Region, write_in_parts
-from jaxoff._budget.placements import LayeredProgram
+from jaxoff._budget.parts import Region, write_in_parts, write_layers_in_parts
 from jaxoff._budget.report import PlacedValue
 from jaxoff._budget.tried import Tried, correct_room
-from jaxoff._device.kernel_time import lower_clock, program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.dataflow import drop_dead
-from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
@@ -42,7 +40,6 @@ CLOSE_ENOUGH = 0.04
 # Part of the layers' time by which a program with copies must be faster, by the model, to be tried: copies
 # hide less well than the model believes (bench/LOG.md, "2026-11-26: budgets win time").
 _COPIES_WIN = 0.01
-_NO_COPIES = 0.0
 # Values from this part of the budget on are worth a loop over parts of their rows.
 _LARGE = 1 / 64
 # Part of a step by which a further program must be faster, by the model, to be worth a compilation.
@@ -85,15 +82,14 @@ def find_fitting[P](
     """
     progress = progress or Progress()
     search = _Search(closed, device, budget, donated, compile_program, devices, is_manual, progress)
-    found = search.run(copies=False)
-    if search.may_win_by_copies(found):
-        with_copies = search.run(copies=True)
-        found = min((t for t in (found, with_copies) if t), key=lambda t: t.added_ms, default=None)
-    found = found or search.run_again(compile_otherwise)
+    found = search.run_both() or search.run_again(compile_otherwise)
     searches = [search]
     if found is None and (opened := search.open()) is not None:
         found = opened.run(copies=False)
         searches.append(opened)
+    if found is None and (tiled := search.tile()) is not None:
+        found = tiled.run_both()
+        searches.append(tiled)
     if found is None:
         raise min((search.make_error() for search in searches), key=BudgetError.least_bytes)
     return dataclasses.replace(found, nbytes=found.nbytes / search.devices, programs=progress.programs)
@@ -131,41 +127,6 @@ def find_estimated(
         raise error from None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Form:
-    """A form of the program: whole, or with regions in parts.
-
-    Attributes:
-      layered: the program, its values on the device.
-      regions: the regions in parts.
-      pairs: its layers.
-      costs: by pair.
-      fastest: the fastest placements in any memory, and the time they add to a step, in ms.
-    """
-
-    layered: LayeredProgram
-    regions: tuple[Region, ...]
-    pairs: tuple[JointGraph, ...]
-    costs: tuple[Costs, ...]
-    fastest: tuple[list[Placements], float]
-
-    @property
-    def spared_nbytes(self) -> int:
-        """Bytes of values that exist only in parts."""
-        return sum(region.nbytes for region in self.regions)
-
-    @staticmethod
-    def of(
-        program: ClosedJaxpr, regions: Sequence[Region], device: Device, budget: Budget, is_opened: bool
-    ) -> _Form:
-        layered = LayeredProgram(program, is_opened=is_opened)
-        pairs = layered.list_joint_graphs()
-        costs = [Costs.of(pair, device, budget.compress) for pair in pairs]
-        fastest = choose_placements(costs, device, math.inf, _NO_COPIES)
-        assert fastest is not None  # everything may be saved
-        return _Form(layered, tuple(regions), tuple(pairs), tuple(costs), fastest)
-
-
 class _Search[P]:
     """A search for the fastest program within a budget.
 
@@ -186,26 +147,30 @@ class _Search[P]:
         is_manual: bool,
         progress: Progress,
         is_opened: bool = False,
+        is_tiled: bool = False,
     ):
         self._is_manual, self.devices = is_manual, 1 if is_manual else devices
         self._device, self._budget = _join(device, self.devices), _scale(budget, self.devices)
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
-        in_parts, regions = write_in_parts(whole, _LARGE * self._budget.device_nbytes, is_divided=devices > 1)
-        self._whole = _Form.of(whole, (), self._device, budget, is_opened)
+        self._tile_nbytes = _LARGE * self._budget.device_nbytes
+        in_parts, regions = write_in_parts(whole, self._tile_nbytes, is_divided=devices > 1, adds_up=is_tiled)
+        self._whole = Form.of(whole, (), self._device, budget, is_opened)
         self._in_parts = (
-            _Form.of(in_parts, regions, self._device, budget, is_opened) if regions else self._whole
+            Form.of(in_parts, regions, self._device, budget, is_opened) if regions else self._whole
         )
         if not is_opened:
             refuse_unmatched(self._whole.costs, budget.compress)
         self._step_ms = sum(
             c.pair.count * c.pair.runs * (c.forward_ms + c.backward_ms) for c in self._whole.costs
         )
-        self._written: tuple[Any, ClosedJaxpr] | None = None  # the latest program
+        self._written: tuple[Any, ClosedJaxpr, tuple[Region, ...]] | None = None  # the latest program
+        self._is_tiled = is_tiled
         self._form, self._room = self._begin(devices if self._is_manual else None)
         self.tried: list[Tried[P]] = []
         self._progress = progress
         self._is_opened = is_opened
+        self._closed = closed
         self._settings = device, budget, donated, compile_program, devices, is_manual, progress
 
     def open(self) -> _Search[P] | None:
@@ -214,14 +179,27 @@ class _Search[P]:
         Layers in a loop over parts of a batch are an equation of that loop's body: its backward pass makes
         all of their values again at once.
         """
-        least = choose_placements(self._form.costs, self._device, None, _NO_COPIES)
+        least = choose_placements(self._form.costs, self._device, None, NO_COPIES)
         if least is None or self._is_manual or not any(map(_holds_loops, self._form.pairs)):
             return None
         left = iter(least[0])
         program = self._form.layered.write(lambda _: next(left))
         return _Search(program, *self._settings, is_opened=True)
 
-    def _begin(self, manual_devices: int | None) -> tuple[_Form, float]:
+    def tile(self) -> _Search[P] | None:
+        """A search for programs with the row-wise work of layers in parts, whose sums are in another order.
+
+        None where the least program has no such work, or is still far beyond the budget.
+        """
+        search = _Search(self._closed, *self._settings, is_tiled=True)
+        form = search._in_parts
+        least = choose_placements(form.costs, self._device, None, self._budget.host_nbytes)
+        if least is None or not (form.regions or search._list_tiles(form, least[0])):
+            return None
+        is_beyond = search._estimate(form, least[0]) > _WITHIN_REACH * self._budget.device_nbytes
+        return None if is_beyond else search
+
+    def _begin(self, manual_devices: int | None) -> tuple[Form, float]:
         """The form of the first program, and its room for kept values: bytes as `saved_nbytes` counts them.
 
         In a `jax.shard_map` of `manual_devices` values belong to a single device, and arguments to all: there
@@ -235,7 +213,7 @@ class _Search[P]:
             return (whole if everything + in_parts.spared_nbytes <= room else in_parts), room
         if self._estimate(whole, whole.fastest[0]) <= limit:
             return whole, math.inf
-        least = choose_placements(in_parts.costs, self._device, None, _NO_COPIES)
+        least = choose_placements(in_parts.costs, self._device, None, NO_COPIES)
         assert least is not None  # the inputs of layers may be saved
         nbytes = _OF_ESTIMATE * self._estimate(in_parts, least[0])
         temporaries = max(0.0, nbytes - arguments - saved_nbytes(in_parts.costs, least[0]))
@@ -249,7 +227,15 @@ class _Search[P]:
         fastest = self._whole.layered.write(lambda _: next(left))
         return step_ms(fastest, self._whole.pairs, self._device) - added_ms
 
-    def may_win_by_copies(self, found: Tried[P] | None) -> bool:
+    def run_both(self) -> Tried[P] | None:
+        """The fastest program found within the budget; None if none fits."""
+        found = self.run(copies=False)
+        if self._may_win_by_copies(found):
+            with_copies = self.run(copies=True)
+            found = min((t for t in (found, with_copies) if t), key=lambda t: t.added_ms, default=None)
+        return found
+
+    def _may_win_by_copies(self, found: Tried[P] | None) -> bool:
         """Whether a program with copies may be faster than a program found without, by the model."""
         if found is None:
             return bool(self._form.costs)
@@ -259,12 +245,12 @@ class _Search[P]:
     def run(self, *, copies: bool) -> Tried[P] | None:
         """The fastest program found within the budget, with or without copies; None if none fits."""
         limit = self._budget.device_nbytes
-        host_nbytes = self._budget.host_nbytes if copies else _NO_COPIES
+        host_nbytes = self._budget.host_nbytes if copies else NO_COPIES
         mine: list[Tried[P]] = []
         skipped: list[tuple[Placements, ...]] = []  # of the form that the search is at
 
         @functools.cache
-        def choose_least(form: _Form) -> tuple[list[Placements], float] | None:
+        def choose_least(form: Form) -> tuple[list[Placements], float] | None:
             return choose_placements(form.costs, self._device, None, host_nbytes)
 
         for _ in range(4 * TRIES):
@@ -334,7 +320,7 @@ class _Search[P]:
         fits = (t for t in tried if t.nbytes <= self._budget.device_nbytes)
         return min(fits, key=lambda t: t.added_ms, default=None)
 
-    def _form_of(self, tried: Tried[P]) -> _Form:
+    def _form_of(self, tried: Tried[P]) -> Form:
         return self._in_parts if tried.regions == self._in_parts.regions else self._whole
 
     def _try(self, placements: Sequence[Placements], added_ms: float) -> Tried[P]:
@@ -345,19 +331,30 @@ class _Search[P]:
         compiled = self._compile(self._write(self._form, placements))
         return self._add(self._form, placements, added_ms, compiled)
 
-    def _estimate(self, form: _Form, placements: Sequence[Placements]) -> float:
+    def _estimate(self, form: Form, placements: Sequence[Placements]) -> float:
         return estimate_nbytes(self._write(form, placements), self._donated)
 
-    def _write(self, form: _Form, placements: Sequence[Placements]) -> ClosedJaxpr:
+    def _write(self, form: Form, placements: Sequence[Placements]) -> ClosedJaxpr:
         """The program of a form with placements, which is estimated first and then compiled."""
         key = id(form), tuple(placements)
         if self._written is None or self._written[0] != key:
             left = iter(placements)
-            self._written = key, form.layered.write(lambda pair: next(left), fills=self._fills)
+            program, tiles = form.layered.write(lambda pair: next(left), fills=self._fills), ()
+            if self._is_tiled:
+                program, tiles = write_layers_in_parts(
+                    program, self._tile_nbytes, is_divided=self.devices > 1
+                )
+            self._written = key, program, tuple(tiles)
         return self._written[1]
 
+    def _list_tiles(self, form: Form, placements: Sequence[Placements]) -> tuple[Region, ...]:
+        """The regions of layers in parts, in the program of a form with placements."""
+        self._write(form, placements)
+        assert self._written is not None
+        return self._written[2]
+
     def _add(
-        self, form: _Form, placements: Sequence[Placements], added_ms: float, compiled: tuple[float, P]
+        self, form: Form, placements: Sequence[Placements], added_ms: float, compiled: tuple[float, P]
     ) -> Tried[P]:
         nbytes, handle = compiled
         made = form.pairs, tuple(placements), form.regions
@@ -366,7 +363,8 @@ class _Search[P]:
         )
         self._progress.programs = number = self._progress.programs + 1
         times = added_ms, is_fastest, self._base_ms
-        tried = Tried(*made, *times, self.devices * nbytes, number, handle)
+        tiles = self._list_tiles(form, placements)
+        tried = Tried(*made, *times, self.devices * nbytes, number, handle, tiles)
         self.tried.append(tried)
         takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"
         takes += ", too much" if self._budget.device_nbytes < tried.nbytes < math.inf else ""
@@ -411,14 +409,6 @@ class _Search[P]:
 
 def _holds_loops(pair: JointGraph) -> bool:
     return any(compat.scan_in(eqn) is not None for eqn in pair.eqns)
-
-
-def step_ms(program: ClosedJaxpr, layers: Sequence[JointGraph], device: Device) -> float:
-    """The time of a step without copies in ms, at the clock that its layers leave."""
-    if layers:
-        graph = KernelGraph(layers[0].rest, frozenset())
-        device = lower_clock(graph, graph.kernels, device)
-    return program_ms(program.jaxpr, device)
 
 
 def _join(device: Device, devices: int) -> Device:

@@ -7,11 +7,13 @@ other operands as a whole. A row-wise equation can run on a part of the rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import JaxprEqn
+from jaxoff._jaxpr.compat import JaxprEqn, Literal
 from jaxoff._jaxpr.primitives import VIEWS, is_fused
 
 # For each operand, the axis of its rows; None for an operand that is read as a whole.
@@ -35,6 +37,31 @@ def find_result_axis(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
         if axes is not None and axes[operand] == axis:
             return i
     return None
+
+
+def find_summed_axes(eqn: JaxprEqn, axes: Mapping[Any, int], made: Set[Any]) -> list[int] | None:
+    """The axes of the operands over which an equation adds up rows; None for an equation that does not.
+
+    Args:
+      eqn: an equation.
+      axes: the axis of the rows, by value.
+      made: the values whose rows are added up; an operand is one of them.
+    """
+    side = next((k for k, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in made), None)
+    if side is None:
+        return None
+    if not jnp.issubdtype(compat.struct_of(eqn.outvars[0].aval).dtype, jnp.floating):
+        return None
+    axis = axes[eqn.invars[side]]
+    if eqn.primitive.name == "reduce_sum":
+        return [axis] if axis in eqn.params["axes"] else None
+    if eqn.primitive.name != "dot_general" or any(isinstance(v, Literal) for v in eqn.invars):
+        return None
+    contracted = eqn.params["dimension_numbers"][0]
+    if axis not in contracted[side]:
+        return None
+    k = list(contracted[side]).index(axis)
+    return [dims[k] for dims in contracted]
 
 
 def resize(eqn: JaxprEqn, axis: int, size: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from jaxoff._budget.choose import Costs, saved_nbytes
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
-from jaxoff._budget.parts import Region
+from jaxoff._budget.regions import Region
 from jaxoff._budget.report import PlacedValue, Plan, list_values, merge_rows, shorten
 from jaxoff._device.profile import Device
 
@@ -32,6 +32,7 @@ class Tried[P]:
       nbytes: device memory of the compiled program.
       programs: the number of programs tried up to now.
       program: the second result of the caller's `compile_program`.
+      tiles: the regions of layers in parts.
     """
 
     pairs: tuple[JointGraph, ...]
@@ -43,6 +44,7 @@ class Tried[P]:
     nbytes: float
     programs: int
     program: P
+    tiles: tuple[Region, ...] = ()
 
     def list_values(self) -> tuple[PlacedValue, ...]:
         """The values of all layers with their placements."""
@@ -61,7 +63,7 @@ class Tried[P]:
             is_compiled=is_compiled,
             programs=self.programs,
             values=values,
-            in_parts=tuple(dict.fromkeys(shorten(str(region)) for region in self.regions)),
+            in_parts=tuple(dict.fromkeys(shorten(str(region)) for region in (*self.regions, *self.tiles))),
             is_fastest=self.is_fastest,
             step=step,
         )

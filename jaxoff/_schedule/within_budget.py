@@ -11,7 +11,8 @@ from typing import Any
 from jax.sharding import Sharding
 
 from jaxoff._budget.budget_error import BudgetError
-from jaxoff._budget.fit import find_estimated, find_fitting, step_ms
+from jaxoff._budget.fit import find_estimated, find_fitting
+from jaxoff._budget.forms import step_ms
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import estimate_nbytes
 from jaxoff._budget.report import Plan, make_plan_as_written

@@ -12,7 +12,8 @@ from jax import lax
 import jaxoff
 from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
-from jaxoff._budget.fit import TRIES, find_estimated, find_fitting, step_ms
+from jaxoff._budget.fit import TRIES, find_estimated, find_fitting
+from jaxoff._budget.forms import step_ms
 from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.limits import Budget, parse_nbytes

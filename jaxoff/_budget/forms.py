@@ -1,0 +1,62 @@
+"""The forms of a program that a search takes: whole, or with regions in parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jaxoff._budget.choose import Costs, choose_placements
+from jaxoff._budget.joint_graph import JointGraph, Placements
+from jaxoff._budget.limits import Budget
+from jaxoff._budget.placements import LayeredProgram
+from jaxoff._budget.regions import Region
+from jaxoff._device.kernel_time import lower_clock, program_ms
+from jaxoff._device.profile import Device
+from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.kernels import KernelGraph
+
+NO_COPIES = 0.0  # bytes of host memory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Form:
+    """A form of the program: whole, or with regions in parts.
+
+    Attributes:
+      layered: the program, its values on the device.
+      regions: the regions in parts.
+      pairs: its layers.
+      costs: by pair.
+      fastest: the fastest placements in any memory, and the time they add to a step, in ms.
+    """
+
+    layered: LayeredProgram
+    regions: tuple[Region, ...]
+    pairs: tuple[JointGraph, ...]
+    costs: tuple[Costs, ...]
+    fastest: tuple[list[Placements], float]
+
+    @property
+    def spared_nbytes(self) -> int:
+        """Bytes of values that exist only in parts."""
+        return sum(region.nbytes for region in self.regions)
+
+    @staticmethod
+    def of(
+        program: ClosedJaxpr, regions: Sequence[Region], device: Device, budget: Budget, is_opened: bool
+    ) -> Form:
+        layered = LayeredProgram(program, is_opened=is_opened)
+        pairs = layered.list_joint_graphs()
+        costs = [Costs.of(pair, device, budget.compress) for pair in pairs]
+        fastest = choose_placements(costs, device, math.inf, NO_COPIES)
+        assert fastest is not None  # everything may be saved
+        return Form(layered, tuple(regions), tuple(pairs), tuple(costs), fastest)
+
+
+def step_ms(program: ClosedJaxpr, layers: Sequence[JointGraph], device: Device) -> float:
+    """The time of a step without copies in ms, at the clock that its layers leave."""
+    if layers:
+        graph = KernelGraph(layers[0].rest, frozenset())
+        device = lower_clock(graph, graph.kernels, device)
+    return program_ms(program.jaxpr, device)

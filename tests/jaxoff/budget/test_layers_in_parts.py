@@ -1,0 +1,169 @@
+"""Row-wise work of layers in parts: the same gradients, without a wide value of all tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import jaxoff
+from bench.client_steps import PROGRAMS
+from jaxoff._budget import regions
+from jaxoff._budget.fit import find_estimated
+from jaxoff._budget.limits import Budget
+from jaxoff._budget.parts import write_layers_in_parts
+from jaxoff._jaxpr import compat
+
+LAYERS, WIDTH, HIDDEN, HEADS, VOCABULARY = 3, 32, 192, 4, 64
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(regions, "_PART_ROWS", 8)
+    monkeypatch.setattr(regions, "_TILE_ROWS", 64)
+
+
+def normalize(x, scale):
+    wide = x.astype("float32")
+    return (wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+
+
+def layer(x, w):
+    h = normalize(x, w["norm1"])
+    q, k, v = ((h @ w[name]).reshape(*x.shape[:2], HEADS, -1) for name in "qkv")
+    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x = x + attended.reshape(x.shape) @ w["o"]
+    h = normalize(x, w["norm2"])
+    return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
+
+
+def loss(params, tokens):
+    block = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+    x, _ = lax.scan(block, params["embed"][tokens], params["layers"])
+    logits = (x @ params["embed"].T).astype("float32")
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+def step(params, tokens):
+    value, grads = jax.value_and_grad(loss)(params, tokens)
+    return jax.tree.map(lambda p, g: p - 0.1 * g.astype(p.dtype), params, grads), value
+
+
+def arguments(batch, length, dtype="float32"):
+    keys = iter(jax.random.split(jax.random.key(0), 16))
+
+    def draw(*shape):
+        return (jax.random.normal(next(keys), shape) * shape[-2] ** -0.5).astype(dtype)
+
+    layers = {name: draw(LAYERS, WIDTH, WIDTH) for name in "qkvo"}
+    layers |= {name: draw(LAYERS, WIDTH, HIDDEN) for name in ("gate", "up")}
+    layers |= {"down": draw(LAYERS, HIDDEN, WIDTH)}
+    layers |= {name: jnp.ones((LAYERS, WIDTH), dtype) for name in ("norm1", "norm2")}
+    params = {"embed": draw(VOCABULARY, WIDTH), "layers": layers}
+    return params, jax.random.randint(next(keys), (batch, length), 0, VOCABULARY)
+
+
+def list_shapes(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (v.aval.shape for v in eqn.outvars)
+        for inner in compat.sub_jaxprs(eqn):
+            yield from list_shapes(inner)
+
+
+def run(program, args):
+    return jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+
+
+def test_no_wide_value_of_all_tokens_is_left():
+    args = arguments(1, 512)
+    closed = jax.make_jaxpr(step)(*args)
+    written, found = write_layers_in_parts(closed, 1e5)
+    wide = (1, 512, HIDDEN)
+    assert wide in list_shapes(closed.jaxpr)
+    assert wide not in list_shapes(written.jaxpr)
+    assert any(len(region.sums) >= 3 for region in found)  # the gradients of gate, up and down
+    for got, want in zip(run(written, args), run(closed, args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(1, 3), st.sampled_from([16, 48, 60, 96, 128]), st.sampled_from([2e3, 2e4]))
+def test_steps_with_layers_in_parts_compute_the_same(batch, length, least_nbytes):
+    args = arguments(batch, length)
+    closed = jax.make_jaxpr(step)(*args)
+    written, _ = write_layers_in_parts(closed, least_nbytes)
+    for got, want in zip(run(written, args), run(closed, args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_in_bfloat16_are_added_up_in_float32():
+    """Parts rounded to bfloat16 would lose most of what the later ones add."""
+    args = arguments(1, 2048, "bfloat16")
+    exact = jax.tree.leaves(jax.jit(step)(jax.tree.map(lambda x: x.astype("float32"), args[0]), args[1]))
+    closed = jax.make_jaxpr(step)(*args)
+    written, found = write_layers_in_parts(closed, 1e5)
+    assert max(region.parts for region in found) >= 16
+    for got, plain, want in zip(run(written, args), run(closed, args), exact, strict=True):
+        errors = [float(jnp.abs(x.astype("float32") - want).max()) for x in (got, plain)]
+        assert errors[0] <= 1.2 * errors[1] + 1e-6
+
+
+def test_values_that_rows_share_are_left_whole():
+    """The mean over all tokens joins the rows: what depends on it is in a region of its own, or in none."""
+
+    def mixed(x, w):
+        h = jnp.tanh(x @ w["gate"])
+        h = h - h.mean(1, keepdims=True)
+        return x + h @ w["down"], None
+
+    def mixed_loss(w, x):
+        return (lax.scan(mixed, x, w)[0] ** 2).mean()
+
+    params, tokens = arguments(1, 256)
+    args = {k: params["layers"][k] for k in ("gate", "down")}, params["embed"][tokens]
+    closed = jax.make_jaxpr(jax.value_and_grad(mixed_loss))(*args)
+    written, found = write_layers_in_parts(closed, 1e4)
+    assert found
+    for got, want in zip(run(written, args), run(closed, args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_small_layers_stay_as_they_are():
+    closed = jax.make_jaxpr(step)(*arguments(1, 64))
+    assert write_layers_in_parts(closed, 1e9) == (closed, [])
+
+
+@pytest.mark.parametrize("name", ["linen-scan", "decoder-scan", "ssm", "moe-linen"])
+def test_client_programs_with_layers_in_parts_have_the_same_types(name):
+    program = dataclasses.replace(PROGRAMS[name].shrink(), offloads=None)
+    built = program.build(program.sizes, attention="xla")
+    args = built.state, built.batch
+    closed = jax.make_jaxpr(built.fun)(*args)
+    written, found = write_layers_in_parts(closed, 1e3)
+    assert found
+    got, want = (
+        jax.eval_shape(compat.jaxpr_as_fun(program), *jax.tree.leaves(args)) for program in (written, closed)
+    )
+    assert got == want
+
+
+def test_a_search_takes_parts_of_layers_where_no_placements_fit(monkeypatch):
+    args = jax.eval_shape(lambda: arguments(1, 4096))
+    closed = jax.make_jaxpr(step)(*args)
+    donated = [True] * len(closed.jaxpr.invars)
+    device = jaxoff.Device.of("h100")
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxoff._budget.fit._Search.tile", lambda search: None)
+        with pytest.raises(jaxoff.BudgetError) as error:
+            find_estimated(closed, device, Budget(1e6, None), donated)
+    least = error.value.smallest_bytes
+    found = find_estimated(closed, device, Budget(0.8 * least, 0.0), donated)
+    assert found.nbytes <= 0.8 * least
+    assert any(region.sums for region in found.tiles)
+    plan = found.make_plan(Budget(0.8 * least, 0.0), device, None)
+    assert "in parts: float32[1, 4, 4096, 4096]" in str(plan)
