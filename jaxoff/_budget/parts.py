@@ -18,7 +18,7 @@ from jaxoff._budget.loop_pairs import find_loop_pairs
 from jaxoff._budget.regions import Region, find_region
 from jaxoff._budget.row_axes import resize
 from jaxoff._budget.sequences import find_sequences
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import mark_dependents, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
@@ -173,10 +173,17 @@ def _run_parts(region: Region, operands: dict[Var, Any], *, is_divided: bool) ->
         _allocate(scalar, v.aval, is_divided=is_divided)
         for scalar, v in zip(scalars, region.results, strict=True)
     ]
-    zeros = [jnp.zeros(compat.shape_of(v.aval), _sum_dtype(v)) for eqn in region.sums for v in eqn.outvars]
+    zeros = [_make_zeros(v) for eqn in region.sums for v in eqn.outvars]
     (results, sums), _ = jax.lax.scan(run_part, (empty, zeros), jnp.arange(region.parts))
     totals = zip(sums, (v for eqn in region.sums for v in eqn.outvars), strict=True)
     return [*results, *(total.astype(compat.struct_of(v.aval).dtype) for total, v in totals)]
+
+
+def _make_zeros(v: Var) -> jax.Array:
+    aval: Any = v.aval
+    sharding = None if meshes.explicit_mesh(aval) is None else aval.sharding
+    zeros = jax.lax.broadcast(jnp.zeros((), _sum_dtype(v)), compat.shape_of(v.aval), out_sharding=sharding)
+    return compat.vary_like(zeros, v.aval)
 
 
 def _sum_dtype(v: Var) -> Any:

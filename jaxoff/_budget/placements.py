@@ -16,7 +16,7 @@ from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs, holds_loop_pair
 from jaxoff._budget.sequenced import Sequenced
 from jaxoff._budget.sequences import find_sequences
 from jaxoff._budget.write_sequences import write_sequences
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead, index_last_readers, variables
 from jaxoff._jaxpr.float8 import pack, unpack
@@ -366,5 +366,7 @@ def _trace_scan(
         return state[1], tuple(state[2])
 
     avals = [v.aval for v in (*consts, *initial, *rows)]
-    fills = fills or not length or any(map(compat.varying_axes, avals))
+    fills = (
+        fills or not length or any(map(compat.varying_axes, avals)) or any(map(meshes.explicit_mesh, avals))
+    )
     return trace_call(scan if fills else run, [list(consts), list(initial), list(rows)], like=loop)

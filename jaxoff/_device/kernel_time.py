@@ -20,7 +20,14 @@ from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, variables
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.kernels import KernelGraph
-from jaxoff._jaxpr.primitives import is_attention, is_collective, is_compute, is_pallas, is_threefry
+from jaxoff._jaxpr.primitives import (
+    is_attention,
+    is_collective,
+    is_compute,
+    is_pallas,
+    is_shard_map,
+    is_threefry,
+)
 
 # Primitives that read a part of an operand.
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
@@ -75,7 +82,7 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
         nbytes = made + sum(min(n, made) if sliced else n for n in sizes)
         return max(_traffic_ms(nbytes, device), _drawing_ms(eqn, device))
     copies = _copies_ms(eqn, between, rows, device)
-    if compat.control_flow(eqn) is not None or compat.is_shard_map(eqn):
+    if compat.control_flow(eqn) is not None or is_shard_map(eqn):
         return copies + programs_ms(eqn, device)
     if is_collective(eqn):
         return copies + device.calibration.collective_exposed_share.value * collective_ms(made, device)
@@ -91,7 +98,7 @@ def programs_ms(eqn: JaxprEqn, device: Device) -> float:
 
     In ms; 0 for other equations.
     """
-    if compat.is_shard_map(eqn):
+    if is_shard_map(eqn):
         return program_ms(eqn.params["jaxpr"], device)
     flow = compat.control_flow(eqn)
     return flow.sum_over_runs(lambda program: program_ms(program, device)) if flow else 0.0

@@ -132,7 +132,7 @@ class Target:
         A kernel with a GPU path reads `jax.sharding.get_abstract_mesh().abstract_device` and takes the path.
         The mesh in force keeps its axes.
         """
-        device = AbstractDevice(device_kind=self.device_kind, num_cores=self.num_cores, platform="cuda")
+        device = AbstractDevice(device_kind=self.device_kind, num_cores=self.num_cores, platform="gpu")
         mesh = jax.sharding.get_abstract_mesh()
         told = AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
         with jax.sharding.use_abstract_mesh(told):

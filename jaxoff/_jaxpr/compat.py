@@ -1,9 +1,9 @@
 """All code that depends on the JAX release.
 
 The rest of the library uses documented JAX only. This module uses `jax.extend` and `jax.interpreters`, whose
-names may change between releases, and looks inside tracers. Two names come from `jax._src`, because JAX does
-not export them: the switch for types with the mesh axes over which a value differs (`check_vma`), and the
-effect of naming a mesh axis.
+names may change between releases, and looks inside tracers. Three names that JAX does not export come from
+`jax._src`: the switch for types with the mesh axes over which a value differs (`check_vma`), the effect of
+naming a mesh axis, and the error of types with unequal shardings.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax._src import config as _config
 from jax._src.core import NamedAxisEffect as _NamedAxisEffect
+from jax._src.core import ShardingTypeError as ShardingTypeError
 from jax.ad_checkpoint import Offloadable as Offloadable
 from jax.ad_checkpoint import Recompute as Recompute
 from jax.ad_checkpoint import Saveable as Saveable
@@ -35,6 +36,8 @@ from jax.extend.source_info_util import user_context as user_context
 from jax.interpreters import mlir as _mlir
 from jax.interpreters.partial_eval import convert_constvars_jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
+
+from jaxoff._jaxpr.meshes import explicit_mesh
 
 name_p = _primitives.name_p
 remat_p = _primitives.remat_p
@@ -280,7 +283,7 @@ def num_shards(eqn: JaxprEqn) -> int:
 
     Each device runs the jaxpr in the equation on its shard of the arrays.
     """
-    return eqn.params["mesh"].size if is_shard_map(eqn) else 1
+    return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1
 
 
 def holds_tracers(closed: ClosedJaxpr) -> bool:
@@ -401,9 +404,14 @@ _mlir.register_lowering(_unwritten_p, _lower_on_gpu, platform="cuda")
 
 
 def trace_like(eqn: JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
-    """Traces a function under the mesh axes of an equation."""
-    mesh, varies = eqn.ctx.cur_abstract_mesh, any(map(varying_axes, jax.tree.leaves(avals)))
-    with eqn.ctx.manager, _config._check_vma(varies):
+    """Traces a function under the mesh axes of an equation, or else those of its operands' types."""
+    mesh, leaves = eqn.ctx.cur_abstract_mesh, jax.tree.leaves(avals)
+    mesh = next(filter(None, map(explicit_mesh, leaves)), mesh) if mesh.empty else mesh
+    with (
+        eqn.ctx.manager,
+        jax.sharding.use_abstract_mesh(mesh),
+        _config._check_vma(any(map(varying_axes, leaves))),
+    ):
         return jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*avals)
 
 
@@ -422,11 +430,6 @@ def transfer_in(eqn: JaxprEqn) -> str | None:
         return None
     source, target = is_host(eqn.invars[0].aval), is_host(eqn.outvars[0].aval)
     return {(False, True): "D2H", (True, False): "H2D"}.get((source, target))
-
-
-def is_shard_map(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a `jax.shard_map`."""
-    return eqn.primitive.name == "shard_map"
 
 
 def jit_keywords(fun: Any) -> dict[str, Any]:

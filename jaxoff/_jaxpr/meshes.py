@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -24,3 +25,9 @@ def under_mesh(meshes: Meshes) -> Iterator[None]:
             stack.enter_context(jax.set_mesh(concrete))
         stack.enter_context(jax.sharding.use_abstract_mesh(abstract))
         yield
+
+
+def explicit_mesh(aval: Any) -> jax.sharding.AbstractMesh | None:
+    """The mesh of a type with Explicit axes, whose sharding is a part of the type; None for other types."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None

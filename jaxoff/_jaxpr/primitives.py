@@ -103,6 +103,11 @@ def is_widening(eqn: JaxprEqn) -> bool:
     return is_simple and compat.nbytes_of(eqn.outvars) > compat.nbytes_of(variables(eqn))
 
 
+def is_shard_map(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `jax.shard_map`."""
+    return eqn.primitive.name == "shard_map"
+
+
 def is_pallas(eqn: JaxprEqn) -> bool:
     """Whether an equation is or calls a Pallas kernel."""
     return eqn.primitive.name in compat.KERNELS or any(

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.primitives import is_shard_map
 from jaxoff._jaxpr.saved_twin import CopiesTogetherError, move_to_device
 
 # Levels of control flow that a value in host memory may not leave.
@@ -94,7 +95,7 @@ class _HostValues:
 
 def _list_programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any], int]]:
     """The programs in an equation with its operands for arguments; the operands, and the levels added."""
-    if eqn.primitive.name == "while" or compat.is_shard_map(eqn):
+    if eqn.primitive.name == "while" or is_shard_map(eqn):
         return
     layout, is_condition = compat.scan_in(eqn), eqn.primitive.name == "cond"
     levels = 0 if layout is None and not is_condition else 1

@@ -59,7 +59,13 @@ def apply_to_shares(
         shardings = tuple(_strip_memory_kind(argument.sharding) for argument in arguments)
         sharding = shardings[0] if follows_first else _strip_memory_kind(shape.sharding)
         share = sharding.shard_shape(shape.shape)
-        return mesh, lambda *shares: fun(*shares, shape=share), sharding, shardings
+
+        def apply(*shares):
+            # Shares are whole to JAX: a mesh with Explicit axes around would constrain their shardings.
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                return fun(*shares, shape=share)
+
+        return mesh, apply, sharding, shardings
 
     applied = custom_partitioning(lambda *operands: like(*operands))
     applied.def_partition(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoff._jaxpr import meshes
 from jaxoff._jaxpr.shares import apply_to_shares
 
 
@@ -81,17 +82,22 @@ def write_element(first: int, step: int, stack, value, iteration, *, is_divided:
     if is_divided:
         operands = [stack, value, first + step * iteration]
         return apply_to_shares(_write_share, operands, like=lambda stack, *_: stack, follows_first=True)
+    write = _write_at
+    if meshes.explicit_mesh(kind := jax.typeof(stack)) is not None:  # of one device, where all is whole
+        write = jax.sharding.auto_axes(out_sharding=kind.sharding)(_write_at)
+    return write(stack, value, first + step * iteration)
+
+
+def _write_at(stack, value, row):
     on_host = _read_element_to_host(value, stack)
-    start = [first + step * iteration] + [0] * (stack.ndim - 1)
+    start = [row] + [0] * (stack.ndim - 1)
     return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)
 
 
 def _write_share(stack, value, row, *, shape):
     del shape
     stack = jax.device_put(stack, jax.memory.Space.Host)  # types in `apply_to_shares` have no memory space
-    on_host = _read_element_to_host(value, stack)
-    start = [row] + [0] * (stack.ndim - 1)
-    return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)
+    return _write_at(stack, value, row)
 
 
 def _read_element_to_host(value, stack):

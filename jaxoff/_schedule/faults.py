@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 
 from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._runtime.garbage import collector_paused
@@ -14,7 +15,15 @@ from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.sharding_marks import find_loop_shardings
 
 # Errors raised by mistakes in a rewriting. A rewriting refuses a program by ValueError or RuntimeError.
-FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError)
+FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    compat.ShardingTypeError,
+)
 
 
 def describe_fault(fault: BaseException, doing: str) -> Finding:

@@ -19,9 +19,9 @@ from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
 from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
-from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.inline import inline_program
+from jaxoff._jaxpr.primitives import is_shard_map
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding
 from jaxoff._report.progress import Progress
@@ -226,7 +226,7 @@ def _count_written(error: BudgetError, written: Written) -> BudgetError:
 
 def _is_manual(program: ClosedJaxpr) -> bool:
     """Whether a program calls a `jax.shard_map`."""
-    return any(map(compat.is_shard_map, inline_program(program.jaxpr).eqns))
+    return any(map(is_shard_map, inline_program(program.jaxpr).eqns))
 
 
 def estimate_within(

@@ -13,6 +13,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import count_reads
 from jaxoff._jaxpr.inline import inline_program, resolve
+from jaxoff._jaxpr.primitives import is_shard_map
 from jaxoff._state.stream import stream_updates
 from jaxoff._state.updates import Update, find_updates
 
@@ -34,7 +35,7 @@ class ManualStep:
     @staticmethod
     def of(closed: ClosedJaxpr) -> ManualStep | None:
         """The step of a program; None without a `jax.shard_map`, and with several."""
-        found = [eqn for eqn in closed.jaxpr.eqns if compat.is_shard_map(eqn)]
+        found = [eqn for eqn in closed.jaxpr.eqns if is_shard_map(eqn)]
         if len(found) != 1 or found[0].params["jaxpr"].constvars:
             return None
         return ManualStep(closed, found[0], inline_program(found[0].params["jaxpr"]))

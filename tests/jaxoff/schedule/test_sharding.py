@@ -1,10 +1,12 @@
 """The block over eight devices: with Auto and Explicit axes, shard_map inside and around, vmap of an axis."""
 
+import contextlib
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -190,3 +192,44 @@ def test_residuals_of_sharded_shapes_need_no_arrays():
         "pre",
         "act",
     }
+
+
+@pytest.mark.parametrize("is_set", [False, True], ids=["arrays", "set_mesh"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_layers_in_a_scan_run_on_the_default_mesh_of_make_mesh(devices, is_set):
+    """The axes of `jax.make_mesh` are Explicit, and its arrays carry their mesh without `jax.set_mesh`."""
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    layer = jax.checkpoint(
+        lambda x, w: (jnp.tanh(jaxoff.name(x, "x") @ w), None), policy=jaxoff.policy(offload=["x"])
+    )
+    fun = jax.grad(lambda w, x: (lax.scan(layer, x, w)[0] ** 2).mean())
+    w = jax.random.normal(jax.random.key(0), (4, 16, 16))
+    x = jax.random.normal(jax.random.key(1), (8, 16))
+    args = jax.device_put((w, x), (NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))))
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        jitted = jaxoff.jit(fun)
+        np.testing.assert_allclose(jitted(*args), jax.jit(fun)(*args), rtol=1e-5, atol=1e-7)
+        program = str(jitted.trace(*args).jaxpr)
+    assert not jitted.findings
+    assert "scan" not in program and "<host>" in program  # the loops are written out, and still offload
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_budget_places_values_on_the_default_mesh_of_make_mesh(devices):
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+
+    def layer(x, w):
+        return jnp.tanh(x @ w["up"]) @ w["down"] + x, None
+
+    fun = jax.value_and_grad(lambda w, x: (lax.scan(layer, x, w)[0] ** 2).mean())
+    w = {"up": jnp.ones((8, 64, 256)) / 64, "down": jnp.ones((8, 256, 64)) / 64}
+    args = jax.device_put(
+        (w, jnp.ones((4096, 64))), (NamedSharding(mesh, P()), NamedSharding(mesh, P("data")))
+    )
+    everything = jaxoff.jit(fun, device_bytes=1e9)
+    everything(*args)
+    most = everything.plan.peak_bytes
+    jitted = jaxoff.jit(fun, device_bytes=0.92 * most)
+    for got, want in zip(jax.tree.leaves(jitted(*args)), jax.tree.leaves(jax.jit(fun)(*args)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    assert jitted.plan.peak_bytes <= 0.92 * most
