@@ -219,7 +219,7 @@ def choose_placements(
       costs: of each pair of loops.
       device: rates.
       device_nbytes: the most memory of kept values on the device, as counted by `saved_nbytes`; None for the
-        least.
+        least, with the fewest bytes kept: what the count takes for free may not be.
       host_nbytes: the most memory of kept values on the host; None for any.
 
     Returns:
@@ -246,6 +246,12 @@ def choose_placements(
     else:
         return None
     program.add_upper_bound([(most, 1.0)], limit)
+    if device_nbytes is None:
+        kept = dict(term for own in memory for term in own)
+        fewest = program.minimise(kept)
+        assert fewest is not None  # the least fits
+        total = sum(factor * fewest[i] for i, factor in kept.items())
+        program.add_upper_bound(list(kept.items()), (1 + _LEAST_SLACK) * total)
     found = program.minimise(program.cost)
     if found is None:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxoff._budget.budget_error import BudgetError, list_largest
 from jaxoff._budget.choose import choose_placements, refuse_unmatched, saved_nbytes
-from jaxoff._budget.forms import NO_COPIES, Form, step_ms
+from jaxoff._budget.forms import NO_COPIES, Form, join_devices, step_ms
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import ESTIMATE_MARGIN, argument_nbytes, estimate_nbytes
@@ -40,6 +40,11 @@ CLOSE_ENOUGH = 0.04
 # Part of the layers' time by which a program with copies must be faster, by the model, to be tried: copies
 # hide less well than the model believes (bench/LOG.md, "2026-11-26: budgets win time").
 _COPIES_WIN = 0.01
+# The least program is not compiled first where its estimate is this many times the budget: programs have
+# taken from 0.9 to 1.4 times their estimates.
+_FAR_BEYOND = 1.5
+# Part of the least program's memory, by the estimate, that remains where layers in parts are worth a search.
+_TILES_WIN = 0.97
 # Values from this part of the budget on are worth a loop over parts of their rows.
 _LARGE = 1 / 64
 # Part of a step by which a further program must be faster, by the model, to be worth a compilation.
@@ -82,14 +87,23 @@ def find_fitting[P](
     """
     progress = progress or Progress()
     search = _Search(closed, device, budget, donated, compile_program, devices, is_manual, progress)
-    found = search.run_both() or search.run_again(compile_otherwise)
-    searches = [search]
-    if found is None and (opened := search.open()) is not None:
-        found = opened.run(copies=False)
-        searches.append(opened)
-    if found is None and (tiled := search.tile()) is not None:
-        found = tiled.run_both()
-        searches.append(tiled)
+    searches: list[_Search[P]] = []
+
+    def find_whole() -> Tried[P] | None:
+        searches.append(search)
+        found = search.run_both() or search.run_again(compile_otherwise)
+        if found is None and (opened := search.open()) is not None:
+            searches.append(opened)
+            found = opened.run(copies=False)
+        return found
+
+    def find_tiled() -> Tried[P] | None:
+        tiled = search.tile()
+        searches.extend([] if tiled is None else [tiled])
+        return None if tiled is None else tiled.run_both()
+
+    attempts = (find_tiled, find_whole) if search.is_far_beyond else (find_whole, find_tiled)
+    found = attempts[0]() or attempts[1]()
     if found is None:
         raise min((search.make_error() for search in searches), key=BudgetError.least_bytes)
     return dataclasses.replace(found, nbytes=found.nbytes / search.devices, programs=progress.programs)
@@ -150,14 +164,15 @@ class _Search[P]:
         is_tiled: bool = False,
     ):
         self._is_manual, self.devices = is_manual, 1 if is_manual else devices
-        self._device, self._budget = _join(device, self.devices), _scale(budget, self.devices)
+        self._device, self._budget = join_devices(device, self.devices), budget.times(self.devices)
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
         self._tile_nbytes = _LARGE * self._budget.device_nbytes
         in_parts, regions = write_in_parts(whole, self._tile_nbytes, is_divided=devices > 1, adds_up=is_tiled)
-        self._whole = Form.of(whole, (), self._device, budget, is_opened)
+        options = {"is_opened": is_opened, "sends_apart": is_tiled}
+        self._whole = Form.of(whole, (), self._device, budget, **options)
         self._in_parts = (
-            Form.of(in_parts, regions, self._device, budget, is_opened) if regions else self._whole
+            Form.of(in_parts, regions, self._device, budget, **options) if regions else self._whole
         )
         if not is_opened:
             refuse_unmatched(self._whole.costs, budget.compress)
@@ -196,8 +211,20 @@ class _Search[P]:
         least = choose_placements(form.costs, self._device, None, self._budget.host_nbytes)
         if least is None or not (form.regions or search._list_tiles(form, least[0])):
             return None
-        is_beyond = search._estimate(form, least[0]) > _WITHIN_REACH * self._budget.device_nbytes
-        return None if is_beyond else search
+        nbytes = search._estimate(form, least[0])
+        wins = nbytes <= _TILES_WIN * self._least_nbytes
+        return search if wins and nbytes <= _WITHIN_REACH * self._budget.device_nbytes else None
+
+    @property
+    def is_far_beyond(self) -> bool:
+        """Whether the least program is so far beyond the budget by the estimate that no compilation helps."""
+        return _FAR_BEYOND * self._budget.device_nbytes < self._least_nbytes < math.inf
+
+    @functools.cached_property
+    def _least_nbytes(self) -> float:
+        """The estimate of the least program; without a bound where that is not known."""
+        least = choose_placements(self._in_parts.costs, self._device, None, self._budget.host_nbytes)
+        return math.inf if least is None or self._is_manual else self._estimate(self._in_parts, least[0])
 
     def _begin(self, manual_devices: int | None) -> tuple[Form, float]:
         """The form of the first program, and its room for kept values: bytes as `saved_nbytes` counts them.
@@ -400,7 +427,7 @@ class _Search[P]:
             if self._is_manual:
                 kept += ". A jax.shard_map that is differentiated from outside is not placed"
         return BudgetError(
-            f"no program fits {budget} of device memory. The least of {len(self.tried)} tried takes "
+            f"no program fits {budget} of device memory. The least of {self._progress.programs} tried takes "
             f"{format_nbytes(nbytes)}, with {kept}.",
             nbytes,
             lambda: list_largest(self._write(self._form_of(least), least.placements), least.list_values()),
@@ -409,17 +436,6 @@ class _Search[P]:
 
 def _holds_loops(pair: JointGraph) -> bool:
     return any(compat.scan_in(eqn) is not None for eqn in pair.eqns)
-
-
-def _join(device: Device, devices: int) -> Device:
-    """A single device with the rates of several."""
-    rates = ("flops", "memory_gbps", "d2h_gbps", "h2d_gbps")
-    return dataclasses.replace(device, **{name: devices * getattr(device, name) for name in rates})
-
-
-def _scale(budget: Budget, devices: int) -> Budget:
-    host = None if budget.host_nbytes is None else devices * budget.host_nbytes
-    return dataclasses.replace(budget, device_nbytes=devices * budget.device_nbytes, host_nbytes=host)
 
 
 def _describe(values: Sequence[PlacedValue]) -> str:

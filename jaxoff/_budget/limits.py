@@ -24,6 +24,11 @@ class Budget:
     host_nbytes: float | None = None
     compress: tuple[str, ...] = ()
 
+    def times(self, devices: int) -> Budget:
+        """The budget of several devices together."""
+        host = None if self.host_nbytes is None else devices * self.host_nbytes
+        return dataclasses.replace(self, device_nbytes=devices * self.device_nbytes, host_nbytes=host)
+
     def resolve(self, arguments: Any) -> Budget:
         """The budget of a call, in numbers.
 

@@ -29,10 +29,12 @@ class LayeredProgram:
     Attributes:
       closed: the program. Its values are on the device.
       is_opened: whether loops within the backward pass of a loop are placed in that loop's stead.
+      sends_apart: whether a barrier stands ahead of the copies to the host in loops. XLA refuses a copy of a
+        value that a loop inside of the loop makes or reads.
     """
 
-    def __init__(self, closed: ClosedJaxpr, *, is_opened: bool = False):
-        self.closed, self.is_opened = closed, is_opened
+    def __init__(self, closed: ClosedJaxpr, *, is_opened: bool = False, sends_apart: bool = False):
+        self.closed, self.is_opened, self.sends_apart = closed, is_opened, sends_apart
         self._levels: dict[int, _Level] = {}  # by id of the program
 
     def list_joint_graphs(self) -> list[JointGraph]:
@@ -77,7 +79,7 @@ class LayeredProgram:
             same = all(inner[id(eqn)].params == eqn.params for eqn in level.eqns)
             if level is found.inlined and not by_eqn and same:
                 return program
-            return _write_level(level, by_eqn, inner, fills=fills)
+            return _write_level(level, by_eqn, inner, fills=fills, sends_apart=self.sends_apart)
 
         return compat.map_open(self.closed, write)
 
@@ -132,6 +134,7 @@ def _write_level(
     inner: dict[int, JaxprEqn],
     *,
     fills: bool,
+    sends_apart: bool,
 ) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     renamed: Renamed = {}
@@ -144,7 +147,9 @@ def _write_level(
         pair, placements = by_eqn[id(eqn)]
         plain = fills or bool(placements.offloaded)  # loops with copies are scheduled as scans
         if eqn is pair.forward:
-            written, results = _write_forward(pair, placements, here.invars, fills=plain)
+            written, results = _write_forward(
+                pair, placements, here.invars, fills=plain, sends_apart=sends_apart
+            )
             whole = [i for i in range(len(eqn.outvars)) if i not in pair.residuals]
             renamed.update(zip((eqn.outvars[i] for i in whole), results[: len(whole)], strict=True))
             stacks[id(pair)] = results[len(whole) :]
@@ -159,7 +164,7 @@ def _write_level(
 
 
 def _write_forward(
-    pair: LoopPair, placements: Placements, operands: Sequence[Any], *, fills: bool
+    pair: LoopPair, placements: Placements, operands: Sequence[Any], *, fills: bool, sends_apart: bool
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """The forward loop: its results without the old residuals, then the stacks of kept values.
 
@@ -176,6 +181,7 @@ def _write_forward(
         kept = values[len(outs) :]
         on_device = pack(kept[:saved], compressed[:saved])
         moved = pack(kept[saved:], compressed[saved:])
+        moved = jax.lax.optimization_barrier(moved) if sends_apart and moved else moved
         host = [jax.device_put(v, jax.memory.Space.Host) for v in moved]
         values = [*values[: len(outs)], *on_device, *host]
         return tuple(values[: layout.num_carry]), tuple(values[layout.num_carry :])

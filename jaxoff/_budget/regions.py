@@ -153,6 +153,7 @@ class _Growth:
         eqn = self._graph.eqns[i]
         axis = self._find_axis(eqn)
         is_left = bool(eqn.effects) or not self._graph.excluded.isdisjoint(eqn.outvars)
+        is_left = is_left or any(compat.is_host(v.aval) for v in (*eqn.invars, *eqn.outvars))
         axes = None if axis is None or is_left else find_operand_axes(eqn, axis)
         if axis is None or axes is None:
             return False

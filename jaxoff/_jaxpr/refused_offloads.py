@@ -1,8 +1,8 @@
 """Offloads refused by XLA's GPU compiler, saved on the device instead.
 
 XLA compiles copies to the host in a loop, whose stacks stay on the host until a later loop reads the rows.
-XLA refuses a stack in host memory leaving two levels of control flow: a loop inside of a loop, an unrolled
-loop, a condition inside of a loop.
+XLA refuses a stack in host memory leaving two levels of control flow (a loop inside of a loop), an unrolled
+loop, or a condition.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _list_programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any], int]]:
     if eqn.primitive.name == "while" or is_shard_map(eqn):
         return
     layout, is_condition = compat.scan_in(eqn), eqn.primitive.name == "cond"
-    levels = 0 if layout is None and not is_condition else 1
-    if layout is not None and layout.unroll not in (1, False):
+    levels = 0 if layout is None else 1
+    if is_condition or (layout is not None and layout.unroll not in (1, False)):
         levels = _REFUSED_LEVELS
     operands = eqn.invars[1:] if is_condition else eqn.invars
     for program in compat.sub_jaxprs(eqn):

@@ -82,22 +82,23 @@ def write_element(first: int, step: int, stack, value, iteration, *, is_divided:
     if is_divided:
         operands = [stack, value, first + step * iteration]
         return apply_to_shares(_write_share, operands, like=lambda stack, *_: stack, follows_first=True)
-    write = _write_at
+
+    def write(stack, value, iteration):
+        on_host = _read_element_to_host(value, stack)
+        start = [first + step * iteration] + [0] * (stack.ndim - 1)
+        return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)
+
     if meshes.explicit_mesh(kind := jax.typeof(stack)) is not None:  # of one device, where all is whole
-        write = jax.sharding.auto_axes(out_sharding=kind.sharding)(_write_at)
-    return write(stack, value, first + step * iteration)
-
-
-def _write_at(stack, value, row):
-    on_host = _read_element_to_host(value, stack)
-    start = [row] + [0] * (stack.ndim - 1)
-    return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)
+        write = jax.sharding.auto_axes(out_sharding=kind.sharding)(write)
+    return write(stack, value, iteration)
 
 
 def _write_share(stack, value, row, *, shape):
     del shape
     stack = jax.device_put(stack, jax.memory.Space.Host)  # types in `apply_to_shares` have no memory space
-    return _write_at(stack, value, row)
+    on_host = _read_element_to_host(value, stack)
+    start = [row] + [0] * (stack.ndim - 1)
+    return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)
 
 
 def _read_element_to_host(value, stack):

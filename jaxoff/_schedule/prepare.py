@@ -65,8 +65,8 @@ def _describe_refused(sends: list[JaxprEqn], named: Iterable[Named]) -> Finding:
     return Finding(
         FindingCode.OFFLOAD_IN_NESTED_SCAN,
         f"{labels}{total}, to be offloaded, stay on the device: XLA does not compile offloads in a loop "
-        "inside of a loop, in an unrolled loop, or in a condition inside of a loop. Offload values of the "
-        "outer loop, or write the inner layers as a Python loop.",
+        "inside of a loop (offload values of the outer loop, or write the inner layers as a Python loop), in "
+        "an unrolled loop (scan with unroll=1), or in a condition (name its operands instead).",
         compat.source_line(found[0].eqn if found else sends[0]),
     )
 

@@ -103,7 +103,7 @@ def list_recipes(
     has_twin: bool,
     graphs: bool = True,
     profiled: bool = False,
-    nested: bool = False,
+    breaks_graphs: bool = False,
 ) -> tuple[Recipe, ...]:
     """The recipes for a program, the preferred one first.
 
@@ -114,14 +114,14 @@ def list_recipes(
       has_twin: whether the program has a saved twin.
       graphs: whether kernels are captured into CUDA graphs; without graphs nothing is concurrent in them.
       profiled: whether the caller gives XLA a profile.
-      nested: whether a loop with offloaded residuals holds another loop, which no CUDA graph does: then XLA's
+      breaks_graphs: whether a loop with offloaded residuals holds what no CUDA graph does: then XLA's
         schedule decides where copies start, under CONCURRENT, too.
     """
     if not (loops or scanned or flat):
         return (Recipe.ORDERED,)
     found = [Recipe.CONCURRENT] if scanned and graphs else []
     found += [Recipe.EARLY] if scanned and not profiled else []
-    found = found[::-1] if nested else found
+    found = found[::-1] if breaks_graphs else found
     return (
         *found,
         Recipe.ORDERED,

@@ -48,7 +48,8 @@ class Rewritten:
         computes mostly outside of loops.
       spare_nbytes: bytes of host memory for the spare rows of host stacks, which the given program lacks.
       streamed: whether arguments in host memory are updated in a loop.
-      nested: whether a loop with offloaded residuals holds another loop.
+      breaks_graphs: whether a loop with offloaded residuals holds another loop or a Fourier transform, which
+        no CUDA graph does.
       hold_by_barriers: makes the program whose reloads wait by barriers, for XLA's own schedule; None where
         no reload of a loop waits.
     """
@@ -59,7 +60,7 @@ class Rewritten:
     flat: bool
     spare_nbytes: int
     streamed: bool = False
-    nested: bool = False
+    breaks_graphs: bool = False
     hold_by_barriers: Callable[[], Rewritten] | None = None
 
     @staticmethod
@@ -123,7 +124,7 @@ def rewrite(
         flat,
         rewriter.spare_nbytes,
         streamed=streamed,
-        nested=rewriter.nested,
+        breaks_graphs=rewriter.breaks_graphs,
         hold_by_barriers=again if rewriter.spare_nbytes else None,
     )
 
@@ -162,7 +163,7 @@ class _Rewriter:
         self._round = round_operands if on_gpus else iter
         self._shardings, self._numbers = shardings, itertools.count()
         self.written_out = self.scanned = self.spare_nbytes = 0
-        self.nested = False
+        self.breaks_graphs = False
 
     def write_out_loops(self, jaxpr: Jaxpr) -> Jaxpr:
         """Writes out the layer loops, and orders the equations up to the last loop."""
@@ -173,7 +174,7 @@ class _Rewriter:
         self.written_out += len(loops)
         offloading = [eqn for eqn in layers.values() if "H2D" in _find_transfers(eqn.params["jaxpr"].jaxpr)]
         self.scanned += len(offloading)
-        self.nested |= any(_holds_loop(eqn.params["jaxpr"].jaxpr) for eqn in offloading)
+        self.breaks_graphs |= any(_breaks_graphs(eqn.params["jaxpr"].jaxpr) for eqn in offloading)
         if not loops:
             return jaxpr
         known = {i: loop for i, loop in loops.items() if shardings[i] or not self._may_divide(loop)}
@@ -368,9 +369,9 @@ def _find_transfers(jaxpr: Jaxpr) -> set[str]:
     return {kind for eqn in _list_equations(jaxpr) if (kind := compat.transfer_in(eqn))}
 
 
-def _holds_loop(jaxpr: Jaxpr) -> bool:
-    """Whether a program or one of its calls holds a loop."""
-    return any(eqn.primitive.name in ("scan", "while") for eqn in _list_equations(jaxpr))
+def _breaks_graphs(jaxpr: Jaxpr) -> bool:
+    """Whether a program or one of its calls holds a loop or a Fourier transform."""
+    return any(eqn.primitive.name in ("scan", "while", "fft") for eqn in _list_equations(jaxpr))
 
 
 def _list_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -70,7 +70,7 @@ def list_settings(
         flat=program.flat,
         has_twin=has_twin,
         graphs="FUSION" in flags.parse_captured_commands(capture),
-        nested=program.nested,
+        breaks_graphs=program.breaks_graphs,
         profiled=bool(given.get(PROFILE, xla_flags.get(PROFILE))),
     )
     disabled = xla_flags.get(DISABLED_PASSES, "")

@@ -95,7 +95,7 @@ def test_a_recipe_that_exchanges_more_than_the_program_as_given_does_not_run():
         ({"loops": 2, "scanned": 0, "flat": False}, ["ordered", "stock"]),
         ({"loops": 2, "scanned": 2, "flat": False}, ["concurrent", "early", "ordered", "stock", "saved"]),
         (
-            {"loops": 2, "scanned": 2, "flat": False, "nested": True},
+            {"loops": 2, "scanned": 2, "flat": False, "breaks_graphs": True},
             ["early", "concurrent", "ordered", "stock", "saved"],
         ),
         ({"loops": 2, "scanned": 2, "flat": False, "graphs": False}, ["early", "ordered", "stock", "saved"]),
