@@ -4,6 +4,9 @@ A head makes the logits of all tokens, the loss, and the loss's gradient with re
 as the logits. Between the products, a row depends on its own token alone. So a loop over parts of the tokens
 makes the same values, with wide intermediate arrays of a single part. Products over all rows, such as the
 weights' gradients, stay outside of the loop and read whole arrays: the order of their sums does not change.
+
+Where memory does not suffice for these whole arrays, the loop adds up the sums as well, in float32, and the
+layers of a loop run in parts like a head.
 """
 
 from __future__ import annotations

@@ -174,6 +174,30 @@ def test_a_budget_that_nothing_fits_says_the_least():
         compile_within(jaxoff.target("h100"), step, arguments(), 1e6)
 
 
+def test_layers_in_parts_fit_where_no_placements_do(monkeypatch):
+    """Gated layers hold five values of the hidden width at once, in the least program of any placements."""
+
+    def gated(x, w):
+        return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"], None
+
+    def long_step(w, x):
+        grads = jax.grad(lambda w: lax.scan(gated, x, w)[0].astype(jnp.float32).mean())(w)
+        return jax.tree.map(lambda v, g: v - 0.01 * g, w, grads)
+
+    w, _ = arguments()
+    args = {**w, "gate": w["up"]}, jax.ShapeDtypeStruct((16 * ROWS, WIDTH), "bfloat16")
+    target = jaxoff.target("h100")
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxoff._budget.fit._Search.tile", lambda search: None)
+        with pytest.raises(jaxoff.BudgetError) as error:
+            compile_within(target, long_step, args, 1e8)
+    limit = 0.7 * error.value.smallest_bytes
+    facts = compile_within(target, long_step, args, limit)
+    assert facts.device_peak_bytes <= limit
+    in_flight = compile_within(target, long_step, args, limit, host_bytes=3e9)
+    assert in_flight.device_peak_bytes <= limit
+
+
 def loss_of_head(params, x, labels):
     logits = (x @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)

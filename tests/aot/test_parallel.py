@@ -1,12 +1,14 @@
 """A divided step, read from what is compiled for eight H200s: experts and a pipeline with virtual stages."""
 
+import contextlib
 import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
@@ -109,3 +111,29 @@ def test_the_benchmark_compiles_a_mesh_that_is_not_there(tmp_path, monkeypatch):
     ours, saved = json.loads(out.read_text())["rows"]
     assert ours["device_peak_bytes"] > 0 and ours["kernel_host_bytes"] == 0
     assert ours["host_bytes"] > ours["d2h_bytes"] > 0 == saved["host_bytes"]
+
+
+@pytest.mark.parametrize("is_set", [False, True], ids=["arrays", "set_mesh"])
+def test_loops_over_a_mesh_with_explicit_axes_hide_their_copies(is_set):
+    """The default axes of `jax.make_mesh`; `jax.jit` reloads at the end of each turn."""
+    target = jaxoff.target("h100", devices=2)
+    mesh = target.mesh((2,), ("data",), (AxisType.Explicit,))
+    layer = jax.checkpoint(
+        lambda x, w: (jnp.tanh(jaxoff.name(x, "x") @ w["up"]) @ w["down"] + x, None),
+        policy=jaxoff.policy(offload=["x"]),
+        prevent_cse=False,
+    )
+    fun = jax.grad(lambda w, x: (lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2).mean())
+
+    def struct(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    args = (
+        {"up": struct(P(), 6, 1024, 4096), "down": struct(P(), 6, 4096, 1024)},
+        struct(P("data"), 16384, 1024),
+    )
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        jitted = jaxoff.jit(fun, recipe="concurrent")
+        facts = jaxoff.verify(target.compile(jitted, *args), compiler_options=jitted.options)
+    reloads = [copy for copy in facts.copies if copy.direction == "H2D"]
+    assert reloads and all(copy.overlaps for copy in reloads)
