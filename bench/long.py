@@ -218,11 +218,13 @@ def draw_longest(rows: list[dict[str, Any]], o: argparse.Namespace) -> None:
 
     fitting = [row for row in rows if fits(row, o.device_gb)]
     longest = [max((r["tokens"] for r in fitting if r["variant"] == v), default=0) for v in o.variants]
-    figure, axes = plt.subplots(figsize=(7, 1 + 0.5 * len(longest)), layout="constrained")
-    bars = axes.barh([VARIANTS[v] for v in o.variants], longest, color=["0.6"] * (len(longest) - 1) + ["C0"])
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.5 * len(longest)), layout="constrained")
+    colors = ["C0" if variant in ("budget", "jaxoff") else "0.6" for variant in o.variants]
+    bars = axes.barh([VARIANTS[v] for v in o.variants], longest, color=colors)
     axes.bar_label(bars, [f"{tokens:,}" for tokens in longest], padding=3)
     axes.invert_yaxis()
     axes.margins(x=0.15)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel(f"tokens of one sequence, {o.model} within {o.device_gb:g} GB ({o.target})")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(o.figure, dpi=150)
