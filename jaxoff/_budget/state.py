@@ -146,7 +146,7 @@ class State:
                 rest = f"{format_nbytes(nbytes)} of state would rest on the host, beyond host_bytes."
                 error = error.extend(rest)
                 break
-            progress.say(f"with {format_nbytes(nbytes)} of state on the host")
+            progress.say(f"the next programs keep {format_nbytes(nbytes)} of state on the host")
             program = self.manual.stream(chosen) if self.manual else stream_updates(self.closed, chosen)
             try:
                 found = find(program, dataclasses.replace(budget, host_nbytes=left))

@@ -127,9 +127,11 @@ def _check_cut(facts: CompiledFacts, copies: list[HostCopy]) -> Iterator[Finding
         commands = dict.fromkeys(copy.cut_by for copy in out)
         names = ", ".join(commands)
         remedies = []
-        if any(name.startswith("while") for name in commands):
-            remedies.append("A loop inside of the loop is in no graph: compile by recipe='early'.")
-        if not all(name.startswith("while") for name in commands):
+        if any(map(_is_in_no_graph, commands)):
+            remedies.append(
+                "Loops inside of the loop and Fourier transforms are in no graph: compile by recipe='early'."
+            )
+        if not all(map(_is_in_no_graph, commands)):
             remedies.append(
                 "Leave CUB's sorts out (compiler_options={'xla_gpu_enable_cub_radix_sort': False}), and name "
                 f"COLLECTIVES in {COMMAND_BUFFER}, as jaxoff.jit does."
@@ -142,6 +144,10 @@ def _check_cut(facts: CompiledFacts, copies: list[HostCopy]) -> Iterator[Finding
             f"copies. {' '.join(remedies)}",
             out[0].source,
         )
+
+
+def _is_in_no_graph(command: str) -> bool:
+    return command.startswith(("while", "fft"))
 
 
 def _check_copied_twice(copies: list[HostCopy]) -> Iterator[Finding]:
