@@ -66,6 +66,7 @@ class Chain:
         self.substitutes: Substitutes = {}
         self.renamed: dict[Var, Added] = {}
         self.elements: Substitutes = {}
+        self._delayed: dict[frozenset[int], Added] = {}  # equations of slices -> the counter they wait for
         self._last: Var | None = None
         self._behind_last: Substitutes = {}  # the substitutes for operands of the last kernel
         # The result of the kernel before the last kernel and before all kernels fused with the last kernel.
@@ -196,7 +197,10 @@ class Chain:
             return {}
         if not converts_all_slices((self._eqns[j] for j in self._graph.fused[i]), self._large_nbytes):
             return {}
-        result = Added(iteration)
+        slices = frozenset(j for j in self._graph.fused[i] if self._eqns[j].primitive.name == "dynamic_slice")
+        if self._problem.shares_fused and slices in self._delayed:
+            return {iteration: self._delayed[slices]}
+        self._delayed[slices] = result = Added(iteration)
         after = self.elements.get(self.last_large, self.last_large)
         self.actions.append(DelayIteration(i, after, result))
         return {iteration: result}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
@@ -54,6 +55,7 @@ class _Emitter:
         self.variables: dict[Value, Var] = {}
         # The compiler divides a write as it divides the stack. How it divides a barrier was not tried.
         self._holds = problem.by_barriers and not problem.is_divided
+        self._fused: dict[Hashable, list[Var]] = {}
 
     def add(self, action: Action) -> None:
         like = self._problem.eqns[action.kernel]
@@ -92,9 +94,12 @@ class _Emitter:
         # Each kernel computes the fused equations among its operands anew.
         for i in action.equations[:-1]:
             eqn = self._problem.eqns[i]
-            outs = [Var(v.aval) for v in eqn.outvars]
-            self.eqns.append(eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars], outvars=outs))
-            renamed.update(zip(eqn.outvars, outs, strict=True))
+            operands = [resolve(renamed, v) for v in eqn.invars]
+            key = (i, *map(id, operands)) if self._problem.shares_fused else object()
+            if key not in self._fused:
+                self._fused[key] = [Var(v.aval) for v in eqn.outvars]
+                self.eqns.append(eqn.replace(invars=operands, outvars=self._fused[key]))
+            renamed.update(zip(eqn.outvars, self._fused[key], strict=True))
         eqn = self._problem.eqns[action.kernel]
         operands = [resolve(renamed, v) for v in eqn.invars]
         if action.waits_for:

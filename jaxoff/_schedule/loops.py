@@ -345,6 +345,7 @@ class _Iteration:
                 if self._sent_stacks[k].overwrites
             },
             is_divided=self._shardings is not None,
+            shares_fused=self._shardings is not None,
             by_barriers=self._by_barriers,
         )
         schedule = decide(problem, device, large_nbytes)

@@ -294,7 +294,10 @@ class _Rewriter:
     def _order(self, jaxpr, eqns, renamed, in_order, *, waits_for_sends) -> Jaxpr:
         outs = [resolve(renamed, v) for v in jaxpr.outvars]
         results = frozenset(v for v in outs if isinstance(v, Var))
-        problem = OrderProblem(tuple(eqns), results, tuple(in_order), waits_for_sends)
+        may_gather = not self._one_device and not any(map(compat.is_manual, eqns))
+        problem = OrderProblem(
+            tuple(eqns), results, tuple(in_order), waits_for_sends, shares_fused=may_gather
+        )
         eqns, _ = emit(decide(problem, self._device, self._large_nbytes), problem)
         return jaxpr.replace(eqns=eqns, outvars=outs)
 

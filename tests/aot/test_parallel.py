@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from bench import parallel
+from jaxoff._compiled.exchange import exchanged_nbytes
 from models import Config
 from models.divided import DividedModel, Layout
 from models.mesh import BATCH, MeshShape
@@ -137,3 +138,38 @@ def test_loops_over_a_mesh_with_explicit_axes_hide_their_copies(is_set):
         facts = jaxoff.verify(target.compile(jitted, *args), compiler_options=jitted.options)
     reloads = [copy for copy in facts.copies if copy.direction == "H2D"]
     assert reloads and all(copy.overlaps for copy in reloads)
+
+
+def test_weights_divided_by_the_compiler_are_gathered_as_often_as_by_jax_jit():
+    """The forward pass and the backward pass read a float32 weight in bfloat16: one cast, and one gather."""
+    target = jaxoff.target("h100", devices=2)
+    mesh = target.mesh((2,), ("fsdp",))
+
+    def struct(spec, *shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def pin(x):
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P("fsdp")))
+
+    def layer(x, w):
+        x = jaxoff.name(pin(x), "x")
+        return pin(x + jnp.tanh(x @ w["up"].astype(x.dtype)) @ w["down"].astype(x.dtype)), None
+
+    def loss(params, x):
+        block = jax.checkpoint(layer, policy=jaxoff.policy(offload=["x"]), prevent_cse=False)
+        x, _ = lax.scan(block, x, params["layers"])
+        logits = pin(x @ params["head"].astype(x.dtype)).astype(jnp.float32)
+        return jax.nn.logsumexp(logits, -1).mean()
+
+    layers = {
+        "up": struct(P(None, None, "fsdp"), 6, 1024, 4096),
+        "down": struct(P(None, None, "fsdp"), 6, 4096, 1024),
+    }
+    params = {"layers": layers, "head": struct(P("fsdp"), 1024, 8192)}
+    args = params, struct(P("fsdp"), 8192, 1024, dtype=jnp.bfloat16)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    exchanged = [
+        exchanged_nbytes(target.compile(jit(jax.grad(loss), out_shardings=shardings), *args).as_text())
+        for jit in (jax.jit, functools.partial(jaxoff.jit, recipe="concurrent"))
+    ]
+    assert 0 < exchanged[1] <= exchanged[0]
