@@ -103,11 +103,11 @@ def test_steps_with_layers_in_parts_compute_the_same(batch, length, least_nbytes
 
 def test_gradients_in_bfloat16_are_added_up_in_float32():
     """Parts rounded to bfloat16 would lose most of what the later ones add."""
-    args = arguments(1, 2048, "bfloat16")
+    args = arguments(1, 256, "bfloat16")
     exact = jax.tree.leaves(jax.jit(step)(jax.tree.map(lambda x: x.astype("float32"), args[0]), args[1]))
     closed = jax.make_jaxpr(step)(*args)
-    written, found = write_layers_in_parts(closed, 1e5)
-    assert max(region.parts for region in found) >= 16
+    written, found = write_layers_in_parts(closed, 1e4)
+    assert max(region.parts for region in found if region.sums) >= 16
     for got, plain, want in zip(run(written, args), run(closed, args), exact, strict=True):
         errors = [float(jnp.abs(x.astype("float32") - want).max()) for x in (got, plain)]
         assert errors[0] <= 1.2 * errors[1] + 1e-6
