@@ -1,9 +1,8 @@
 """All code that depends on the JAX release.
 
 The rest of the library uses documented JAX only. This module uses `jax.extend` and `jax.interpreters`, whose
-names may change between releases, and looks inside tracers. Three names that JAX does not export come from
-`jax._src`: the switch for types with the mesh axes over which a value differs (`check_vma`), the effect of
-naming a mesh axis, and the error of types with unequal shardings.
+names may change between releases, and looks inside tracers. Three names come from `jax._src`: the switch for
+types with the mesh axes over which a value differs, the effect of naming an axis, the error of shardings.
 """
 
 from __future__ import annotations
