@@ -180,6 +180,7 @@ class _Search[P]:
             c.pair.count * c.pair.runs * (c.forward_ms + c.backward_ms) for c in self._whole.costs
         )
         self._written: tuple[Any, ClosedJaxpr, tuple[Region, ...]] | None = None  # the latest program
+        self._least_nbytes: dict[tuple[Form, float | None], float] = {}
         self._is_tiled = is_tiled
         self._form, self._room = self._begin(devices if self._is_manual else None)
         self.tried: list[Tried[P]] = []
@@ -194,7 +195,7 @@ class _Search[P]:
         Layers in a loop over parts of a batch are an equation of that loop's body: its backward pass makes
         all of their values again at once.
         """
-        least = choose_placements(self._form.costs, self._device, None, NO_COPIES)
+        least = self._form.choose_least(NO_COPIES)
         if least is None or self._is_manual or not any(map(_holds_loops, self._form.pairs)):
             return None
         left = iter(least[0])
@@ -207,24 +208,29 @@ class _Search[P]:
         None where the least program has no such work, or is still far beyond the budget.
         """
         search = _Search(self._closed, *self._settings, is_tiled=True)
-        form = search._in_parts
-        least = choose_placements(form.costs, self._device, None, self._budget.host_nbytes)
+        form, host_nbytes = search._in_parts, self._budget.host_nbytes
+        least = form.choose_least(host_nbytes)
         if least is None or not (form.regions or search._list_tiles(form, least[0])):
             return None
-        nbytes = search._estimate(form, least[0])
-        wins = nbytes <= _TILES_WIN * self._least_nbytes
+        nbytes = search._estimate_least(form, host_nbytes)
+        wins = self._is_manual or nbytes <= _TILES_WIN * self._estimate_least(self._in_parts, host_nbytes)
         return search if wins and nbytes <= _WITHIN_REACH * self._budget.device_nbytes else None
 
     @property
     def is_far_beyond(self) -> bool:
         """Whether the least program is so far beyond the budget by the estimate that no compilation helps."""
-        return _FAR_BEYOND * self._budget.device_nbytes < self._least_nbytes < math.inf
+        if self._is_manual or math.isinf(self._room):  # not estimated, or everything fits
+            return False
+        least = (self._estimate_least(self._in_parts, host) for host in (NO_COPIES, self._budget.host_nbytes))
+        return all(_FAR_BEYOND * self._budget.device_nbytes < nbytes < math.inf for nbytes in least)
 
-    @functools.cached_property
-    def _least_nbytes(self) -> float:
-        """The estimate of the least program; without a bound where that is not known."""
-        least = choose_placements(self._in_parts.costs, self._device, None, self._budget.host_nbytes)
-        return math.inf if least is None or self._is_manual else self._estimate(self._in_parts, least[0])
+    def _estimate_least(self, form: Form, host_nbytes: float | None) -> float:
+        """The estimate of a form's least program, made once; infinite where there is none."""
+        key = form, host_nbytes
+        if key not in self._least_nbytes:
+            least = form.choose_least(host_nbytes)
+            self._least_nbytes[key] = math.inf if least is None else self._estimate(form, least[0])
+        return self._least_nbytes[key]
 
     def _begin(self, manual_devices: int | None) -> tuple[Form, float]:
         """The form of the first program, and its room for kept values: bytes as `saved_nbytes` counts them.
@@ -240,9 +246,9 @@ class _Search[P]:
             return (whole if everything + in_parts.spared_nbytes <= room else in_parts), room
         if self._estimate(whole, whole.fastest[0]) <= limit:
             return whole, math.inf
-        least = choose_placements(in_parts.costs, self._device, None, NO_COPIES)
+        least = in_parts.choose_least(NO_COPIES)
         assert least is not None  # the inputs of layers may be saved
-        nbytes = _OF_ESTIMATE * self._estimate(in_parts, least[0])
+        nbytes = _OF_ESTIMATE * self._estimate_least(in_parts, NO_COPIES)
         temporaries = max(0.0, nbytes - arguments - saved_nbytes(in_parts.costs, least[0]))
         return in_parts, max(0.0, limit - arguments - temporaries)
 
@@ -276,16 +282,12 @@ class _Search[P]:
         mine: list[Tried[P]] = []
         skipped: list[tuple[Placements, ...]] = []  # of the form that the search is at
 
-        @functools.cache
-        def choose_least(form: Form) -> tuple[list[Placements], float] | None:
-            return choose_placements(form.costs, self._device, None, host_nbytes)
-
         for _ in range(4 * TRIES):
             if len(mine) == TRIES:
                 break
             costs, fastest = self._form.costs, self._form.fastest[0]
             chosen = choose_placements(costs, self._device, self._room, host_nbytes)
-            chosen = chosen or choose_least(self._form)
+            chosen = chosen or self._form.choose_least(host_nbytes)
             if chosen is None:
                 break
             alike = [t for t in mine if t.regions == self._form.regions]
@@ -316,7 +318,7 @@ class _Search[P]:
                 skipped.clear()
         if all(t.nbytes > limit for t in mine):
             # Less kept may take more memory: the least of an error is the least of all budgets.
-            least = choose_least(self._form)
+            least = self._form.choose_least(host_nbytes)
             if least is not None and all(t.placements != tuple(least[0]) for t in mine):
                 mine.append(self._try(*least))
         return self._find_fastest(mine)

@@ -36,11 +36,21 @@ class Form:
     pairs: tuple[JointGraph, ...]
     costs: tuple[Costs, ...]
     fastest: tuple[list[Placements], float]
+    _device: Device
+    _least: dict[float | None, tuple[list[Placements], float] | None] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def spared_nbytes(self) -> int:
         """Bytes of values that exist only in parts."""
         return sum(region.nbytes for region in self.regions)
+
+    def choose_least(self, host_nbytes: float | None) -> tuple[list[Placements], float] | None:
+        """The placements with the least memory, as of `choose_placements`; chosen once."""
+        if host_nbytes not in self._least:
+            self._least[host_nbytes] = choose_placements(self.costs, self._device, None, host_nbytes)
+        return self._least[host_nbytes]
 
     @staticmethod
     def of(
@@ -51,7 +61,7 @@ class Form:
         costs = [Costs.of(pair, device, budget.compress) for pair in pairs]
         fastest = choose_placements(costs, device, math.inf, NO_COPIES)
         assert fastest is not None  # everything may be saved
-        return Form(layered, tuple(regions), tuple(pairs), tuple(costs), fastest)
+        return Form(layered, tuple(regions), tuple(pairs), tuple(costs), fastest, device)
 
 
 def step_ms(program: ClosedJaxpr, layers: Sequence[JointGraph], device: Device) -> float:

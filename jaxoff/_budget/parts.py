@@ -95,23 +95,21 @@ def write_layers_in_parts(
 
 def _write_region(level: Jaxpr, region: Region, *, is_divided: bool) -> Jaxpr:
     """A level with the loop over a region's parts in the place of the region's equations."""
-    inside = {id(eqn) for eqn in (*region.eqns, *region.sums)}
-    made = {v for eqn in (*region.eqns, *region.sums) for v in eqn.outvars}
+    inside = {id(eqn) for eqn in region.moved}
+    made = {v for eqn in region.moved for v in eqn.outvars}
     last = max(i for i, eqn in enumerate(level.eqns) if id(eqn) in inside)
     depends = mark_dependents(level.eqns, made)
     before, after = [], []
     for i, eqn in enumerate(level.eqns):
         if id(eqn) not in inside:
             (after if depends[i] or i > last else before).append(eqn)
-    read = (v for eqn in (*region.eqns, *region.sums) for v in variables(eqn))
-    operands = list(dict.fromkeys(v for v in read if v not in made))
+    operands = list(dict.fromkeys(v for eqn in region.moved for v in variables(eqn) if v not in made))
     loop, results = trace_call(
         lambda *values: _run_parts(region, dict(zip(operands, values, strict=True)), is_divided=is_divided),
         operands,
         like=region.eqns[0],
     )
-    sums = (v for eqn in region.sums for v in eqn.outvars)
-    renamed: Renamed = dict(zip((*region.results, *sums), results, strict=True))
+    renamed: Renamed = dict(zip((*region.results, *region.totals), results, strict=True))
     if not is_divided and not region.sums:
         loop += _read_early(level, region, after, renamed)
     after = [eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars]) for eqn in after]
@@ -156,11 +154,8 @@ def _run_parts(region: Region, operands: dict[Var, Any], *, is_divided: bool) ->
             for v, x in operands.items()
         }
         for eqn in region.eqns:
-            params = resize(eqn, region.axes[eqn.outvars[0]], size)
-            given = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-            with compat.user_context(eqn.source_info.traceback):
-                made = eqn.primitive.bind(*given, **params)
-            values.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made], strict=True))
+            made = _run(eqn, values, resize(eqn, region.axes[eqn.outvars[0]], size))
+            values.update(zip(eqn.outvars, made, strict=True))
         pieces = (
             (whole, values[v], region.axes[v]) for whole, v in zip(results, region.results, strict=True)
         )
@@ -176,10 +171,18 @@ def _run_parts(region: Region, operands: dict[Var, Any], *, is_divided: bool) ->
         _allocate(scalar, v.aval, is_divided=is_divided)
         for scalar, v in zip(scalars, region.results, strict=True)
     ]
-    zeros = [_make_zeros(v) for eqn in region.sums for v in eqn.outvars]
+    zeros = [_make_zeros(v) for v in region.totals]
     (results, sums), _ = jax.lax.scan(run_part, (empty, zeros), jnp.arange(region.parts))
-    totals = zip(sums, (v for eqn in region.sums for v in eqn.outvars), strict=True)
+    totals = zip(sums, region.totals, strict=True)
     return [*results, *(total.astype(compat.struct_of(v.aval).dtype) for total, v in totals)]
+
+
+def _run(eqn: JaxprEqn, values: dict[Var, Any], params: dict[str, Any]) -> list[Any]:
+    """The results of an equation with other parameters, for the values of its variables."""
+    given = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+    with compat.user_context(eqn.source_info.traceback):
+        made = eqn.primitive.bind(*given, **params)
+    return made if eqn.primitive.multiple_results else [made]
 
 
 def _make_zeros(v: Var) -> jax.Array:
@@ -198,9 +201,8 @@ def _sum_rows(eqn: JaxprEqn, values: dict[Var, Any]) -> jax.Array:
     params, dtype = dict(eqn.params), _sum_dtype(eqn.outvars[0])
     if "preferred_element_type" in params:
         params["preferred_element_type"] = dtype
-    with compat.user_context(eqn.source_info.traceback):
-        made = eqn.primitive.bind(*(values[v] for v in eqn.invars if isinstance(v, Var)), **params)
-    return (made[0] if eqn.primitive.multiple_results else made).astype(dtype)
+    (total,) = _run(eqn, values, params)
+    return total.astype(dtype)
 
 
 def _allocate(scalar: jax.Array, aval: Any, *, is_divided: bool) -> jax.Array:

@@ -372,7 +372,5 @@ def _trace_scan(
         return state[1], tuple(state[2])
 
     avals = [v.aval for v in (*consts, *initial, *rows)]
-    fills = (
-        fills or not length or any(map(compat.varying_axes, avals)) or any(map(meshes.explicit_mesh, avals))
-    )
+    fills = fills or not length or any(compat.varying_axes(v) or meshes.explicit_mesh(v) for v in avals)
     return trace_call(scan if fills else run, [list(consts), list(initial), list(rows)], like=loop)

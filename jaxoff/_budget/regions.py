@@ -15,7 +15,7 @@ from jaxoff._budget.labels import format_type
 from jaxoff._budget.row_axes import find_operand_axes, find_result_axis, find_summed_axes
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import index_makers, index_readers, mark_dependents, variables
+from jaxoff._jaxpr.dataflow import index_makers, index_readers, mark_ancestors, mark_dependents, variables
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._report.tables import format_nbytes
 
@@ -53,9 +53,19 @@ class Region:
     sums: tuple[JaxprEqn, ...] = ()
 
     @property
+    def moved(self) -> tuple[JaxprEqn, ...]:
+        """The equations that run in the loop over parts."""
+        return *self.eqns, *self.sums
+
+    @property
+    def totals(self) -> tuple[Var, ...]:
+        """The results of the sums."""
+        return tuple(v for eqn in self.sums for v in eqn.outvars)
+
+    @property
     def spared_nbytes(self) -> int:
         """Bytes of the largest value that are no longer needed at once, less those of sums in float32."""
-        sums = sum(4 * math.prod(compat.shape_of(v.aval)) for eqn in self.sums for v in eqn.outvars)
+        sums = sum(4 * math.prod(compat.shape_of(v.aval)) for v in self.totals)
         return self.nbytes - self.nbytes // self.parts - sums
 
     def __str__(self) -> str:
@@ -79,7 +89,7 @@ def find_region(
       least_nbytes: the bytes to be spared at least.
       first_axis: the first of the axes to be divided.
       excluded: values whose equations are in no region.
-      adds_up: whether the region is of a layer: its parts add up weights' gradients.
+      adds_up: whether the parts may add up weights' gradients, in another order of the sums.
     """
     graph = _Graph(level, excluded)
     found: list[Region] = []
@@ -200,30 +210,19 @@ class _Growth:
     def _find_between(self) -> int | None:
         """The first equation outside that depends on the region and on which the region depends."""
         eqns = self._graph.eqns
-        made = {v for i in self._inside for v in eqns[i].outvars}
-        depends = mark_dependents(eqns, made)
-        needed: set[Var] = {v for i in self._inside for v in variables(eqns[i])}
-        between = None
-        for i in reversed(range(len(eqns))):
-            if needed.intersection(eqns[i].outvars):
-                needed.update(variables(eqns[i]))
-                if depends[i] and i not in self._inside:
-                    between = i
-        return between
+        depends = mark_dependents(eqns, {v for i in self._inside for v in eqns[i].outvars})
+        needed = mark_ancestors(eqns, (v for i in self._inside for v in variables(eqns[i])))
+        outside = (i for i in range(len(eqns)) if i not in self._inside)
+        return next((i for i in outside if depends[i] and needed[i]), None)
 
     def _drop(self, i: int) -> None:
         """Takes the equations on the far side of an equation, seen from the seed, out of the region."""
         eqns = self._graph.eqns
-        depends = mark_dependents(eqns, set(eqns[i].outvars))
-        far = {j for j in self._inside if depends[j]}
-        if self._graph.makers.get(self._seed) in far:
-            needed = set(variables(eqns[i]))
-            far = set()
-            for j in reversed(range(i)):
-                if needed.intersection(eqns[j].outvars):
-                    needed.update(variables(eqns[j]))
-                    far.add(j)
-        self._inside -= far
+        far = mark_dependents(eqns, set(eqns[i].outvars))
+        seed = self._graph.makers.get(self._seed)
+        if seed in self._inside and far[seed]:
+            far = mark_ancestors(eqns, variables(eqns[i]))
+        self._inside -= {j for j in self._inside if far[j]}
 
     def _add_sums(self) -> None:
         """Adds the equations outside that add up rows of the region, and whose results it does not need."""

@@ -75,6 +75,16 @@ def mark_dependents(eqns: Sequence[JaxprEqn], sources: set[Var]) -> list[bool]:
     return out
 
 
+def mark_ancestors(eqns: Sequence[JaxprEqn], values: Iterable[Var]) -> list[bool]:
+    """For each equation, whether any of the variables `values` are computed from its results."""
+    needed, marks = set(values), [False] * len(eqns)
+    for i in reversed(range(len(eqns))):
+        if needed.intersection(eqns[i].outvars):
+            needed.update(variables(eqns[i]))
+            marks[i] = True
+    return marks
+
+
 def drop_dead(program: Jaxpr) -> Jaxpr:
     """A program without the equations that none of its results need; its arguments stay."""
     return compat.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)[0]

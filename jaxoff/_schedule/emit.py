@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
@@ -55,7 +54,7 @@ class _Emitter:
         self.variables: dict[Value, Var] = {}
         # The compiler divides a write as it divides the stack. How it divides a barrier was not tried.
         self._holds = problem.by_barriers and not problem.is_divided
-        self._fused: dict[Hashable, list[Var]] = {}
+        self._fused: dict[tuple[int, ...], list[Var]] = {}  # (equation, ids of operands) -> its results
 
     def add(self, action: Action) -> None:
         like = self._problem.eqns[action.kernel]
@@ -91,15 +90,16 @@ class _Emitter:
 
     def _run_kernel(self, action: Run) -> None:
         renamed: Renamed = {v: self._find(value) for v, value in action.operands.items()}
-        # Each kernel computes the fused equations among its operands anew.
+        # Each kernel computes the fused equations among its operands anew, unless kernels share them.
         for i in action.equations[:-1]:
             eqn = self._problem.eqns[i]
             operands = [resolve(renamed, v) for v in eqn.invars]
-            key = (i, *map(id, operands)) if self._problem.shares_fused else object()
-            if key not in self._fused:
-                self._fused[key] = [Var(v.aval) for v in eqn.outvars]
-                self.eqns.append(eqn.replace(invars=operands, outvars=self._fused[key]))
-            renamed.update(zip(eqn.outvars, self._fused[key], strict=True))
+            key = i, *map(id, operands)
+            outs = self._fused.get(key) if self._problem.shares_fused else None
+            if outs is None:
+                outs = self._fused[key] = [Var(v.aval) for v in eqn.outvars]
+                self.eqns.append(eqn.replace(invars=operands, outvars=outs))
+            renamed.update(zip(eqn.outvars, outs, strict=True))
         eqn = self._problem.eqns[action.kernel]
         operands = [resolve(renamed, v) for v in eqn.invars]
         if action.waits_for:

@@ -18,6 +18,7 @@ from jaxoff._budget.fit import find_estimated
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.parts import write_layers_in_parts
 from jaxoff._jaxpr import compat
+from tests.jaxoff.budget.test_parts import list_shapes
 
 LAYERS, WIDTH, HIDDEN, HEADS, VOCABULARY = 3, 32, 192, 4, 64
 
@@ -66,13 +67,6 @@ def arguments(batch, length, dtype="float32"):
     layers |= {name: jnp.ones((LAYERS, WIDTH), dtype) for name in ("norm1", "norm2")}
     params = {"embed": draw(VOCABULARY, WIDTH), "layers": layers}
     return params, jax.random.randint(next(keys), (batch, length), 0, VOCABULARY)
-
-
-def list_shapes(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield from (v.aval.shape for v in eqn.outvars)
-        for inner in compat.sub_jaxprs(eqn):
-            yield from list_shapes(inner)
 
 
 def run(program, args):
