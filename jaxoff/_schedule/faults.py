@@ -9,7 +9,6 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._report.finding import Finding, FindingCode
-from jaxoff._runtime.garbage import collector_paused
 from jaxoff._schedule.call import Place
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.sharding_marks import find_loop_shardings
@@ -39,7 +38,6 @@ def describe_fault(fault: BaseException, doing: str) -> Finding:
     )
 
 
-@collector_paused()
 def rewrite_safely(
     given: ClosedJaxpr,
     device: Device,

@@ -35,7 +35,7 @@ class OrderProblem:
       moved_aside: device-to-device copies of arguments, made so that the original buffer can be reused early.
       overwrites_after_send: new value -> host stack. The value is written into the buffer of an argument,
         after the argument was sent to the stack.
-      is_divided: whether the compiler may divide values over devices, and dependencies are to do with that.
+      is_divided: whether the compiler may divide values over devices.
       shares_fused: whether kernels share an equation fused into them, where its operands are the same. Over
         several devices the compiler may gather a weight for each.
       by_barriers: whether a reload waits for a value by a barrier on its host stack, for XLA's schedule, and

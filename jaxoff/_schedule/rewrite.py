@@ -28,6 +28,7 @@ from jaxoff._jaxpr.inline import (
 )
 from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
 from jaxoff._jaxpr.stack_slices import find_shared_stacks, find_split_slices
+from jaxoff._runtime.garbage import collector_paused
 from jaxoff._schedule.collectives import chain_collectives
 from jaxoff._schedule.decide import LARGE_NBYTES, decide
 from jaxoff._schedule.emit import emit
@@ -69,6 +70,7 @@ class Rewritten:
         return Rewritten(closed, loops=0, scanned=0, flat=False, spare_nbytes=0)
 
 
+@collector_paused()
 def rewrite(
     closed: ClosedJaxpr,
     device: Device,
