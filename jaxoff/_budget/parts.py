@@ -25,6 +25,7 @@ from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import mark_dependents, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
+from jaxoff._jaxpr.own_primitives import allocate
 
 
 def write_in_parts(
@@ -47,7 +48,7 @@ def write_in_parts(
     def write(program: Jaxpr) -> Jaxpr:
         level = inline_program(program)
         paired = {id(eqn) for pair in find_loop_pairs(level) for eqn in (pair.forward, pair.backward)}
-        layers = found.all_values if (found := find_sequences(level)) else frozenset[Var]()
+        layers = found.values_ahead_of_head if (found := find_sequences(level)) else frozenset[Var]()
         eqns = [eqn if id(eqn) in paired else compat.map_programs(eqn, write) for eqn in level.eqns]
         level = level.replace(eqns=eqns)
         region = find_region(
@@ -209,4 +210,4 @@ def _allocate(scalar: jax.Array, aval: Any, *, is_divided: bool) -> jax.Array:
     """An array with arbitrary contents; a fill where the compiler may divide the array over devices."""
     if is_divided:
         return jax.lax.broadcast(scalar, aval.shape)
-    return compat.allocate(scalar, aval.shape, aval.sharding)
+    return allocate(scalar, aval.shape, aval.sharding)

@@ -21,6 +21,7 @@ from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead, index_last_readers, variables
 from jaxoff._jaxpr.float8 import pack, unpack
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
+from jaxoff._jaxpr.own_primitives import allocate
 
 
 class LayeredProgram:
@@ -361,7 +362,7 @@ def _trace_scan(
             return i + 1, carry, [jax.lax.dynamic_update_index_in_dim(s, v, k, 0) for s, v in pairs]
 
         stacks = [
-            compat.allocate(
+            allocate(
                 scalar,
                 (length, *x.shape),
                 jax.typeof(scalar).sharding.update(spec=jax.P(*[None] * (1 + len(x.shape)))),

@@ -123,11 +123,17 @@ class Sequenced:
         return frozenset(v for eqn in eqns for v in eqn.outvars)
 
     @functools.cached_property
-    def all_values(self) -> frozenset[Var]:
-        """The values of the layers and sections, forward and backward, repeated ones included."""
+    def values_ahead_of_head(self) -> frozenset[Var]:
+        """The values of the layers and sections, forward and backward, repeated ones included.
+
+        A section behind all layers and sections is left out: the head may be a part of the section.
+        """
         indices = set(self.repeated)
+        last = min(self.sequences, key=lambda sequence: min(sequence.first_reads))
         in_sections: list[JaxprEqn] = []
         for sequence in self.sequences:
+            if sequence.is_section and sequence is last:
+                continue
             if sequence.is_section:
                 in_sections += (*sequence.eqns, *sequence.rest)
                 continue

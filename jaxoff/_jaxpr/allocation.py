@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.own_primitives import allocate
 from jaxoff._jaxpr.shares import apply_to_shares
 
 
@@ -29,5 +30,5 @@ def empty(aval: Any, rows: int | None, *, is_divided: bool) -> jax.Array:
         return fill(scalar)
     if is_divided:  # each device allocates its share
         whole = jax.typeof(scalar).sharding.update(spec=jax.P(*[None] * len(shape)))
-        return apply_to_shares(functools.partial(compat.allocate, sharding=whole), [scalar], like=fill)
-    return compat.allocate(scalar, shape, sharding)
+        return apply_to_shares(functools.partial(allocate, sharding=whole), [scalar], like=fill)
+    return allocate(scalar, shape, sharding)

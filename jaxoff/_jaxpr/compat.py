@@ -369,37 +369,19 @@ def vary_like(x: jax.Array, aval: Any) -> jax.Array:
     return jax.lax.pcast(x, varying, to="varying") if varying else x
 
 
-# XLA's custom call AllocateBuffer allocates without a write. `jax.lax.empty` binds the call without an
-# operand. An operand delays the allocation, so the buffer can share memory with values dead by then.
-_unwritten_p = _Primitive("unwritten")
-
-
-def allocate(scalar: jax.Array, shape: tuple[int, ...], sharding: Any) -> jax.Array:
-    """Allocates an array on a GPU without a write. Other backends fill the array with the scalar.
-
-    Args:
-      scalar: operand of the allocation. The allocation waits for it.
-      shape: shape of the array.
-      sharding: sharding of the array. The compiler must not divide the array: each device would allocate all
-        of it.
-    """
-    return _unwritten_p.bind(scalar, shape=shape, sharding=sharding)
-
-
-def _fill(scalar, *, shape, sharding):
-    return jax.lax.broadcast(scalar, shape, out_sharding=sharding)
-
-
-def _lower_on_gpu(ctx, scalar, *, shape, sharding):
-    del shape, sharding  # the type of the result has both
-    return jax.ffi.ffi_lowering("AllocateBuffer")(ctx, scalar)
-
-
-_unwritten_p.def_abstract_eval(
-    lambda scalar, *, shape, sharding: scalar.update(shape=shape, sharding=sharding)
-)
-_mlir.register_lowering(_unwritten_p, _mlir.lower_fun(_fill, multiple_results=False))
-_mlir.register_lowering(_unwritten_p, _lower_on_gpu, platform="cuda")
+def define_primitive(
+    name: str,
+    abstract_eval: Callable[..., Any],
+    function: Callable[..., jax.Array],
+    lower_on_gpu: Callable[..., Any] | None = None,
+) -> _Primitive:
+    """Defines a primitive of one result: its type, the function that it runs, and its lowering for a GPU."""
+    primitive = _Primitive(name)
+    primitive.def_abstract_eval(abstract_eval)
+    _mlir.register_lowering(primitive, _mlir.lower_fun(function, multiple_results=False))
+    if lower_on_gpu is not None:
+        _mlir.register_lowering(primitive, lower_on_gpu, platform="cuda")
+    return primitive
 
 
 def trace_like(eqn: JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:

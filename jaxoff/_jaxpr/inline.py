@@ -54,6 +54,32 @@ def inline_program(jaxpr: Jaxpr, *, checkpoints: bool = True) -> Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
 
 
+def separate_calls(jaxpr: Jaxpr) -> Jaxpr:
+    """A program whose programs have variables of their own. JAX traces once what is called twice."""
+    seen: set[Var] = set()
+
+    def separate(jaxpr: Jaxpr) -> Jaxpr:
+        eqns = [compat.map_programs(eqn, separate) for eqn in jaxpr.eqns]
+        made = [*jaxpr.constvars, *jaxpr.invars, *(v for eqn in eqns for v in eqn.outvars)]
+        fresh: Renamed = {} if seen.isdisjoint(made) else {v: Var(v.aval) for v in made}
+        seen.update(made)
+        if fresh:
+            eqns = [
+                eqn.replace(
+                    invars=[resolve(fresh, v) for v in eqn.invars], outvars=[fresh[v] for v in eqn.outvars]
+                )
+                for eqn in eqns
+            ]
+        return jaxpr.replace(
+            constvars=[resolve(fresh, v) for v in jaxpr.constvars],
+            invars=[resolve(fresh, v) for v in jaxpr.invars],
+            eqns=eqns,
+            outvars=[resolve(fresh, v) for v in jaxpr.outvars],
+        )
+
+    return separate(jaxpr)
+
+
 def split_scalars(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """Moves scalars without operands, and the constants of filled arrays, out of a program.
 

@@ -41,7 +41,7 @@ transpose zeta
 _FUSED = ELEMENTWISE.union(_OTHER_FUSED_NAMES.split())
 _ARGUMENT_VIEW_NAMES = """
 convert_element_type dynamic_slice expand_dims name optimization_barrier pvary reduce_precision reshape
-sharding_constraint slice split squeeze transpose
+reshard sharding_constraint slice split squeeze transpose
 """
 # Views of an argument (a layer of stacked weights, for example). XLA reads the view in place, or copies the
 # view just before the reader.
@@ -54,7 +54,7 @@ RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 _MOVE_NAMES = """
 argmax argmin concatenate cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice
 gather random_bits random_seed random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
-reduce_prod reduce_sum rev scatter scatter-add scatter_add sort top_k unwritten
+reduce_prod reduce_sum reshard rev scatter scatter-add scatter_add sort top_k unwritten
 """
 # Kernels that move or add up their operands. They are short, so the schedule holds nothing back for them.
 _MOVE = frozenset(_MOVE_NAMES.split())

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.primitives import is_shard_map
+from jaxoff._jaxpr.inline import separate_calls
 from jaxoff._jaxpr.saved_twin import CopiesTogetherError, move_to_device
 
 # Levels of control flow that a value in host memory may not leave.
@@ -24,23 +24,31 @@ def save_refused(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[JaxprEqn]]:
 
     A program with copies of several values at a time is returned unchanged.
     """
-    values = _HostValues()
-    values.read(closed.jaxpr, 0)
+    program, values = closed.jaxpr, _HostValues()
+    values.read(program, 0)
+    if values.are_shared:
+        program, values = separate_calls(program), _HostValues()
+        values.read(program, 0)
     refused = values.list_refused()
     if not refused:
         return closed, []
     moves = values.collect(eqn.outvars[0] for eqn in refused)
     try:
-        jaxpr = compat.rewrite_jaxprs(closed.jaxpr, lambda jaxpr: move_to_device(jaxpr, moves.__contains__))
+        jaxpr = compat.rewrite_jaxprs(program, lambda jaxpr: move_to_device(jaxpr, moves.__contains__))
     except CopiesTogetherError:
         return closed, []
     return closed.replace(jaxpr=jaxpr), refused
 
 
 class _HostValues:
-    """The variables in host memory of a program, grouped by value: a stack around a loop, a row inside."""
+    """The variables in host memory of a program, grouped by value: a stack around a loop, a row inside.
+
+    Attributes:
+      are_shared: whether a program with such variables is called more than once: JAX traces it once.
+    """
 
     def __init__(self):
+        self.are_shared = False
         self._parents: dict[Var, Var] = {}
         self._levels: dict[Var, int] = {}  # variable -> levels of control flow around
         self._sends: dict[int, JaxprEqn] = {}  # by id, as an equation may belong to several calls
@@ -49,6 +57,7 @@ class _HostValues:
         """Reads a program under some levels of control flow."""
         for v in (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)):
             if compat.is_host(v.aval):
+                self.are_shared |= v in self._levels
                 self._levels[v] = min(level, self._levels.get(v, level))
                 self._parents.setdefault(v, v)
         for eqn in jaxpr.eqns:
@@ -95,7 +104,7 @@ class _HostValues:
 
 def _list_programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any], int]]:
     """The programs in an equation with its operands for arguments; the operands, and the levels added."""
-    if eqn.primitive.name == "while" or is_shard_map(eqn):
+    if eqn.primitive.name == "while":
         return
     layout, is_condition = compat.scan_in(eqn), eqn.primitive.name == "cond"
     levels = 0 if layout is None else 1

@@ -61,12 +61,14 @@ class Chain:
         self.actions: list[Action] = []
         self.length = 0
         self.last_large: Var | None = None
+        self._before_compute: Var | None = None  # the latest large value before the last compute kernel
         self.unread = {v: len(readers) for v, readers in graph.readers.items()}
         self.small_results: list[Var] = []
         self.substitutes: Substitutes = {}
         self.renamed: dict[Var, Added] = {}
         self.elements: Substitutes = {}
-        self._delayed: dict[frozenset[int], Added] = {}  # equations of slices -> the counter they wait for
+        # Equations of slices -> the counter they read, which waits; None: the loop's own.
+        self._delayed: dict[frozenset[int], Added | None] = {}
         self._last: Var | None = None
         self._behind_last: Substitutes = {}  # the substitutes for operands of the last kernel
         # The result of the kernel before the last kernel and before all kernels fused with the last kernel.
@@ -85,6 +87,8 @@ class Chain:
         if chained:
             self.length += 1
             level = self.length
+            if is_compute(eqn):
+                self._before_compute = self.last_large
             if not self._can_fuse_with_last(i):
                 self._before_last = self._last
             self._behind_last = behind
@@ -193,17 +197,22 @@ class Chain:
         if XLA sees how the start of the slice depends on the counter.
         """
         iteration = self._problem.iteration
-        if iteration is None or iteration not in self._graph.reads[i] or self.last_large is None:
+        if iteration is None or iteration not in self._graph.reads[i]:
             return {}
         if not converts_all_slices((self._eqns[j] for j in self._graph.fused[i]), self._large_nbytes):
             return {}
+        # Over several devices such a slice may be gathered: once, beside the product before its first reader.
+        shares = self._problem.shares_fused
+        after = self._before_compute if shares else self.last_large
         slices = frozenset(j for j in self._graph.fused[i] if self._eqns[j].primitive.name == "dynamic_slice")
-        if self._problem.shares_fused and slices in self._delayed:
-            return {iteration: self._delayed[slices]}
-        self._delayed[slices] = result = Added(iteration)
-        after = self.elements.get(self.last_large, self.last_large)
-        self.actions.append(DelayIteration(i, after, result))
-        return {iteration: result}
+        if shares and slices in self._delayed:
+            counter = self._delayed[slices]
+            return {iteration: counter} if counter else {}
+        self._delayed[slices] = counter = Added(iteration) if after else None
+        if counter is None or after is None:
+            return {}
+        self.actions.append(DelayIteration(i, self.elements.get(after, after), counter))
+        return {iteration: counter}
 
     def delay_reload(self, i: int) -> None:
         """Makes reload `i` start after the latest large value, if its host stack has a spare row."""

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoff._jaxpr import meshes
+from jaxoff._jaxpr import compat, meshes
+from jaxoff._jaxpr.own_primitives import change_in_place
 from jaxoff._jaxpr.shares import apply_to_shares
 
 
@@ -30,8 +31,12 @@ def delay_iteration(iteration, value, *, is_divided: bool = False):
 
     A barrier is not possible: XLA evaluates the starts of slices itself, and cannot evaluate a barrier.
     """
-    bit = read_bit_of_shares(value) if is_divided else read_bit(value)
-    return jnp.maximum(iteration, -bit.astype(iteration.dtype))
+
+    def delay(iteration, value):
+        bit = read_bit_of_shares(value) if is_divided else read_bit(value)
+        return jnp.maximum(iteration, -bit.astype(iteration.dtype))
+
+    return _keep_type(delay, iteration, value)
 
 
 def delay_values(values, bits):
@@ -90,7 +95,15 @@ def write_element(first: int, step: int, stack, value, iteration, *, is_divided:
 
     if meshes.explicit_mesh(kind := jax.typeof(stack)) is not None:  # of one device, where all is whole
         write = jax.sharding.auto_axes(out_sharding=kind.sharding)(write)
-    return write(stack, value, iteration)
+    return _keep_type(write, stack, value, iteration)
+
+
+def _keep_type(function, value, *others):
+    """`function(value, *others)`, which differs between devices only where `value` does."""
+    axes = {axis for other in others for axis in compat.varying_axes(jax.typeof(other))}
+    if axes.issubset(compat.varying_axes(jax.typeof(value))):
+        return function(value, *others)
+    return change_in_place(function, value, *others)
 
 
 def _write_share(stack, value, row, *, shape):

@@ -13,7 +13,7 @@ from jaxoff._schedule.call import Place
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.sharding_marks import find_loop_shardings
 
-# Errors raised by mistakes in a rewriting. A rewriting refuses a program by ValueError or RuntimeError.
+# Errors raised by mistakes in a rewriting. A rewriting within a budget refuses by ValueError or RuntimeError.
 FAULTS = (
     ArithmeticError,
     AssertionError,
@@ -58,5 +58,5 @@ def rewrite_safely(
         shardings = None if compile_marked is None else find_loop_shardings(given, compile_marked)
         at = {"one_device": place.devices == 1, "on_gpus": place.are_gpus}
         return rewrite(given, device, shardings=shardings, in_order=in_order, **at), []
-    except FAULTS as fault:
+    except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, for example over what differs by device
         return Rewritten.as_given(given), [describe_fault(fault, "the order of its copies")]

@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from jaxoff._compiled import hlo
+from jaxoff._compiled.transfers import find_transfers
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.primitives import DOTS, LEAVES
@@ -35,7 +37,7 @@ from jaxoff._residuals.findings.finding import (
     read_attributes,
 )
 from jaxoff._runtime.program_memory import program_host_nbytes
-from jaxoff._schedule.host_memory import peak_host_nbytes
+from jaxoff._schedule.host_memory import count_reload_nbytes, peak_host_nbytes
 
 _EXPLAIN = "jaxoff.explain(loss, *args) lists every residual, its placement and the rule behind it."
 
@@ -355,7 +357,7 @@ def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compil
     given = {v for v in (*jaxpr.invars, *jaxpr.outvars) if isinstance(v, Var) and compat.is_host(v.aval)}
     asked = (peak_host_nbytes(closed) - compat.nbytes_of(given)) // devices
     kept = program_host_nbytes(compiled)
-    if kept < (1 - _TOLERANCE) * asked:
+    if kept < (1 - _TOLERANCE) * asked and not _reloads_all(closed, devices, compiled):
         yield Finding(
             FindingCode.OFFLOAD_VANISHED,
             f"the program offloads {format_nbytes(asked)}, and the compiled program keeps "
@@ -364,6 +366,15 @@ def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compil
             "link is still busy with earlier copies. Offload less (jaxoff.explain says which copies are "
             "late), scan the layers (jaxoff.scan), or give each more work.",
         )
+
+
+def _reloads_all(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compiled) -> bool:
+    """Whether a compiled program copies what the traced program reloads. Two passes may share host memory."""
+    if not (text := compiled.as_text()):
+        return False
+    reloads = (t for t in find_transfers(hlo.parse(text)) if t.direction == "H2D")
+    moved = sum(t.nbytes * (t.execution.count or 1) for t in reloads)
+    return moved >= (1 - _TOLERANCE) * count_reload_nbytes(compat.as_open(closed)) / devices
 
 
 class Watch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_makers, map_makers, mark_dependents, variables
+from jaxoff._jaxpr.divided_products import divide_products
 from jaxoff._jaxpr.inline import (
     Renamed,
     delay_fills,
@@ -162,7 +163,7 @@ class _Rewriter:
     ):
         self._by_barriers = by_barriers
         self._device, self._large_nbytes, self._one_device = device, large_nbytes, one_device
-        self._round = round_operands if on_gpus else iter
+        self._on_gpus = on_gpus
         self._shardings, self._numbers = shardings, itertools.count()
         self.written_out = self.scanned = self.spare_nbytes = 0
         self.breaks_graphs = False
@@ -238,8 +239,14 @@ class _Rewriter:
                 v: argument for v, argument in pairs if compat.nbytes(argument.aval) >= self._large_nbytes
             }
             body = make_masks_inside(loop.body, large, makers)
-            found[i] = dataclasses.replace(loop, body=body.replace(eqns=list(self._round(body.eqns))))
+            body = body.replace(eqns=self._prepare(body.eqns, body.outvars))
+            found[i] = dataclasses.replace(loop, body=body)
         return found
+
+    def _prepare(self, eqns: Iterable[JaxprEqn], read: Iterable[Any]) -> list[JaxprEqn]:
+        """Equations to order: operands rounded once, and products divided; `read` is read afterwards."""
+        rounded = list(round_operands(eqns) if self._on_gpus else eqns)
+        return rounded if self._one_device else divide_products(rounded, read)
 
     def _may_divide(self, loop: Loop) -> bool:
         """Whether the compiler may divide the values of a loop over devices."""
@@ -261,10 +268,11 @@ class _Rewriter:
           end: number of equations up to the last loop, inclusive.
         """
         renamed: Renamed = {}
-        eqns, scalars = split_scalars(self._round(inline_calls(jaxpr.eqns[:end], renamed)))
+        eqns = list(inline_calls(jaxpr.eqns[:end], renamed))
         rest = chain_collectives(inline_calls(jaxpr.eqns[end:], renamed))
         outs: Any = [resolve(renamed, v) for v in jaxpr.outvars]
         read: Any = [*outs, *(v for eqn in rest for v in eqn.invars)]
+        eqns, scalars = split_scalars(self._prepare(eqns, read))
         ordered = self._order(
             jaxpr.replace(outvars=read), eqns, {}, [True] * len(eqns), waits_for_sends=False
         )
@@ -282,15 +290,18 @@ class _Rewriter:
         renamed: Renamed = {}
         backward = next((i for i, eqn in enumerate(outer) if compat.is_backward(eqn)), len(outer))
         made = index_makers(outer)
-        head = list(self._round(inline_calls(outer[:backward], renamed)))
+        head = list(inline_calls(outer[:backward], renamed))
         newest: set[Var] = set()
         if backward < len(outer):
             operands = [v for v in outer[backward].invars if isinstance(v, Var)]
             newest = {resolve(renamed, max(operands, key=lambda v: made.get(v, -1)))}
-        tail = list(self._round(inline_calls(outer[backward:], renamed)))
-        in_order = [True] * len(head) + mark_dependents(tail, newest)
+        tail = list(inline_calls(outer[backward:], renamed))
         # The result of an inner `jax.jit` may be the result of a checkpoint in it.
         jaxpr = jaxpr.replace(outvars=[resolve(calls, v) for v in jaxpr.outvars])
+        outs = [resolve(renamed, v) for v in jaxpr.outvars]
+        head = self._prepare(head, [*outs, *(v for eqn in tail for v in eqn.invars)])
+        tail = self._prepare(tail, [*outs, *newest])
+        in_order = [True] * len(head) + mark_dependents(tail, newest)
         return self._order(jaxpr, head + tail, renamed, in_order, waits_for_sends=True)
 
     def _order(self, jaxpr, eqns, renamed, in_order, *, waits_for_sends) -> Jaxpr:

@@ -173,3 +173,32 @@ def test_weights_divided_by_the_compiler_are_gathered_as_often_as_by_jax_jit():
         for jit in (jax.jit, functools.partial(jaxoff.jit, recipe="concurrent"))
     ]
     assert 0 < exchanged[1] <= exchanged[0]
+
+
+def test_gathers_by_reshard_exchange_what_they_exchange_by_jax_jit():
+    """With Explicit axes: gradients are reduced and scattered, and a gather runs beside the last product."""
+    target = jaxoff.target("h100", devices=2)
+    mesh = target.mesh((2,), ("fsdp",), (AxisType.Explicit,))
+
+    def struct(spec, *shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def gather(w):
+        return jax.sharding.reshard(w.astype(jnp.bfloat16), P(None, None))
+
+    def layer(x, w):
+        return x + jnp.tanh(jaxoff.name(x, "x") @ gather(w["up"])) @ gather(w["down"]), None
+
+    def loss(w, x):
+        block = jax.checkpoint(layer, policy=jaxoff.policy(offload=["x"]), prevent_cse=False)
+        return (lax.scan(block, x, w)[0].astype(jnp.float32) ** 2).mean()
+
+    by_row = P(None, "fsdp")
+    layers = {"up": struct(by_row, 6, 1024, 4096), "down": struct(by_row, 6, 4096, 1024)}
+    args = layers, struct(P("fsdp"), 8192, 1024, dtype=jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        stock = target.compile(jax.jit(jax.grad(loss)), *args).as_text()
+        ours = target.compile(jaxoff.jit(jax.grad(loss), recipe="early"), *args).as_text()
+    assert 0 < exchanged_nbytes(ours) <= exchanged_nbytes(stock)
+    assert "all-reduce" not in ours.replace("all-reduce-scatter", "")
+    assert ours.count(" all-gather-start(") >= 2  # of the second product of a turn, in either loop

@@ -135,3 +135,26 @@ def test_layers_in_a_python_loop_that_cannot_leave_in_time_take_no_more_memory()
     assert [str(warning.message) for warning in caught] == [str(finding) for finding in jitted.findings]
     assert facts.device_peak_bytes <= 1.01 * min(stock.device_peak_bytes, saved.device_peak_bytes)
     assert (jitted.recipe == "saved") == (facts.d2h_bytes == 0)
+
+
+def test_passes_that_share_host_memory_have_no_finding():
+    """A step with a second gradient on some steps: XLA gives the stacks of both the same host memory."""
+    policy = jaxoff.policy(offload=["h"])
+
+    def block(x, w):
+        return x + jnp.tanh(jaxoff.name(x @ w, "h")) @ w.T, None
+
+    def loss(w, x):
+        return (jax.lax.scan(jax.checkpoint(block, policy=policy, prevent_cse=False), x, w)[0] ** 2).mean()
+
+    def step(w, x, again):
+        grads = jax.grad(loss)(w, x)
+        return jax.lax.cond(again, lambda g: jax.grad(loss)(w + 0.1 * g, x), lambda g: g, grads)
+
+    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    args = struct((LAYERS, WIDTH, WIDTH)), struct((8192, WIDTH)), jax.ShapeDtypeStruct((), bool)
+    jitted = jaxoff.jit(step)
+    facts = jaxoff.verify(jaxoff.target("h200").lower(jitted, *args).compile())
+    asked = 2 * LAYERS * 8192 * WIDTH * 2
+    assert facts.h2d_bytes >= asked > facts.host_bytes
+    assert not jitted.findings

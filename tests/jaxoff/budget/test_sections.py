@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 import jaxoff
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
+from jaxoff._budget.parts import write_in_parts
 from jaxoff._budget.repeats import Run
 from jaxoff._budget.sections import cut_stretch
 from jaxoff._device.profile import Device
+from jaxoff._jaxpr.compat import jaxpr_as_fun
 from jaxoff._jaxpr.dataflow import variables
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 from tests.jaxoff.budget.test_sequences import (
@@ -302,3 +304,32 @@ def test_a_net_without_repeats_runs_within_its_budget():
     got = jaxoff.jit(step, device_bytes=1.2 * most)(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert jnp.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_behind_layers_that_all_differ_is_in_parts():
+    """The section behind all others ends with the head's product."""
+    vocabulary = 1024
+
+    def step(params, x, labels):
+        def loss(params):
+            h = x
+            for w in params["layers"]:
+                h = jnp.tanh(h @ w)
+            chosen = jnp.take_along_axis(logits := h @ params["head"], labels[:, None], -1)
+            return (jax.nn.logsumexp(logits, -1) - chosen[:, 0]).mean()
+
+        return jax.grad(loss)(params)
+
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    widths = [16, 24, 40, 20, 16]
+    layers = [jax.random.normal(next(keys), pair) * 0.3 for pair in itertools.pairwise(widths)]
+    params = {"layers": layers, "head": jax.random.normal(next(keys), (16, vocabulary))}
+    args = params, jax.random.normal(next(keys), (64, 16)), jnp.arange(64)
+    closed = jax.make_jaxpr(step)(*args)
+    assert list_joint_graphs(closed)[-1].is_section
+    written, (region,) = write_in_parts(closed, 1e4)
+    assert region.nbytes == 4 * 64 * vocabulary
+    assert all(graph.is_section for graph in list_joint_graphs(written))
+    leaves = jax.tree.leaves(args)
+    found, wanted = (jax.jit(jaxpr_as_fun(program))(*leaves) for program in (written, closed))
+    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted))

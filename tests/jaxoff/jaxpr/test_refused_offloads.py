@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from jaxoff._jaxpr import compat
@@ -49,3 +51,59 @@ def test_values_of_an_outer_loop_stay_on_the_host():
     found, refused = save_refused(closed)
     assert not refused
     assert found is closed
+
+
+OFFLOAD_OUTER = jaxoff.policy(offload=["outer"])
+
+
+def simple(x, w):
+    return jnp.tanh(jaxoff.name(x @ w, "outer")), None
+
+
+def loss(w, x):
+    return lax.scan(jax.checkpoint(simple, policy=OFFLOAD_OUTER), x, w)[0].sum()
+
+
+CALLED_TWICE = {
+    "condition": lambda w, x, g: lax.cond(g.sum() > 0, lambda g: jax.grad(loss)(w + g, x), lambda g: g, g),
+    "scan": lambda w, x, g: lax.scan(lambda g, x: (g + jax.grad(loss)(w, x), None), g, x[None])[0],
+}
+
+
+@pytest.mark.parametrize("second", CALLED_TWICE)
+def test_a_loss_differentiated_twice_keeps_its_offloads(second):
+    """JAX traces the backward pass once for both, at different levels of control flow."""
+    closed = jax.make_jaxpr(lambda w, x: CALLED_TWICE[second](w, x, jax.grad(loss)(w, x)))(W, X)
+    found, refused = save_refused(closed)
+    assert not refused
+    assert found is closed
+
+
+def test_of_a_loss_differentiated_twice_only_the_refused_offload_is_saved():
+    """The forward pass of the second is in a loop, and its backward pass behind the loop."""
+
+    def later(w, x):
+        def step(total, x):
+            return total + loss(w, x), None
+
+        return lax.scan(step, 0.0, x[None])[0]
+
+    closed = jax.make_jaxpr(lambda w, x: jax.tree.map(jnp.add, jax.grad(loss)(w, x), jax.grad(later)(w, x)))(
+        W, X
+    )
+    found, refused = save_refused(closed)
+    assert len(refused) == 1
+    assert set(list_host_shapes(found.jaxpr)) == {(3, 4, 8), (4, 8)}
+    assert len([*list_host_shapes(found.jaxpr)]) < len([*list_host_shapes(closed.jaxpr)])
+    for a, b in zip(compat.jaxpr_as_fun(closed)(W, X), compat.jaxpr_as_fun(found)(W, X), strict=True):
+        assert jnp.array_equal(a, b)
+
+
+def test_values_of_an_inner_loop_are_found_in_a_shard_map():
+    body = jax.checkpoint(layer, policy=jaxoff.policy(offload=["outer", "inner"]))
+    grads = jax.grad(lambda w, x: lax.scan(body, x, w)[0].sum())
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    mapped = jax.shard_map(grads, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    found, refused = save_refused(jax.make_jaxpr(mapped)(W, X))
+    assert len(refused) == 1
+    assert set(list_host_shapes(found.jaxpr)) == {(3, 4, 8), (4, 8)}

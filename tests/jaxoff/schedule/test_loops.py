@@ -9,7 +9,7 @@ from jax import lax
 
 import jaxoff
 from jaxoff._device.profile import Device
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr import allocation, compat
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._schedule.rewrite import rewrite
 from tests.jaxoff.policy.matrix import assert_close, assert_equal
@@ -81,7 +81,7 @@ def test_no_result_depends_on_what_a_stack_held_before(device, monkeypatch):
 
     args, step = arguments(), jax.value_and_grad(loss, (0, 1))
     wanted = jax.jit(step)(*args)
-    monkeypatch.setattr(compat, "allocate", nonsense)
+    monkeypatch.setattr(allocation, "allocate", nonsense)
     program = program_of(step, *args, device=device)
     assert {w.shape for w in args[0]} <= set(made)  # gradients of weights
     got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))

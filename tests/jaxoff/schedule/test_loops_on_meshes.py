@@ -176,3 +176,30 @@ def test_sums_after_the_last_loop_follow_each_other_by_data():
     args = arguments()
     got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
     assert_close(got, jax.tree.leaves(jax.jit(step(after=averaged))(*args)))
+
+
+@pytest.mark.parametrize("varies", [True, False], ids=["varying weights", "equal weights"])
+def test_waits_keep_the_types_of_a_checked_shard_map(varies):
+    """The counter waits for activations, which differ between devices; the weights that it finds may not."""
+
+    def cast_layer(x, w):
+        h = jnp.tanh(jaxoff.name(x @ w["up"].astype(x.dtype), "h"))
+        return x + h @ w["down"].astype(x.dtype), None
+
+    def local(w, x):
+        if varies:
+            w = lax.pcast(w, ("pipe",), to="varying")
+        block = jax.checkpoint(cast_layer, policy=jaxoff.policy(offload=["h"]), prevent_cse=False)
+        grads = jax.grad(lambda w: lax.scan(block, x, w)[0].astype(jnp.float32).sum())(w)
+        return lax.psum(grads, "pipe") if varies else grads
+
+    fun = jax.shard_map(local, mesh=mesh(), in_specs=(P(), P("pipe")), out_specs=P())
+    w = {
+        "up": jax.random.normal(jax.random.key(0), (LAYERS, 16, 32)),
+        "down": jax.random.normal(jax.random.key(1), (LAYERS, 32, 16)),
+    }
+    x = jax.random.normal(jax.random.key(2), (8, 16)).astype(jnp.bfloat16)
+    program = program_of(fun, w, x, device=SLOW, one_device=False)
+    assert "changed_in_place" in str(program)
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves((w, x)))
+    assert_close(got, jax.tree.leaves(jax.jit(fun)(w, x)))

@@ -230,7 +230,7 @@ def test_sound_programs_of_many_forms_have_no_findings():
 def test_a_compiled_program_that_keeps_less_on_the_host_is_said(kept, vanished):
     closed = jax.make_jaxpr(jax.grad(in_a_scan(layer, OFFLOAD_A)))(W, X)
     memory = types.SimpleNamespace(host_temp_size_in_bytes=kept)
-    compiled: Any = types.SimpleNamespace(memory_analysis=lambda: memory)
+    compiled: Any = types.SimpleNamespace(memory_analysis=lambda: memory, as_text=lambda: None)
     found = list(find_vanished(closed, 1, compiled))
     assert [finding.code for finding in found] == [jaxoff.FindingCode.OFFLOAD_VANISHED] * vanished
     if vanished:
