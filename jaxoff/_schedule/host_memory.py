@@ -21,21 +21,6 @@ def peak_host_nbytes(closed: ClosedJaxpr) -> int:
     return _find_peak(live)
 
 
-def count_reload_nbytes(jaxpr: Jaxpr) -> int:
-    """Counts the bytes that a program copies from the host, on all devices; the most of a condition.
-
-    The runs of a `while` loop are not known: one counts.
-    """
-    total = 0
-    for eqn in jaxpr.eqns:
-        if compat.transfer_in(eqn) == "H2D":
-            total += compat.nbytes_of(eqn.outvars)
-        inside = [count_reload_nbytes(program) for program in compat.sub_jaxprs(eqn)]
-        runs = layout.length if (layout := compat.scan_in(eqn)) else 1
-        total += max(inside, default=0) * runs * compat.num_shards(eqn)
-    return total
-
-
 def _find_peak(jaxpr: Jaxpr) -> int:
     loops = [_list_new_results(eqn) for eqn in jaxpr.eqns if _is_loop(eqn)]
     always = _select_host(jaxpr.constvars, jaxpr.invars, *loops)

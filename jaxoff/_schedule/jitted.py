@@ -32,7 +32,7 @@ from jaxoff._schedule.faults import rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
 from jaxoff._schedule.prepare import prepare
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
-from jaxoff._schedule.requests import Watch, find_lost_order, find_vanished
+from jaxoff._schedule.requests import Watch, find_lost_order
 from jaxoff._schedule.rewrite import Rewritten
 from jaxoff._schedule.settings import Setting, add_without_graphs, complete, list_settings
 from jaxoff._schedule.traced import ProbedError, Traced
@@ -45,6 +45,7 @@ from jaxoff._schedule.tuning import (
     refuse_several_processes,
     write_decision,
 )
+from jaxoff._schedule.vanished import find_vanished
 from jaxoff._schedule.within_budget import Search, Written, estimate_within
 from jaxoff._state import hosted
 

@@ -16,10 +16,8 @@ from typing import Any
 
 import jax
 
-from jaxoff._compiled import hlo
-from jaxoff._compiled.transfers import find_transfers
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.primitives import DOTS, LEAVES
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._policy.combinators import KeepFirst, unwrap_keep_first
@@ -36,8 +34,6 @@ from jaxoff._residuals.findings.finding import (
     list_sides,
     read_attributes,
 )
-from jaxoff._runtime.program_memory import program_host_nbytes
-from jaxoff._schedule.host_memory import count_reload_nbytes, peak_host_nbytes
 
 _EXPLAIN = "jaxoff.explain(loss, *args) lists every residual, its placement and the rule behind it."
 
@@ -339,42 +335,6 @@ def find_lost_order(jaxpr: Jaxpr, name: str, *, has_budget: bool) -> Iterator[Fi
             f"{', and '.join(lost)}. Put jaxoff.jit in place of the outer jax.jit: "
             "jaxoff.jit(jax.value_and_grad(loss)), jaxoff.jit(step).",
         )
-
-
-# A program may keep this part less in host memory than asked for: the last layer's residuals may stay.
-_TOLERANCE = 0.1
-
-
-def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compiled) -> Iterator[Finding]:
-    """Finds a compiled program with fewer residuals in host memory than the traced program offloads.
-
-    Args:
-      closed: the user's program.
-      devices: the number of devices that its arrays are divided over.
-      compiled: the compiled program.
-    """
-    jaxpr = compat.as_open(closed)
-    given = {v for v in (*jaxpr.invars, *jaxpr.outvars) if isinstance(v, Var) and compat.is_host(v.aval)}
-    asked = (peak_host_nbytes(closed) - compat.nbytes_of(given)) // devices
-    kept = program_host_nbytes(compiled)
-    if kept < (1 - _TOLERANCE) * asked and not _reloads_all(closed, devices, compiled):
-        yield Finding(
-            FindingCode.OFFLOAD_VANISHED,
-            f"the program offloads {format_nbytes(asked)}, and the compiled program keeps "
-            f"{format_nbytes(kept)} in host memory; the rest stays on the device. Outside of loops XLA folds "
-            "a copy to the host with its reload where no kernel between the two is long enough, or where the "
-            "link is still busy with earlier copies. Offload less (jaxoff.explain says which copies are "
-            "late), scan the layers (jaxoff.scan), or give each more work.",
-        )
-
-
-def _reloads_all(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compiled) -> bool:
-    """Whether a compiled program copies what the traced program reloads. Two passes may share host memory."""
-    if not (text := compiled.as_text()):
-        return False
-    reloads = (t for t in find_transfers(hlo.parse(text)) if t.direction == "H2D")
-    moved = sum(t.nbytes * (t.execution.count or 1) for t in reloads)
-    return moved >= (1 - _TOLERANCE) * count_reload_nbytes(compat.as_open(closed)) / devices
 
 
 class Watch:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
-from jaxoff._schedule.requests import find_vanished
+from jaxoff._schedule.vanished import find_vanished
 from tests.jaxoff.policy.matrix import assert_close
 
 W, X = jnp.ones((3, 8, 8)), jnp.ones((4, 8))
@@ -226,16 +226,42 @@ def test_sound_programs_of_many_forms_have_no_findings():
     assert codes_of(jax.grad(by_layer), W, X) == []
 
 
-@pytest.mark.parametrize(("kept", "vanished"), [(384, False), (350, False), (256, True), (0, True)])
-def test_a_compiled_program_that_keeps_less_on_the_host_is_said(kept, vanished):
+def compiled_with(*reloads: tuple[int, int]) -> Any:
+    """A compiled program with copies from the host: (elements, number of copies) of float32 arrays."""
+    lines = [
+        f"  %h{n}.{k} = f32[{n}]{{0:S(5)}} parameter({k})\n  %d{n}.{k} = f32[{n}]{{0}} copy(%h{n}.{k})"
+        for n, count in reloads
+        for k in range(count)
+    ]
+    body = "\n".join([*lines, "  ROOT %out = f32[] constant(0)"])
+    text = f"HloModule step, is_scheduled=true\n\nENTRY %main () -> f32[] {{\n{body}\n}}\n"
+    return types.SimpleNamespace(as_text=lambda: text)
+
+
+@pytest.mark.parametrize(("copies", "vanished"), [(3, False), (4, False), (2, True), (0, True)])
+def test_a_compiled_program_that_reloads_less_is_said(copies, vanished):
     closed = jax.make_jaxpr(jax.grad(in_a_scan(layer, OFFLOAD_A)))(W, X)
-    memory = types.SimpleNamespace(host_temp_size_in_bytes=kept)
-    compiled: Any = types.SimpleNamespace(memory_analysis=lambda: memory, as_text=lambda: None)
+    compiled = compiled_with((32, copies))  # 128 B of each of three layers
     found = list(find_vanished(closed, 1, compiled))
     assert [finding.code for finding in found] == [jaxoff.FindingCode.OFFLOAD_VANISHED] * vanished
     if vanished:
-        assert f"offloads 384 B, and the compiled program keeps {kept} B in host" in found[0].message
-    assert bool(list(find_vanished(closed, 4, compiled))) == (kept == 0)  # 96 B on each of 4 devices
+        assert f"offloads 384 B, and the compiled program keeps {384 - 128 * copies} B of them" in str(
+            found[0]
+        )
+    assert bool(list(find_vanished(closed, 4, compiled))) == (copies == 0)  # 96 B on each of 4 devices
+
+
+def test_a_small_value_that_is_gone_is_said_by_its_name():
+    policy = jaxoff.policy(offload=["large", "small"])
+
+    def block(x, w):
+        x = jnp.tanh(jaxoff.name(x @ w, "large"))
+        return x * jnp.tanh(jaxoff.name(jnp.cos(x[:, :1]), "small"))
+
+    closed = jax.make_jaxpr(jax.grad(lambda w, x: jax.checkpoint(block, policy=policy)(x, w).sum()))(W[0], X)
+    assert not list(find_vanished(closed, 1, compiled_with((32, 1), (4, 1))))
+    (finding,) = find_vanished(closed, 1, compiled_with((32, 2)))  # more in all, and not the small one
+    assert "keeps 16 B of them on the device: 'small'." in finding.message
 
 
 INSIDE = {

@@ -1,0 +1,96 @@
+"""Offloads of a traced program that its compiled program leaves out."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+
+import jax
+
+from jaxoff._compiled import hlo
+from jaxoff._compiled.transfers import find_transfers
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr
+from jaxoff._jaxpr.tag import Tag
+from jaxoff._report.finding import Finding, FindingCode
+from jaxoff._report.tables import format_nbytes
+
+# A program may reload this part less than asked for: the last layer's residuals may stay on the device.
+_TOLERANCE = 0.1
+# The part of the bytes asked for from which on values that are never reloaded are said.
+_LEAST_SHARE = 0.01
+
+type Reloads = collections.Counter[int]  # bytes of a copy from the host -> the number of such copies
+
+
+def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compiled) -> Iterator[Finding]:
+    """Finds a compiled program with fewer copies from the host than the traced program has.
+
+    XLA may send equal values once and reload them twice, and two passes may share host memory. So the
+    reloads tell.
+
+    Args:
+      closed: the user's program.
+      devices: the number of devices that its arrays are divided over.
+      compiled: the compiled program.
+    """
+    jaxpr = compat.as_open(closed)
+    asked, moved = count_reloads(jaxpr), _count_compiled_reloads(compiled)
+    if moved is None or not asked:
+        return
+    total, left = _sum_nbytes(asked) // devices, _sum_nbytes(moved)
+    has_host_arguments = any(compat.is_host(v.aval) for v in jaxpr.invars)  # which may move in parts
+    gone = {} if devices > 1 or has_host_arguments else {n: k for n, k in asked.items() if n not in moved}
+    nbytes = max(total - left, _sum_nbytes(gone))
+    if left >= (1 - _TOLERANCE) * total and _sum_nbytes(gone) < _LEAST_SHARE * total:
+        return
+    labels = ", ".join(dict.fromkeys(repr(label) for n, label in _list_names(jaxpr) if n in gone))
+    which = f"{format_nbytes(nbytes)} of them on the device{labels and f': {labels}'}"
+    yield Finding(
+        FindingCode.OFFLOAD_VANISHED,
+        f"the program offloads {format_nbytes(total)}, and the compiled program keeps {which}. Outside of "
+        "loops XLA folds a copy to the host with its reload where no kernel between the two is long enough, "
+        "or where the link is still busy with earlier copies. Offload less (jaxoff.explain says which copies "
+        "are late), scan the layers (jaxoff.scan), or give each more work.",
+    )
+
+
+def count_reloads(jaxpr: Jaxpr) -> Reloads:
+    """Counts the copies from the host of a program, on all devices; of a condition's programs the most.
+
+    The runs of a `while` loop are not known: one counts.
+    """
+    found: Reloads = collections.Counter()
+    for eqn in jaxpr.eqns:
+        if compat.transfer_in(eqn) == "H2D":
+            found[compat.nbytes_of(eqn.outvars)] += 1
+        inside = [count_reloads(program) for program in compat.sub_jaxprs(eqn)]
+        layout = compat.scan_in(eqn)
+        runs = (layout.length if layout else 1) * compat.num_shards(eqn)
+        for nbytes, count in max(inside, key=_sum_nbytes, default=collections.Counter()).items():
+            found[nbytes] += runs * count
+    return found
+
+
+def _count_compiled_reloads(compiled: jax.stages.Compiled) -> Reloads | None:
+    """The copies of a compiled program; None where the runs of a loop with such copies are not known."""
+    found: Reloads = collections.Counter()
+    for transfer in find_transfers(hlo.parse(compiled.as_text() or "")):
+        if transfer.direction == "H2D":
+            if transfer.execution.count is None:
+                return None
+            found[transfer.nbytes] += transfer.execution.count
+    return found
+
+
+def _sum_nbytes(reloads: Mapping[int, int]) -> int:
+    return sum(nbytes * count for nbytes, count in reloads.items())
+
+
+def _list_names(jaxpr: Jaxpr) -> Iterator[tuple[int, str]]:
+    """The named values of a program and the programs in it: their bytes, and their labels."""
+    for eqn in jaxpr.eqns:
+        if name := compat.name_in(eqn):
+            yield compat.nbytes_of(eqn.outvars), Tag.of(name).label or name
+        for program in compat.sub_jaxprs(eqn):
+            yield from _list_names(program)
