@@ -28,6 +28,9 @@ from jaxoff._state.updates import LEAST_NBYTES, Update, find_updates
 _STREAMED_SHARE = 0.9
 # Bytes to win beyond the missing bytes, as a part of these: kernels' workspaces differ between programs.
 _SPARE = 0.05
+# Part of the missing bytes that the state must take to be worth programs with state on the host: updates in
+# blocks also free some of the gradients.
+_LEAST_PART = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +139,13 @@ class State:
                 "with a NamedSharding."
                 if self.is_donated
                 else "No argument is donated (donate_argnums), so no state may rest on the host."
+            )
+            raise error.extend(text) from None
+        everything = sum(update.local_nbytes for update in self.updates)
+        if everything < _LEAST_PART * missing_nbytes:
+            text = (
+                f"The state that may rest on the host takes {format_nbytes(everything)}, and "
+                f"{format_nbytes(int(missing_nbytes))} are missing."
             )
             raise error.extend(text) from None
         some = _choose(self.updates, (1 + _SPARE) * missing_nbytes)

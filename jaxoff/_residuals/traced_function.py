@@ -27,7 +27,7 @@ class Site:
       scope, eqn: the equation, and the jaxpr with the equation.
       checkpoints: the `jax.checkpoint`s around the equation. The policy of the outermost decides.
       loops: the scans around the equation.
-      looped_checkpoint: whether the outermost checkpoint stands inside a scan.
+      loops_around: for each checkpoint, the number of scans around it.
       primal_only: whether a custom_vjp's forward rule replaces the equation under differentiation.
     """
 
@@ -35,7 +35,7 @@ class Site:
     eqn: compat.JaxprEqn
     checkpoints: tuple[compat.Checkpoint, ...] = ()
     loops: tuple[compat.ScanLayout, ...] = ()
-    looped_checkpoint: bool = False
+    loops_around: tuple[int, ...] = ()
     primal_only: bool = False
 
     @functools.cached_property
@@ -63,9 +63,10 @@ def iterate_sites(scope: Scope, around: Site | None = None) -> Iterator[Site]:
         inner = site
         checkpoint, loop = compat.checkpoint_in(eqn), compat.scan_in(eqn)
         if checkpoint is not None:
-            looped = site.looped_checkpoint if site.checkpoints else bool(site.loops)
             inner = dataclasses.replace(
-                site, checkpoints=(*site.checkpoints, checkpoint), looped_checkpoint=looped
+                site,
+                checkpoints=(*site.checkpoints, checkpoint),
+                loops_around=(*site.loops_around, len(site.loops)),
             )
         elif loop is not None:
             inner = dataclasses.replace(site, loops=(*site.loops, loop))

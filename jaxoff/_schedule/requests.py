@@ -70,6 +70,8 @@ class Requests:
       copied: identities of the equations whose results are copied to host memory.
       has_host_residuals: whether a backward pass reads host memory.
       has_copies: whether values are copied between device and host memory, for any reason.
+      offloads_in_groups: whether a loop in a backward pass stacks values on the host, for the backward pass
+        of the same group of layers.
     """
 
     policies: list[tuple[Any, bool]] = dataclasses.field(default_factory=list)
@@ -79,6 +81,7 @@ class Requests:
     copied: set[int] = dataclasses.field(default_factory=set)
     has_host_residuals: bool = False
     has_copies: bool = False
+    offloads_in_groups: bool = False
 
     @classmethod
     def read(cls, jaxpr: Jaxpr) -> Requests:
@@ -105,6 +108,8 @@ class Requests:
                 self.copied.add(id(made[eqn.invars[0]]))
             backward = self._add_checkpoint(eqn, in_backward=in_backward)
             layout = compat.scan_in(eqn)
+            if in_backward and layout:
+                self.offloads_in_groups |= any(compat.is_host(v.aval) for v in eqn.outvars)
             for inner in compat.sub_jaxprs(eqn):
                 self._walk(
                     inner,
@@ -193,7 +198,7 @@ def find_unmet_requests(requests: Requests) -> Iterator[Finding]:
     yield from _find_lost_exemptions(requests)
     if requests.has_host_residuals:
         yield from map(_describe_stayed, _list_stayed(requests))
-    elif late and requests.has_copies:
+    elif late and requests.has_copies and not requests.offloads_in_groups:
         yield Finding(
             FindingCode.CHECKPOINT_OVERRIDDEN,
             f"the policy {_describe_policy(late[0])} belongs to a jax.checkpoint inside another, which "
@@ -201,7 +206,7 @@ def find_unmet_requests(requests: Requests) -> Iterator[Finding]:
             "pass, which frees nothing. Give the outer jax.checkpoint this policy, or drop one of the two. "
             f"{_EXPLAIN}",
         )
-    elif late:
+    elif late and not requests.has_copies:
         yield _describe_nothing(late, list(_list_stayed(requests)))
 
 

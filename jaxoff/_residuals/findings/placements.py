@@ -68,7 +68,7 @@ def find_foldable_offloads(analysis: Analysis) -> Iterator[Finding]:
     """
     for row in list_offloaded(analysis):
         site = find_site(analysis.function, row.origin)
-        if site is not None and not site.looped_checkpoint and site.checkpoints[0].prevent_cse is False:
+        if site is not None and not site.loops_around[0] and site.checkpoints[0].prevent_cse is False:
             yield Finding(
                 FindingCode.OFFLOAD_FOLDED_AWAY,
                 f"{describe_row(row)} is offloaded by a jax.checkpoint(prevent_cse=False) outside of a scan: "
@@ -81,7 +81,8 @@ def find_foldable_offloads(analysis: Analysis) -> Iterator[Finding]:
 def find_overridden_checkpoints(analysis: Analysis) -> Iterator[Finding]:
     """Finds a jax.checkpoint inside another, with a placement other than the placement of the outer policy.
 
-    The outer policy decides.
+    The outer policy decides. A scan between the two recomputes a group of layers at a time: the inner policy
+    then places what the group's backward pass reads.
     """
     for site in analysis.function.sites:
         if len(site.checkpoints) < 2 or not (site.tag or site.eqn.primitive.name in DOTS | OPAQUE):
@@ -89,6 +90,8 @@ def find_overridden_checkpoints(analysis: Analysis) -> Iterator[Finding]:
         outer = decide_at(site)
         for depth in range(1, len(site.checkpoints)):
             inner = decide_at(site, depth)
+            if site.loops_around[depth] > site.loops_around[0]:
+                continue
             if inner.placement not in ("recompute", outer.placement):
                 yield Finding(
                     FindingCode.CHECKPOINT_OVERRIDDEN,

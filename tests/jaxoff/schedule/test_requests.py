@@ -131,14 +131,23 @@ def test_an_offload_inside_a_checkpoint_that_decides_otherwise_is_said():
     assert finding.code is jaxoff.FindingCode.CHECKPOINT_OVERRIDDEN
 
 
-def test_copies_within_the_backward_pass_of_another_checkpoint_are_said():
+def test_groups_of_layers_may_offload_within_their_backward_pass():
+    """Recomputed a group at a time, the layers' values wait on the host for the group's backward loop."""
+
     def group(x, w):
         return in_a_scan(layer, OFFLOAD_A)(w, x) + x
 
     outer = jax.checkpoint(group, policy=jax.checkpoint_policies.nothing_saveable)
     groups = jnp.stack([W, W])
     loss = lambda w, x: lax.scan(lambda x, w: (outer(x, w), None), x, w)[0].sum()  # noqa: E731
-    (finding,) = findings_of(jax.grad(loss), groups, X)
+    assert codes_of(jax.grad(loss), groups, X) == []
+
+
+def test_copies_within_the_backward_pass_of_another_checkpoint_are_said():
+    outer = jax.checkpoint(
+        jax.checkpoint(layer, policy=OFFLOAD_A), policy=jax.checkpoint_policies.nothing_saveable
+    )
+    (finding,) = findings_of(jax.grad(one_by_one(outer, None)), W, X)
     assert finding.code is jaxoff.FindingCode.CHECKPOINT_OVERRIDDEN
     assert "only then copied to the host and back" in finding.message
 

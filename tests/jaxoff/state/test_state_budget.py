@@ -224,6 +224,21 @@ def test_the_least_is_that_of_all_searches(taken):
     assert caught.value.smallest_bytes == min(taken, 8e6)
 
 
+def test_state_far_below_what_is_missing_is_not_tried():
+    closed = jax.make_jaxpr(step)(*make_arguments())
+    state = State.find(closed, [True] * len(closed.jaxpr.invars))
+
+    def find(program, budget):
+        raise AssertionError("a program with its state on the host was searched for")
+
+    names = [str(v) for v in closed.jaxpr.invars]
+    limits = H200, Budget.of(1e6, None, None), jaxoff.BudgetError("at first", 80e6)
+    with pytest.raises(
+        jaxoff.BudgetError, match=r"rest on the host takes 8\.\d+ MB, and 79\.00 MB are missing"
+    ):
+        state.search(names, *limits, find, 79e6, Progress())
+
+
 def train(state, x):
     """A step with momentum through layers in a scan, or in a list."""
 
