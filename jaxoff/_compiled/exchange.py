@@ -1,10 +1,11 @@
-"""The bytes that the collectives of a compiled program exchange between devices."""
+"""The bytes that a compiled program exchanges between devices, and copies to and from the host."""
 
 from __future__ import annotations
 
 import functools
 
 from jaxoff._compiled.hlo import Instruction, parse
+from jaxoff._compiled.transfers import find_transfers
 
 
 def exchanged_nbytes(text: str) -> int:
@@ -29,6 +30,11 @@ def exchanged_nbytes(text: str) -> int:
         return iterations * sum(map(count, instruction.callees))
 
     return count(module.entry.name)
+
+
+def copied_nbytes(text: str) -> int:
+    """The bytes that a program copies to and from the host on a device; `text` as for `exchanged_nbytes`."""
+    return sum(t.nbytes * (t.execution.count or 1) for t in find_transfers(parse(text)))
 
 
 def _count_made(collective: Instruction) -> int:

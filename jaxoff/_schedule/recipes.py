@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxoff._compiled.exchange import exchanged_nbytes
+from jaxoff._compiled.exchange import copied_nbytes, exchanged_nbytes
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.near_miss import near_miss
 from jaxoff._report.tables import format_nbytes
@@ -26,6 +26,10 @@ from jaxoff._runtime.program_memory import program_nbytes
 
 # A recipe may take this part more device memory than the program as given: buffer assignment varies.
 TOLERANCE = 0.01
+# A recipe may exchange more bytes than the program as given, up to this part of the bytes that the program
+# copies to and from the host. Links between devices are no slower than the host's, and the program as given
+# does not hide most of its copies.
+_EXCHANGED_FOR_COPIES = 0.1
 
 
 class Recipe(enum.StrEnum):
@@ -61,18 +65,21 @@ class Candidate:
       nbytes: device memory of the compiled program in bytes; None if XLA refused to compile it.
       reason: the error of a refusal, or "".
       exchanged: bytes that the program's collectives exchange on a device.
+      copied: bytes that the program copies to and from the host on a device; counted over several devices.
     """
 
     recipe: Recipe
     nbytes: int | None
     reason: str = ""
     exchanged: int = 0
+    copied: int = 0
 
     def exchanges_more_than(self, other: Candidate | None) -> bool:
-        """Whether the program's collectives exchange more bytes than those of another, if that compiled."""
+        """Whether the program exchanges too many bytes beyond the program as given, if that compiled."""
         if other is None or other.nbytes is None:
             return False
-        return self.exchanged > (1 + TOLERANCE) * other.exchanged
+        allowed = max(TOLERANCE * other.exchanged, _EXCHANGED_FOR_COPIES * other.copied)
+        return self.exchanged > other.exchanged + allowed
 
     def takes_at_most(self, nbytes: float) -> bool:
         """Whether the program compiled and takes no more device memory than a number of bytes."""
@@ -141,7 +148,7 @@ def choose_recipe(
     The limit is the memory of the program as given or of its saved twin, the smaller one. The first recipe
     within the limit wins, or the saved twin if the recipe does not take less memory than the twin. A program
     in another order may need more communication, where the compiler divides values over devices: a recipe
-    whose collectives exchange more bytes than those of the program as given does not win.
+    that exchanges more bytes than the program as given, by more than the copies are worth, does not win.
 
     Args:
       recipes: the recipes of `list_recipes`.
@@ -177,8 +184,8 @@ def _try_candidate(
     try:
         compiled = compile_recipe(recipe)
         text = compiled.as_text() if several_devices else None
-        exchanged = exchanged_nbytes(text) if text else 0
-        return Candidate(recipe, program_nbytes(compiled), exchanged=exchanged)
+        exchanged, copied = (exchanged_nbytes(text), copied_nbytes(text)) if text else (0, 0)
+        return Candidate(recipe, program_nbytes(compiled), exchanged=exchanged, copied=copied)
     except jax.errors.JaxRuntimeError as error:  # out of memory at compilation, or a program that XLA refuses
         return Candidate(recipe, None, str(error).splitlines()[0])
 
