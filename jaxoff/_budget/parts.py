@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxoff._budget.loop_pairs import find_loop_pairs
+from jaxoff._budget.pieces import cut_into_pieces
 from jaxoff._budget.regions import Region, find_region
 from jaxoff._budget.row_axes import resize
 from jaxoff._budget.sequences import find_sequences
@@ -83,15 +84,34 @@ def write_layers_in_parts(
         ]
         return program if all(map(operator.is_, eqns, level.eqns)) else level.replace(eqns=eqns)
 
-    def write_body(program: Jaxpr) -> Jaxpr:
+    def write_flat(program: Jaxpr) -> Jaxpr:
         level, before = inline_program(program), len(regions)
+        renamed: Renamed = {}
+        eqns: list[JaxprEqn] = []
+        for piece in cut_into_pieces(level):
+            piece = piece.replace(
+                eqns=[eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars]) for eqn in piece.eqns]
+            )
+            written = write_regions(piece)
+            eqns += written.eqns
+            renamed.update(zip(piece.outvars, written.outvars, strict=True))
+        if len(regions) == before:
+            return program
+        return level.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in level.outvars])
+
+    def write_regions(level: Jaxpr) -> Jaxpr:
         while region := find_region(level, least_nbytes, first_axis=int(is_divided), adds_up=True):
             regions.append(region)
             level = _write_region(level, region, is_divided=is_divided)
+        return level
+
+    def write_body(program: Jaxpr) -> Jaxpr:
+        before = len(regions)
+        level = write_regions(inline_program(program))
         inner = write(level)  # a region of whole sequences may hold another, of tokens
         return inner if inner is not level or len(regions) > before else program
 
-    return compat.map_open(closed, write), regions
+    return compat.map_open(closed, lambda program: write(write_flat(program))), regions
 
 
 def _write_region(level: Jaxpr, region: Region, *, is_divided: bool) -> Jaxpr:

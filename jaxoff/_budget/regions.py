@@ -154,9 +154,9 @@ class _Growth:
             maker = self._graph.makers.get(v)
             for i in (*([] if maker is None else [maker]), *self._graph.readers.get(v, ())):
                 if i not in self._inside:
-                    before = set(self._axes)
+                    known = len(self._axes)
                     if self._add(i):
-                        todo += self._axes.keys() - before
+                        todo += [*self._axes][known:]  # in order, as the region depends on it
 
     def _add(self, i: int) -> bool:
         """Adds an equation; returns False if it is not row-wise, or at odds with the others."""
@@ -230,7 +230,7 @@ class _Growth:
         made = {v for i in self._inside for v in eqns[i].outvars}
         depends = mark_dependents(eqns, made)
         outer = {v for i, eqn in enumerate(eqns) if depends[i] and i not in self._inside for v in eqn.outvars}
-        for i in {i for v in made for i in self._graph.readers.get(v, ())} - self._inside:
+        for i in sorted({i for v in made for i in self._graph.readers.get(v, ())} - self._inside):
             axes = find_summed_axes(eqns[i], self._axes, made)
             if axes is None or not outer.isdisjoint(variables(eqns[i])):
                 continue

@@ -28,9 +28,10 @@ from jaxoff._state.updates import LEAST_NBYTES, Update, find_updates
 _STREAMED_SHARE = 0.9
 # Bytes to win beyond the missing bytes, as a part of these: kernels' workspaces differ between programs.
 _SPARE = 0.05
-# Part of the missing bytes that the state must take to be worth programs with state on the host: updates in
-# blocks also free some of the gradients.
-_LEAST_PART = 0.5
+# State is worth programs with state on the host if it takes this part of the missing bytes, since updates in
+# blocks also free some of the gradients, or this part of the least program without: an error says the least.
+_LEAST_OF_MISSING = 0.5
+_LEAST_OF_PROGRAM = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,7 @@ class State:
             )
             raise error.extend(text) from None
         everything = sum(update.local_nbytes for update in self.updates)
-        if everything < _LEAST_PART * missing_nbytes:
+        if everything < min(_LEAST_OF_MISSING * missing_nbytes, _LEAST_OF_PROGRAM * error.least_bytes()):
             text = (
                 f"The state that may rest on the host takes {format_nbytes(everything)}, and "
                 f"{format_nbytes(int(missing_nbytes))} are missing."

@@ -232,11 +232,11 @@ def test_state_far_below_what_is_missing_is_not_tried():
         raise AssertionError("a program with its state on the host was searched for")
 
     names = [str(v) for v in closed.jaxpr.invars]
-    limits = H200, Budget.of(1e6, None, None), jaxoff.BudgetError("at first", 80e6)
+    limits = H200, Budget.of(1e6, None, None), jaxoff.BudgetError("at first", 800e6)
     with pytest.raises(
-        jaxoff.BudgetError, match=r"rest on the host takes 8\.\d+ MB, and 79\.00 MB are missing"
+        jaxoff.BudgetError, match=r"rest on the host takes 8\.\d+ MB, and 799\.00 MB are missing"
     ):
-        state.search(names, *limits, find, 79e6, Progress())
+        state.search(names, *limits, find, 799e6, Progress())
 
 
 def train(state, x):
