@@ -59,8 +59,11 @@ def _narrow_loop(eqn: JaxprEqn, may_narrow: Callable[[Var], bool]) -> Sequence[J
         outs[k] = maker.invars[0]
         narrow = results[k].aval.update(dtype=outs[k].aval.dtype)
         results[k] = Var(narrow)
+        params = maker.params | {"sharding": None}  # the stack's own, with Explicit axes
         conversions.append(
-            maker.replace(invars=[results[k]], outvars=[eqn.outvars[k]], source_info=eqn.source_info)
+            maker.replace(
+                invars=[results[k]], outvars=[eqn.outvars[k]], params=params, source_info=eqn.source_info
+            )
         )
     if not conversions:
         return [eqn]

@@ -207,10 +207,14 @@ def _run(eqn: JaxprEqn, values: dict[Var, Any], params: dict[str, Any]) -> list[
 
 
 def _make_zeros(v: Var) -> jax.Array:
-    aval: Any = v.aval
-    sharding = None if meshes.explicit_mesh(aval) is None else aval.sharding
-    zeros = jax.lax.broadcast(jnp.zeros((), _sum_dtype(v)), compat.shape_of(v.aval), out_sharding=sharding)
+    zero, shape = jnp.zeros((), _sum_dtype(v)), compat.shape_of(v.aval)
+    zeros = jax.lax.broadcast(zero, shape, out_sharding=_sharding_in_type(v.aval))
     return compat.vary_like(zeros, v.aval)
+
+
+def _sharding_in_type(aval: Any) -> Any:
+    """The sharding of a type with Explicit axes; None for another type."""
+    return None if meshes.explicit_mesh(aval) is None else aval.sharding
 
 
 def _sum_dtype(v: Var) -> Any:
@@ -229,5 +233,5 @@ def _sum_rows(eqn: JaxprEqn, values: dict[Var, Any]) -> jax.Array:
 def _allocate(scalar: jax.Array, aval: Any, *, is_divided: bool) -> jax.Array:
     """An array with arbitrary contents; a fill where the compiler may divide the array over devices."""
     if is_divided:
-        return jax.lax.broadcast(scalar, aval.shape)
+        return jax.lax.broadcast(scalar, aval.shape, out_sharding=_sharding_in_type(aval))
     return allocate(scalar, aval.shape, aval.sharding)

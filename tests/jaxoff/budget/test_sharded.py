@@ -6,12 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from bench.client_steps import PROGRAMS
 from bench.clients import make_shardings
+from jaxoff._budget import regions
+from jaxoff._budget.narrow import narrow_stacks
+from jaxoff._budget.parts import write_in_parts, write_layers_in_parts
+from jaxoff._jaxpr.compat import jaxpr_as_fun
 
 DEVICES = 8
 
@@ -61,3 +65,48 @@ def test_a_step_that_the_compiler_divides(mesh):
     _, loss = less(state, batch)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert less.plan.peak_bytes <= 0.95 * peak
+
+
+WRITINGS = {
+    "narrow stacks": lambda closed: (narrow_stacks(closed), True),
+    "head in parts": lambda closed: write_in_parts(closed, 3e4, is_divided=True),
+    "layers in parts": lambda closed: write_layers_in_parts(closed, 1e4, is_divided=True),
+}
+
+
+@pytest.mark.parametrize("writing", WRITINGS)
+def test_weights_gathered_by_reshard_keep_their_shardings(writing, monkeypatch):
+    """Axes are Explicit: a stack and its rows have shardings in their types, and so have parts of values."""
+    monkeypatch.setattr(regions, "_PART_ROWS", 8)
+    mesh = jax.make_mesh((2,), ("fsdp",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+
+    def draw(spec, *shape):
+        return jax.device_put(jax.random.normal(next(keys), shape) / 4, NamedSharding(mesh, spec))
+
+    def gather(w):
+        return jax.sharding.reshard(w.astype(jnp.bfloat16), P(None, None))
+
+    def layer(x, w):
+        return x + jax.nn.gelu(x @ gather(w["up"])) @ gather(w["down"]), None
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params["layers"])
+        logits = (x @ gather(params["head"])).astype(jnp.float32)
+        return jax.nn.logsumexp(logits, -1).mean()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params, x))
+
+    layers = {"up": draw(P(None, "fsdp"), 3, 16, 64), "down": draw(P(None, "fsdp"), 3, 64, 16)}
+    args = {"layers": layers, "head": draw(P("fsdp"), 16, 256)}, draw(P("fsdp"), 4, 64, 16)
+    with jax.set_mesh(mesh):
+        args = args[0], args[1].astype(jnp.bfloat16)
+        closed = jax.make_jaxpr(step)(*args)
+        written, found = WRITINGS[writing](closed)
+        assert found
+        assert str(written) != str(closed)
+        got, want = (jax.jit(jaxpr_as_fun(program))(*jax.tree.leaves(args)) for program in (written, closed))
+    for a, b in zip(got, want, strict=True):
+        assert a.sharding == b.sharding
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
