@@ -94,7 +94,8 @@ def write_layers_in_parts(
             )
             written = write_regions(piece)
             eqns += written.eqns
-            renamed.update(zip(piece.outvars, written.outvars, strict=True))
+            made: list[Any] = list(piece.outvars)
+            renamed.update(zip(made, written.outvars, strict=True))
         if len(regions) == before:
             return program
         return level.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in level.outvars])

@@ -109,11 +109,16 @@ def _keep_type(function, value, *others):
 def _write_share(stack, value, row, *, shape):
     del shape
     stack = jax.device_put(stack, jax.memory.Space.Host)  # types in `apply_to_shares` have no memory space
-    on_host = _read_element_to_host(value, stack)
+    on_host = _read_element_to_host(value, stack, is_divided=True)
     start = [row] + [0] * (stack.ndim - 1)
     return lax.dynamic_update_slice(stack, on_host, start, allow_negative_indices=False)
 
 
-def _read_element_to_host(value, stack):
-    element = _read_first_element(value).reshape([1] * stack.ndim).astype(stack.dtype)
+def _read_element_to_host(value, stack, *, is_divided=False):
+    element = _read_first_element(value)
+    if is_divided:
+        # XLA gives the stack the layout of what is written into it. Without a barrier that is a slice of the
+        # value, in the value's layout, and XLA fails to take a copy between layouts off the host.
+        element = lax.optimization_barrier(element)
+    element = element.reshape([1] * stack.ndim).astype(stack.dtype)
     return jax.device_put(element, jax.memory.Space.Host)

@@ -202,3 +202,41 @@ def test_gathers_by_reshard_exchange_what_they_exchange_by_jax_jit():
     assert 0 < exchanged_nbytes(ours) <= exchanged_nbytes(stock)
     assert "all-reduce" not in ours.replace("all-reduce-scatter", "")
     assert ours.count(" all-gather-start(") >= 2  # of the second product of a turn, in either loop
+
+
+def test_rows_divided_along_the_sequence_are_copied_in_loops():
+    """Sequence parallel: a sum over devices is scattered along the second axis, and laid out by this axis."""
+    target = jaxoff.target("h100", devices=2)
+    mesh = target.mesh((2,), ("tensor",))
+
+    def pin(x, *spec):
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def layer(x, w):
+        x = jaxoff.name(x, "x")
+        h = pin(x, None, None, None)
+        q, k, v = (pin(jnp.einsum("btd,dhe->bthe", h, w[n]), None, None, "tensor", None) for n in "qkv")
+        a = jaxoff.name(jax.nn.dot_product_attention(q, k, v, is_causal=True), "attention")
+        x = x + pin(jnp.einsum("bthe,hed->btd", a, w["o"]), None, "tensor", None)
+        h = jax.nn.gelu(pin(pin(x, None, None, None) @ w["up"], None, None, "tensor"))
+        return x + pin(h @ w["down"], None, "tensor", None), None
+
+    def loss(w, x):
+        policy = jaxoff.policy(offload=["x"], save=["attention"])
+        block = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        return lax.scan(block, x, w)[0].astype(jnp.float32).mean()
+
+    def struct(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    w = {
+        "up": struct(P(None, None, "tensor"), 6, 1024, 4096),
+        "down": struct(P(None, "tensor"), 6, 4096, 1024),
+        **{n: struct(P(None, None, "tensor"), 6, 1024, 8, 128) for n in "qkv"},
+        "o": struct(P(None, "tensor"), 6, 8, 128, 1024),
+    }
+    args = w, struct(P(None, "tensor"), 8, 1024, 1024)
+    jitted = jaxoff.jit(jax.grad(loss), recipe="concurrent")
+    facts = jaxoff.verify(target.compile(jitted, *args), compiler_options=jitted.options)
+    assert facts.d2h_bytes == facts.h2d_bytes >= 6 * 8 * 512 * 1024 * 2  # of a device's half at least
+    assert all(copy.overlaps for copy in facts.copies)
