@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -193,22 +194,28 @@ def _try_candidate(
 def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> list[Finding]:
     """The finding for a program that may hide its copies less well than by its first recipe, or has none."""
     by_recipe = {candidate.recipe: candidate for candidate in candidates}
-    first, own = next(iter(by_recipe.values())), by_recipe[chosen]
+    first, own, stock = next(iter(by_recipe.values())), by_recipe[chosen], by_recipe.get(Recipe.STOCK)
     if chosen is first.recipe or chosen.hides_copies:
         return []
     if first.nbytes is None and chosen is Recipe.SAVED:
         refused = "XLA does not compile the program with its copies, so nothing is offloaded"
-        return [Finding(FindingCode.RECIPE_REPLACED, f"{refused}: {first.reason[:150]}")]
-    took = f"took {format_nbytes(first.nbytes)}" if first.nbytes is not None else f"failed: {first.reason}"
-    stock = by_recipe.get(Recipe.STOCK)
-    if stock and first.exchanges_more_than(stock):
+        return [Finding(FindingCode.RECIPE_REPLACED, f"{refused}: {textwrap.shorten(first.reason, 400)}")]
+    if chosen is Recipe.SAVED and own.nbytes is not None:
+        wins = [c for c in by_recipe.values() if c.takes_at_most((1 - TOLERANCE) * own.nbytes)]
+        first = min(wins, key=lambda c: c.nbytes or 0, default=first)  # refused for what it exchanges
+    reason = textwrap.shorten(first.reason, 400).rstrip(".")
+    took = f"took {format_nbytes(first.nbytes)}" if first.nbytes is not None else f"failed: {reason}"
+    exchanges_more = stock is not None and first.exchanges_more_than(stock)
+    if stock and exchanges_more:
         took += f" and exchanged {format_nbytes(first.exchanged)} for {format_nbytes(stock.exchanged)}"
     now = "" if own.nbytes is None else f" of {format_nbytes(own.nbytes)}"
-    loss = (
-        "Offloading wins no memory here, so nothing is offloaded"
-        if chosen is Recipe.SAVED
-        else "Its copies may be hidden less well"
-    )
+    loss = "Its copies may be hidden less well"
+    if chosen is Recipe.SAVED:
+        loss = (
+            "Nothing is offloaded"
+            if exchanges_more
+            else "Offloading wins no memory here, so nothing is offloaded"
+        )
     text = (
         f"the program runs by the recipe {chosen.value!r}{now}: by {first.recipe.value!r} it {took}. {loss}; "
         f"recipe={first.recipe.value!r} in jaxoff.jit insists."

@@ -27,6 +27,7 @@ from jaxoff._jaxpr.inline import (
     round_operands,
     split_scalars,
 )
+from jaxoff._jaxpr.primitives import is_shard_map
 from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
 from jaxoff._jaxpr.stack_slices import find_shared_stacks, find_split_slices
 from jaxoff._runtime.garbage import collector_paused
@@ -391,10 +392,12 @@ def _breaks_graphs(jaxpr: Jaxpr) -> bool:
 
 
 def _list_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Lists the equations of a program and of its calls, without the calls themselves."""
+    """Lists the equations of a program, its calls and its `jax.shard_map`s, without these themselves."""
     for eqn in jaxpr.eqns:
         if call := compat.inlinable_call(eqn):
             yield from _list_equations(call.jaxpr)
+        elif is_shard_map(eqn):
+            yield from _list_equations(eqn.params["jaxpr"])
         else:
             yield eqn
 

@@ -240,3 +240,34 @@ def test_rows_divided_along_the_sequence_are_copied_in_loops():
     facts = jaxoff.verify(target.compile(jitted, *args), compiler_options=jitted.options)
     assert facts.d2h_bytes == facts.h2d_bytes >= 6 * 8 * 512 * 1024 * 2  # of a device's half at least
     assert all(copy.overlaps for copy in facts.copies)
+
+
+def test_copies_in_a_shard_map_of_a_layer_are_hidden():
+    """A layer whose only named value is one of a device's own, as of expert and tensor parallel layers."""
+    target = jaxoff.target("h100", devices=2)
+    mesh = target.mesh((2,), ("tensor",))
+
+    def feed(x, up, down):
+        return lax.psum(jax.nn.gelu(jaxoff.name(x @ up, "up")) @ down, "tensor")
+
+    specs = P(), P(None, "tensor"), P("tensor")
+    mapped = jax.shard_map(feed, mesh=mesh, in_specs=specs, out_specs=P())
+    block = jax.checkpoint(
+        lambda x, w: (x + mapped(x, w["up"], w["down"]), None),
+        policy=jaxoff.policy(offload=["up"]),
+        prevent_cse=False,
+    )
+
+    def struct(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    w = {
+        "up": struct(P(None, None, "tensor"), 6, 1024, 4096),
+        "down": struct(P(None, "tensor"), 6, 4096, 1024),
+    }
+    jitted = jaxoff.jit(jax.grad(lambda w, x: lax.scan(block, x, w)[0].astype(jnp.float32).mean()))
+    compiled = target.compile(jitted, w, struct(P(), 8192, 1024))
+    facts = jaxoff.verify(compiled, compiler_options=jitted.options)
+    assert jitted.recipe == "concurrent"
+    assert facts.h2d_bytes == 6 * 8192 * 2048 * 2
+    assert all(copy.overlaps for copy in facts.copies)

@@ -95,6 +95,22 @@ def test_a_recipe_that_exchanges_more_than_the_program_as_given_does_not_run(cop
     assert all("exchanged 512.00 MB for 256.00 MB" in finding.message for finding in findings)
 
 
+def test_offloads_given_up_for_what_they_exchange_are_said_by_the_recipe_of_least_memory():
+    gather = "ENTRY %main (x: f32[8]) -> f32[64] {{\n  %g = f32[{rows},8]{{1,0}} all-gather(%x)\n}}\n"
+    nbytes = {"concurrent": 6.23e9, "early": 4.87e9, "ordered": 4.9e9, "stock": 6.52e9, "saved": 6.25e9}
+    rows = {"concurrent": 16, "early": 16, "ordered": 16, "stock": 8, "saved": 8}
+
+    def compile_recipe(recipe):
+        return compiled_of(int(nbytes[recipe]), gather.format(rows=1_000_000 * rows[recipe]))
+
+    chosen, candidates = choose_recipe(EVERY, compile_recipe)
+    assert chosen == "saved"
+    (finding,) = find_fallback(chosen, candidates)
+    assert "by 'early' it took 4.87 GB and exchanged 512.00 MB for 256.00 MB. Nothing" in finding.message
+    assert "wins no memory" not in finding.message
+    assert "recipe='early' in jaxoff.jit insists" in finding.message
+
+
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
