@@ -1,4 +1,4 @@
-"""Products that a program with Explicit axes divides over devices only after it has added them up."""
+"""Products with Explicit axes whose sums over devices the program divides by a `reshard` behind."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from jaxoff._jaxpr.meshes import explicit_mesh
 
 
 def divide_products(eqns: Sequence[JaxprEqn], read_after: Iterable[Any]) -> list[JaxprEqn]:
-    """Divides each product whose only reader divides the whole result over devices by a `reshard`.
+    """Gives a product the sharding of the `reshard` that alone reads the product, and drops the `reshard`.
 
-    The gradient of a weight which a layer gathers is such a product. XLA adds up the devices' products and
-    takes a share of the sum, by one reduce-scatter. With a barrier between product and `reshard` XLA would
-    send twice the bytes: an all-reduce, of which each device drops all but its share.
+    The gradient of a weight gathered by a layer is such a product: XLA makes a reduce-scatter of the sum over
+    devices and the `reshard`. With a barrier between the two XLA sends twice the bytes, an all-reduce, and
+    each device drops all but its share of the sum.
 
     Args:
-      eqns: the equations, in program order.
-      read_after: what is read after the equations.
+      eqns: equations in program order.
+      read_after: the variables read after the equations.
 
     Returns:
-      The equations. The type of a divided product has the sharding of its `reshard`, which is left out.
+      The equations.
     """
     makers, readers = map_makers(eqns), index_readers(eqns)
     kept = {v for v in read_after if isinstance(v, Var)}
-    replaced: dict[int, JaxprEqn | None] = {}  # id of an equation -> what takes its place
+    replaced: dict[int, JaxprEqn | None] = {}  # by the id of the equation
     for eqn in eqns:
         if eqn.primitive.name != "reshard" or not isinstance(eqn.invars[0], Var):
             continue
@@ -39,20 +39,24 @@ def divide_products(eqns: Sequence[JaxprEqn], read_after: Iterable[Any]) -> list
             if makers[v].primitive.name not in ("transpose", "convert_element_type"):
                 break
             v = makers[v].invars[0]
-        if path and path[-1].primitive.name == "dot_general" and _is_whole(path[-1]):
+        if path and path[-1].primitive.name == "dot_general" and _is_divided_later(path[-1], eqn):
             replaced[id(eqn)] = None
             replaced |= _divide(path, eqn.outvars[0])
     return [new for eqn in eqns if (new := replaced.get(id(eqn), eqn)) is not None]
 
 
-def _is_whole(eqn: JaxprEqn) -> bool:
-    """Whether each device has the whole result of an equation, by its type."""
-    aval: Any = eqn.outvars[0].aval
-    return explicit_mesh(aval) is not None and aval.sharding.is_fully_replicated
+def _is_divided_later(product: JaxprEqn, reshard: JaxprEqn) -> bool:
+    """Whether each device has a whole product by its type, and a `reshard` over the same mesh divides it."""
+    before: Any = product.outvars[0].aval
+    after: Any = reshard.outvars[0].aval
+    mesh = explicit_mesh(before)
+    if mesh is None or explicit_mesh(after) != mesh or after.sharding.spec.unreduced:
+        return False
+    return before.sharding.is_fully_replicated and not after.sharding.is_fully_replicated
 
 
 def _divide(path: Sequence[JaxprEqn], result: Var) -> dict[int, JaxprEqn]:
-    """Divides the equations of a path, given from the last to the first, so that they make `result`."""
+    """The equations of a path, from the last to the first, with the shardings to make `result`; by ids."""
     new: dict[int, JaxprEqn] = {}
     *others, product = path
     for eqn in others:

@@ -27,15 +27,19 @@ FAULTS = (
 
 def describe_fault(fault: BaseException, doing: str) -> Finding:
     """The finding of a step run as written, after a fault while jaxoff was `doing` something."""
+    return Finding(
+        FindingCode.RUNS_AS_WRITTEN,
+        f"{name_fault(fault, doing)}, and the step runs as it is written. Results are right; copies may not "
+        "overlap, and memory is that of jax.jit. Please report the program.",
+    )
+
+
+def name_fault(fault: BaseException, doing: str) -> str:
+    """The beginning of a sentence: what failed, and how."""
     frames = traceback.extract_tb(fault.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     said = " ".join(str(fault).split())[:200]
-    return Finding(
-        FindingCode.RUNS_AS_WRITTEN,
-        f"{doing} failed by a fault of jaxoff ({type(fault).__name__}: {said}{place}), and the step runs as "
-        "it is written. Results are right; copies may not overlap, and memory is that of jax.jit. Please "
-        "report the program.",
-    )
+    return f"{doing} failed by a fault of jaxoff ({type(fault).__name__}: {said}{place})"
 
 
 def rewrite_safely(

@@ -24,10 +24,10 @@ type Reloads = collections.Counter[int]  # bytes of a copy from the host -> the 
 
 
 def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compiled) -> Iterator[Finding]:
-    """Finds a compiled program with fewer copies from the host than the traced program has.
+    """Finds a compiled program with fewer copies from the host than the traced program.
 
-    XLA may send equal values once and reload them twice, and two passes may share host memory. So the
-    reloads tell.
+    The reloads are compared: XLA may send equal values once and reload them twice, and the stacks of two
+    passes may have the same host memory.
 
     Args:
       closed: the user's program.
@@ -56,9 +56,9 @@ def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compil
 
 
 def count_reloads(jaxpr: Jaxpr) -> Reloads:
-    """Counts the copies from the host of a program, on all devices; of a condition's programs the most.
+    """Counts a program's copies from the host, on all devices; of a condition, those of the branch with most.
 
-    The runs of a `while` loop are not known: one counts.
+    A `while` loop, whose number of runs is not known, counts as one run.
     """
     found: Reloads = collections.Counter()
     for eqn in jaxpr.eqns:

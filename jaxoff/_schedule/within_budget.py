@@ -27,7 +27,7 @@ from jaxoff._report.finding import Finding
 from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
 from jaxoff._schedule.call import Call
-from jaxoff._schedule.faults import FAULTS, describe_fault
+from jaxoff._schedule.faults import FAULTS, describe_fault, name_fault
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.settings import Setting
 from jaxoff._schedule.traced import Traced
@@ -106,12 +106,12 @@ class Search:
                 raise error.extend(f"XLA says: {self.refusals[0]}") from None
             raise
         except FAULTS as fault:
-            written = self.compile_written()
-            finding = describe_fault(fault, "the search for a program in its budget")
+            written, doing = self.compile_written(), "the search for a program in its budget"
             if written.nbytes > self.budget.device_nbytes:
                 nbytes = format_nbytes(int(written.nbytes)) if math.isfinite(written.nbytes) else "too much"
-                text = f"no program fits: the step as it is written takes {nbytes}. {finding.message}"
-                raise BudgetError(text, None) from fault
+                text = f"{name_fault(fault, doing)}, and the step as it is written takes {nbytes}."
+                raise BudgetError(f"{text} Please report the program.", None) from fault
+            finding = describe_fault(fault, doing)
             return dataclasses.replace(self._as_written(written), findings=(finding,))
 
     def _find(self) -> Within:
