@@ -40,7 +40,7 @@ def test_a_search_that_fails_takes_the_step_as_written_if_it_fits(monkeypatch):
         result = ours(*ARGS)
     assert (result == jax.jit(step)(*ARGS)).all()
     assert ours.plan.peak_bytes < 1e8
-    with pytest.raises(jaxoff.BudgetError, match=r"as it is written takes .*KeyError"):
+    with pytest.raises(jaxoff.BudgetError, match=r"KeyError.* as it is written takes"):
         jaxoff.jit(step, device_bytes=1e3)(*ARGS)
 
 
