@@ -282,8 +282,8 @@ def _describe_stayed(stayed: _Stayed) -> Finding:
     return Finding(
         FindingCode.OFFLOAD_NOT_DONE,
         f"{_name_of(group)} ({format_nbytes(nbytes)}) is not offloaded, though {rule} asks for it: no "
-        "backward pass reads the value, or it stands outside of the jax.checkpoint with the policy, or an "
-        f"outer jax.checkpoint decides otherwise. {_EXPLAIN}",
+        "backward pass reads the value, or it stands outside of the jax.checkpoint with the policy, or is a "
+        f"result of it that code outside reads, or an outer jax.checkpoint decides otherwise. {_EXPLAIN}",
         compat.source_line(group[0].eqn),
     )
 
