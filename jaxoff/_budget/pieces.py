@@ -45,10 +45,5 @@ def _list_cuts(eqns: Sequence[JaxprEqn], last_reads: dict[Var, int]) -> list[int
     live = change.cumsum()  # ahead of each equation
     products = np.cumsum([eqn.primitive.name in DOTS for eqn in eqns])
     series = (products - 1) // _PRODUCTS
-    cuts = {int(n): int(i) for n in set(series[series > 0]) for i in [_find_lowest(live, series == n)]}
-    return [0, *sorted(cuts.values()), len(eqns)]
-
-
-def _find_lowest(live: np.ndarray, among: np.ndarray) -> int:
-    places = np.flatnonzero(among)
-    return places[live[places].argmin()]
+    places = [np.flatnonzero(series == n) for n in range(1, series.max(initial=0) + 1)]
+    return [0, *(int(among[live[among].argmin()]) for among in places), len(eqns)]

@@ -132,10 +132,8 @@ class Sequenced:
         last = min(self.sequences, key=lambda sequence: min(sequence.first_reads))
         in_sections: list[JaxprEqn] = []
         for sequence in self.sequences:
-            if sequence.is_section and sequence is last:
-                continue
             if sequence.is_section:
-                in_sections += (*sequence.eqns, *sequence.rest)
+                in_sections += () if sequence is last else (*sequence.eqns, *sequence.rest)
                 continue
             first, second, *_ = sequence.first_reads
             # The backward pass of the first layer takes as many equations as the second layer's.

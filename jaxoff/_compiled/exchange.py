@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import functools
 
-from jaxoff._compiled.hlo import Instruction, parse
+from jaxoff._compiled.hlo import Instruction, Module
 from jaxoff._compiled.transfers import find_transfers
 
 
-def exchanged_nbytes(text: str) -> int:
-    """The bytes made by the collectives of a program on a device, in a loop once for each iteration.
-
-    Args:
-      text: the program, as `jax.stages.Compiled.as_text` gives it.
-    """
-    module = parse(text)
+def exchanged_nbytes(module: Module) -> int:
+    """The bytes made by the collectives of a program on a device, in a loop once for each iteration."""
 
     @functools.cache
     def count(computation: str) -> int:
@@ -32,9 +27,9 @@ def exchanged_nbytes(text: str) -> int:
     return count(module.entry.name)
 
 
-def copied_nbytes(text: str) -> int:
-    """The bytes that a program copies to and from the host on a device; `text` as for `exchanged_nbytes`."""
-    return sum(t.nbytes * (t.execution.count or 1) for t in find_transfers(parse(text)))
+def copied_nbytes(module: Module) -> int:
+    """The bytes that a program copies to and from the host on a device, as `HostCopy.total_bytes` counts."""
+    return sum(t.nbytes * (t.execution.count or 1) for t in find_transfers(module))
 
 
 def _count_made(collective: Instruction) -> int:

@@ -358,6 +358,11 @@ def varying_axes(aval: Any) -> tuple[str, ...]:
     return tuple(sorted(getattr(getattr(aval, "mat", None), "varying", ())))
 
 
+def varies_with(aval: Any, others: Iterable[Any]) -> bool:
+    """Whether a value differs between devices over all axes over which one of the other values does."""
+    return {axis for other in others for axis in varying_axes(other)}.issubset(varying_axes(aval))
+
+
 def empty_scalar(aval: Any) -> jax.Array:
     """Makes a scalar with arbitrary contents, of an abstract array's dtype, memory and varying axes."""
     return vary_like(_primitives.empty2_p.bind(dtype=aval.dtype, memory_space=aval.memory_space), aval)

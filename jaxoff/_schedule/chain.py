@@ -67,8 +67,7 @@ class Chain:
         self.substitutes: Substitutes = {}
         self.renamed: dict[Var, Added] = {}
         self.elements: Substitutes = {}
-        # Equations of slices -> the counter they read, which waits; None: the loop's own.
-        self._delayed: dict[frozenset[int], Added | None] = {}
+        self._delayed: dict[frozenset[int], Substitutes] = {}  # equations of slices -> what they read instead
         self._last: Var | None = None
         self._behind_last: Substitutes = {}  # the substitutes for operands of the last kernel
         # The result of the kernel before the last kernel and before all kernels fused with the last kernel.
@@ -205,14 +204,12 @@ class Chain:
         shares = self._problem.shares_fused
         after = self._before_compute if shares else self.last_large
         slices = frozenset(j for j in self._graph.fused[i] if self._eqns[j].primitive.name == "dynamic_slice")
-        if shares and slices in self._delayed:
-            counter = self._delayed[slices]
-            return {iteration: counter} if counter else {}
-        self._delayed[slices] = counter = Added(iteration) if after else None
-        if counter is None or after is None:
-            return {}
-        self.actions.append(DelayIteration(i, self.elements.get(after, after), counter))
-        return {iteration: counter}
+        if not shares or slices not in self._delayed:
+            self._delayed[slices] = {}
+            if after is not None:
+                self._delayed[slices] = {iteration: (counter := Added(iteration))}
+                self.actions.append(DelayIteration(i, self.elements.get(after, after), counter))
+        return self._delayed[slices]
 
     def delay_reload(self, i: int) -> None:
         """Makes reload `i` start after the latest large value, if its host stack has a spare row."""

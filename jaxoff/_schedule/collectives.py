@@ -24,8 +24,7 @@ def can_wait(operand: Any, bits: Sequence[Var]) -> bool:
     """
     if not isinstance(operand, Var) or not compat.nbytes(operand.aval):
         return False
-    varying = {axis for bit in bits for axis in compat.varying_axes(bit.aval)}
-    return varying <= {*compat.varying_axes(operand.aval)}
+    return compat.varies_with(operand.aval, [bit.aval for bit in bits])
 
 
 def wait_for_bits(

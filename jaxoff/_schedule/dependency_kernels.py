@@ -100,8 +100,7 @@ def write_element(first: int, step: int, stack, value, iteration, *, is_divided:
 
 def _keep_type(function, value, *others):
     """`function(value, *others)`, which differs between devices only where `value` does."""
-    axes = {axis for other in others for axis in compat.varying_axes(jax.typeof(other))}
-    if axes.issubset(compat.varying_axes(jax.typeof(value))):
+    if compat.varies_with(jax.typeof(value), map(jax.typeof, others)):
         return function(value, *others)
     return change_in_place(function, value, *others)
 

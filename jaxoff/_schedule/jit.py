@@ -46,11 +46,11 @@ def jit(
 
     On a GPU, the first call with new types of arguments compiles "stock" and "saved" as well. It runs the
     first recipe that takes no more device memory than either (1% tolerance) and exchanges hardly more bytes
-    between devices than "stock" (a tenth of those of its copies at most), or "saved" if the copies win no
-    memory. Where it may hide copies less well
-    than the first recipe, a warning and `findings` of the result say so, with the bytes. Compilation takes
-    three to five times as long. JAX's persistent compilation cache keeps the programs, but programs whose
-    loops the compiler divides over devices only under `jax_remove_custom_partitioning_ptr_from_cache_key`.
+    between devices than "stock" (a tenth of its copied bytes at most), or "saved" if the copies win no
+    memory. Where it may hide copies less well than the first recipe, a warning and `findings` of the result
+    say so, with the bytes. Compilation takes three to five times as long. JAX's persistent compilation
+    cache keeps the programs, but programs whose loops the compiler divides over devices only under
+    `jax_remove_custom_partitioning_ptr_from_cache_key`.
 
     Args:
       fun: as for `jax.jit`; without it, a decorator.

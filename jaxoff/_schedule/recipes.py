@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jaxoff._compiled import hlo
 from jaxoff._compiled.exchange import copied_nbytes, exchanged_nbytes
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.near_miss import near_miss
@@ -185,8 +186,11 @@ def _try_candidate(
     try:
         compiled = compile_recipe(recipe)
         text = compiled.as_text() if several_devices else None
-        exchanged, copied = (exchanged_nbytes(text), copied_nbytes(text)) if text else (0, 0)
-        return Candidate(recipe, program_nbytes(compiled), exchanged=exchanged, copied=copied)
+        if not text:
+            return Candidate(recipe, program_nbytes(compiled))
+        module = hlo.parse(text)
+        nbytes, exchanged = program_nbytes(compiled), exchanged_nbytes(module)
+        return Candidate(recipe, nbytes, exchanged=exchanged, copied=copied_nbytes(module))
     except jax.errors.JaxRuntimeError as error:  # out of memory at compilation, or a program that XLA refuses
         return Candidate(recipe, None, str(error).splitlines()[0])
 
@@ -205,17 +209,13 @@ def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> list[Findi
         first = min(wins, key=lambda c: c.nbytes or 0, default=first)  # refused for what it exchanges
     reason = textwrap.shorten(first.reason, 400).rstrip(".")
     took = f"took {format_nbytes(first.nbytes)}" if first.nbytes is not None else f"failed: {reason}"
-    exchanges_more = stock is not None and first.exchanges_more_than(stock)
-    if stock and exchanges_more:
-        took += f" and exchanged {format_nbytes(first.exchanged)} for {format_nbytes(stock.exchanged)}"
-    now = "" if own.nbytes is None else f" of {format_nbytes(own.nbytes)}"
     loss = "Its copies may be hidden less well"
     if chosen is Recipe.SAVED:
-        loss = (
-            "Nothing is offloaded"
-            if exchanges_more
-            else "Offloading wins no memory here, so nothing is offloaded"
-        )
+        loss = "Offloading wins no memory here, so nothing is offloaded"
+    if stock and first.exchanges_more_than(stock):
+        took += f" and exchanged {format_nbytes(first.exchanged)} for {format_nbytes(stock.exchanged)}"
+        loss = "Nothing is offloaded" if chosen is Recipe.SAVED else loss
+    now = "" if own.nbytes is None else f" of {format_nbytes(own.nbytes)}"
     text = (
         f"the program runs by the recipe {chosen.value!r}{now}: by {first.recipe.value!r} it {took}. {loss}; "
         f"recipe={first.recipe.value!r} in jaxoff.jit insists."

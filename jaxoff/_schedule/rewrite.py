@@ -274,9 +274,8 @@ class _Rewriter:
         outs: Any = [resolve(renamed, v) for v in jaxpr.outvars]
         read: Any = [*outs, *(v for eqn in rest for v in eqn.invars)]
         eqns, scalars = split_scalars(self._prepare(eqns, read))
-        ordered = self._order(
-            jaxpr.replace(outvars=read), eqns, {}, [True] * len(eqns), waits_for_sends=False
-        )
+        in_order = [True] * len(eqns)
+        ordered = self._order(jaxpr.replace(outvars=read), eqns, in_order, waits_for_sends=False)
         rest = delay_fills(rest, _find_last_loop_result(ordered), self._large_nbytes)
         return jaxpr.replace(eqns=[*scalars, *ordered.eqns, *rest], outvars=outs)
 
@@ -298,22 +297,20 @@ class _Rewriter:
             newest = {resolve(renamed, max(operands, key=lambda v: made.get(v, -1)))}
         tail = list(inline_calls(outer[backward:], renamed))
         # The result of an inner `jax.jit` may be the result of a checkpoint in it.
-        jaxpr = jaxpr.replace(outvars=[resolve(calls, v) for v in jaxpr.outvars])
-        outs = [resolve(renamed, v) for v in jaxpr.outvars]
+        outs = [resolve(renamed, resolve(calls, v)) for v in jaxpr.outvars]
         head = self._prepare(head, [*outs, *(v for eqn in tail for v in eqn.invars)])
         tail = self._prepare(tail, [*outs, *newest])
         in_order = [True] * len(head) + mark_dependents(tail, newest)
-        return self._order(jaxpr, head + tail, renamed, in_order, waits_for_sends=True)
+        return self._order(jaxpr.replace(outvars=outs), head + tail, in_order, waits_for_sends=True)
 
-    def _order(self, jaxpr, eqns, renamed, in_order, *, waits_for_sends) -> Jaxpr:
-        outs = [resolve(renamed, v) for v in jaxpr.outvars]
-        results = frozenset(v for v in outs if isinstance(v, Var))
+    def _order(self, jaxpr, eqns, in_order, *, waits_for_sends) -> Jaxpr:
+        results = frozenset(v for v in jaxpr.outvars if isinstance(v, Var))
         may_gather = not self._one_device and not any(map(compat.is_manual, eqns))
         problem = OrderProblem(
             tuple(eqns), results, tuple(in_order), waits_for_sends, shares_fused=may_gather
         )
         eqns, _ = emit(decide(problem, self._device, self._large_nbytes), problem)
-        return jaxpr.replace(eqns=eqns, outvars=outs)
+        return jaxpr.replace(eqns=eqns)
 
 
 def _count_row_nbytes(loop: Loop, xs: int) -> int:

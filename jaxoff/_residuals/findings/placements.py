@@ -89,9 +89,9 @@ def find_overridden_checkpoints(analysis: Analysis) -> Iterator[Finding]:
             continue
         outer = decide_at(site)
         for depth in range(1, len(site.checkpoints)):
-            inner = decide_at(site, depth)
             if site.loops_around[depth] > site.loops_around[0]:
                 continue
+            inner = decide_at(site, depth)
             if inner.placement not in ("recompute", outer.placement):
                 yield Finding(
                     FindingCode.CHECKPOINT_OVERRIDDEN,

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxoff._compiled import hlo
 from jaxoff._compiled.exchange import exchanged_nbytes
 
 ASYNC = """HloModule jit_step
@@ -30,11 +31,12 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
 
 def test_a_collective_in_a_loop_counts_once_an_iteration():
     gather, scatter, reduce = 8 * 8 * 2, 4 * 4, (2 + 3) * 4
-    assert exchanged_nbytes(ASYNC) == 6 * (gather + scatter + reduce) + 10
+    assert exchanged_nbytes(hlo.parse(ASYNC)) == 6 * (gather + scatter + reduce) + 10
 
 
 def test_a_program_of_one_device_exchanges_nothing():
-    assert exchanged_nbytes(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile().as_text()) == 0
+    text = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile().as_text()
+    assert exchanged_nbytes(hlo.parse(text)) == 0
 
 
 @pytest.mark.parametrize("iterations", [1, 5])
@@ -51,4 +53,4 @@ def test_a_compiled_loop(iterations):
 
     arguments = [jax.device_put(jnp.ones((16, 16)), sharding) for sharding in (rows, whole)]
     compiled = jax.jit(step).lower(*arguments).compile()
-    assert exchanged_nbytes(compiled.as_text()) == iterations * 16 * 16 * 4
+    assert exchanged_nbytes(hlo.parse(compiled.as_text())) == iterations * 16 * 16 * 4
