@@ -12,7 +12,8 @@ One sequence, AdamW with clipping, weights in bfloat16 with float32 masters. Var
 - "recompute": `jax.jit`, each layer recomputed, a plain head;
 - "offload": the same with the layers' inputs offloaded by JAX's own policy;
 - "budget": `jaxoff.jit(device_bytes=)` of the step of "recompute", without another change;
-- "jaxoff": the same, with the MLP and the head under `jaxoff.tiled`.
+- "list": the same, the layers in a list and a Python loop instead of `jax.lax.scan`;
+- "jaxoff": "budget" with the MLP and the head under `jaxoff.tiled`.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ VARIANTS = {
     "recompute": "jax.jit, all recomputed",
     "offload": "jax.jit, layer inputs offloaded",
     "budget": "jaxoff.jit(device_bytes=...)",
+    "list": "the same, layers in a list",
     "jaxoff": "the same, MLP and head tiled",
 }
 MODELS = {  # meta-llama/Llama-3.1-8B and Llama-3.2-1B
     "llama3_8b": Sizes(layers=32, batch=1),
     "llama3_1b": Sizes(layers=16, width=2048, hidden=8192, head_size=64, batch=1),
 }
+WITHIN_BUDGET = ("budget", "list", "jaxoff")
 # A tile's tokens: products of this many rows run at the full rate.
 TILE = 8192
 # An H100 SXM's and an H200's 16-bit products a second, by the data sheet.
@@ -107,7 +110,12 @@ def make_step(sizes: Sizes, variant: str) -> tuple[Callable[..., Any], Any]:
     head = cross_entropy if variant != "jaxoff" else jaxoff.tiled(cross_entropy, tiles=tiles * 4, axis=1)
 
     def loss_of(params, tokens):
-        x, _ = jax.lax.scan(block, params["embed"][tokens[:, :-1]], params["layers"])
+        x = params["embed"][tokens[:, :-1]]
+        if variant == "list":
+            for weights in params["layers"]:
+                x, _ = block(x, weights)
+        else:
+            x, _ = jax.lax.scan(block, x, params["layers"])
         return head((x, tokens[:, 1:]), params["norm"], params["head"]).mean()
 
     def step(state, tokens):
@@ -120,7 +128,7 @@ def make_step(sizes: Sizes, variant: str) -> tuple[Callable[..., Any], Any]:
         return (weights, masters, optimizer_state), loss
 
     def initialize(key):
-        masters = initialize_decoder(sizes, stack, key)
+        masters = initialize_decoder(sizes, list if variant == "list" else stack, key)
         return jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters), masters, OPTIMIZER.init(masters)
 
     return step, (jax.eval_shape(initialize, jax.random.key(0)), sizes.tokens)
@@ -183,7 +191,7 @@ def measure_variant(
         warnings.simplefilter("ignore")
         step, args = make_step(sizes, variant)
         jitted: Any = jax.jit(step, donate_argnums=0)
-        if has_budget := variant in ("budget", "jaxoff"):
+        if has_budget := variant in WITHIN_BUDGET:
             budget = {"device_bytes": 1e9 * o.device_gb, "host_bytes": 1e9 * o.host_gb}
             jitted = jaxoff.jit(step, donate_argnums=0, device=device, **budget)
         try:
@@ -219,7 +227,7 @@ def draw_longest(rows: list[dict[str, Any]], o: argparse.Namespace) -> None:
     fitting = [row for row in rows if fits(row, o.device_gb)]
     longest = [max((r["tokens"] for r in fitting if r["variant"] == v), default=0) for v in o.variants]
     figure, axes = plt.subplots(figsize=(8, 1 + 0.5 * len(longest)), layout="constrained")
-    colors = ["C0" if variant in ("budget", "jaxoff") else "0.6" for variant in o.variants]
+    colors = ["C0" if variant in WITHIN_BUDGET else "0.6" for variant in o.variants]
     bars = axes.barh([VARIANTS[v] for v in o.variants], longest, color=colors)
     axes.bar_label(bars, [f"{tokens:,}" for tokens in longest], padding=3)
     axes.invert_yaxis()

@@ -228,14 +228,15 @@ def choose_placements(
     if not costs:
         return [], 0.0
     program = IntegerProgram(_MB)
-    memory: list[list[tuple[int, float]]] = [[] for _ in costs]
+    memory = [_Memory([], []) for _ in costs]
     host: list[tuple[int, float]] = []
     chosen = [_add_pair(program, cost, device, own, host) for cost, own in zip(costs, memory, strict=True)]
     if host_nbytes is not None:
         program.add_upper_bound(host, host_nbytes / _MB)
     most = program.add_variable(upper=math.inf)
     for peak in _list_peaks(costs):
-        held = [term for i in peak.held for term in memory[i]]
+        held = [term for i in peak.held for term in memory[i].kept]
+        held += memory[peak.held[-1]].passing if peak.held else []
         if peak.made is not None:
             held.append((_add_excess(program, costs[peak.made].segments, chosen[peak.made]), 1.0))
         program.add_lower_bound(most, held, peak.nbytes / _MB)
@@ -247,7 +248,7 @@ def choose_placements(
         return None
     program.add_upper_bound([(most, 1.0)], limit)
     if device_nbytes is None:
-        kept = dict(term for own in memory for term in own)
+        kept = dict(term for own in memory for term in own.kept + own.passing)
         fewest = program.minimise(kept)
         assert fewest is not None  # the least fits
         total = sum(factor * fewest[i] for i, factor in kept.items())
@@ -273,32 +274,42 @@ def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> fl
 
     The kept values of all layers are held as the backward pass begins; in a step with several gradients, one
     after the other, those of each. When the backward pass of a section runs, the kept values of what is ahead
-    are held and all of its own, kept or recomputed; of its own bytes, those above a layer's count. Of a layer
-    in segments the bytes count that are made at once.
+    are held and all of its own, kept or recomputed; of its own bytes, those above a layer's count. Offloaded
+    values of a section count once more, beside the section's neighbor: on their way. Of a layer in segments
+    the bytes count that are made at once.
     """
     each = list(zip(costs, placements, strict=True))
     kept = [_kept_nbytes(cost, placed) for cost, placed in each]
+    passing = [_passing_nbytes(cost, placed) for cost, placed in each]
     excess = [cost.segments.excess_nbytes({*placed.list_kept(cost.pair)}) for cost, placed in each]
     sizes = [
-        sum(kept[i] for i in peak.held) + peak.nbytes + (0.0 if peak.made is None else excess[peak.made])
+        sum(kept[i] for i in peak.held)
+        + (passing[peak.held[-1]] if peak.held else 0.0)
+        + peak.nbytes
+        + (0.0 if peak.made is None else excess[peak.made])
         for peak in _list_peaks(costs)
     ]
     return max(sizes, default=0.0)
 
 
 def _kept_nbytes(cost: Costs, placed: Placements) -> float:
+    buffers = 0 if cost.pair.is_section else _BUFFERS
     total, values = 0.0, cost.pair.values
-    for times, places in ((cost.pair.count, placed.saved), (_BUFFERS, placed.offloaded)):
+    for times, places in ((cost.pair.count, placed.saved), (buffers, placed.offloaded)):
         for i in places:
             total += times * (cost.compressible if i in placed.compressed else cost.nbytes)[values[i]]
     return total
+
+
+def _passing_nbytes(cost: Costs, placed: Placements) -> float:
+    return sum(cost.nbytes[cost.pair.values[i]] for i in placed.offloaded if cost.pair.is_section)
 
 
 class _Peak(NamedTuple):
     """A moment of the backward pass.
 
     Attributes:
-      held: indices of the layers with kept values in memory.
+      held: indices of the layers with kept values in memory, in the order of the forward pass.
       nbytes: further bytes.
       made: index of the layer in segments whose backward pass runs, or None.
     """
@@ -315,10 +326,11 @@ def _list_peaks(costs: Sequence[Costs]) -> list[_Peak]:
     # A layer's own values are no part of the count: compilation teaches what they take.
     usual = max((costs[i].segments.largest_nbytes for i in layers or sections), default=0)
 
+    in_order = sorted(range(len(costs)), key=lambda i: costs[i].pair.position)
+
     def list_ahead(position: float) -> tuple[int, ...]:
         """The layers with kept values in memory ahead of a place of the forward pass."""
-        each = enumerate(cost.pair for cost in costs)
-        return tuple(i for i, pair in each if pair.position < position < pair.end)
+        return tuple(i for i in in_order if costs[i].pair.position < position < costs[i].pair.end)
 
     # Behind the last section of a gradient are its last layers, or the loss.
     behind = [list_ahead(cost.pair.position + 0.5) for cost in costs]
@@ -350,6 +362,18 @@ def _add_excess(program: IntegerProgram, segments: Segments, kept: Mapping[Var, 
     return excess
 
 
+class _Memory(NamedTuple):
+    """Terms of the integer program, variables with megabytes: the device memory of a layer's kept values.
+
+    Attributes:
+      kept: between the forward pass and the backward pass of the layer.
+      passing: further memory right behind the one and ahead of the other, for copies.
+    """
+
+    kept: list[tuple[int, float]]
+    passing: list[tuple[int, float]]
+
+
 class _Way(NamedTuple):
     """A way to keep a value: its variable in the integer program, and where and how the value is kept."""
 
@@ -362,7 +386,7 @@ def _add_pair(
     program: IntegerProgram,
     costs: Costs,
     device: Device,
-    memory: list[tuple[int, float]],
+    memory: _Memory,
     host: list[tuple[int, float]],
 ) -> dict[Var, list[_Way]]:
     """Adds the variables and constraints of a pair of loops.
@@ -384,14 +408,17 @@ def _add_pair(
             added = _COMPRESSING_PASSES * device.pass_ms(whole) if compresses else 0.0
             save = program.add_variable(integer=True)
             ways_of.append(_Way(save, False, compresses))
-            memory.append((save, length * nbytes / _MB))
+            memory.kept.append((save, length * nbytes / _MB))
             saving = costs.saving_ms[v] * nbytes / max(whole, 1) + _SAVING_SHARE * pass_ms
             program.cost[save] += times_run * (saving + added)
             if nbytes < _LEAST_OFFLOADED_NBYTES or _is_marked(pair, v):
                 continue
             move = program.add_variable(integer=True)
             ways_of.append(_Way(move, True, compresses))
-            memory.append((move, _BUFFERS * nbytes / _MB))
+            if pair.is_section:
+                memory.passing.append((move, nbytes / _MB))
+            else:
+                memory.kept.append((move, _BUFFERS * nbytes / _MB))
             host.append((move, (length + 1) * nbytes / _MB))  # a stack has a spare row
             copies_out.append((move, device.d2h_ms(nbytes), costs.ready_ms[v]))
             copies_back.append((move, device.h2d_ms(nbytes)))

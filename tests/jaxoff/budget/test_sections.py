@@ -202,10 +202,13 @@ def test_no_other_sections_have_a_lower_peak(data):
     reads = [(i, data.draw(st.integers(i, length)), data.draw(sizes)) for i in range(length)]
     floor = data.draw(st.integers(0, 60))
 
+    def count_live(place):
+        return sum(size for i, last, size in reads if i < place <= last)
+
     def peak_of(ends):
         held, peaks = 0, []
         for a, b in itertools.pairwise(ends):
-            peaks.append(held + max(floor, nbytes[a:b].sum()))
+            peaks.append(held + max(floor, nbytes[a:b].sum()) + max(count_live(a), count_live(b)))
             held += sum(size for i, last, size in reads if a <= i < b <= last)
         return max(peaks)
 
