@@ -63,19 +63,22 @@ def find_loop_pairs(jaxpr: Jaxpr) -> list[LoopPair]:
     positions = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     reads, makers = count_reads(jaxpr.eqns, jaxpr.outvars), map_makers(jaxpr.eqns)
     taken: set[int] = set()
+    of_stacks, of_rows = [], []
     for forward in scans:
-        if id(forward) in taken:
-            continue
         others = [eqn for eqn in scans if eqn is not forward]
-        readers = [eqn for eqn in others if _reads_stacks(eqn, forward)]
-        readers = readers or [eqn for eqn in others if _reads_rows(eqn, forward)]
-        if len(readers) != 1 or id(readers[0]) in taken:
+        if readers := [eqn for eqn in others if _reads_stacks(eqn, forward)]:
+            of_stacks.append((forward, readers))
+        else:
+            of_rows.append((forward, [eqn for eqn in others if _reads_rows(eqn, forward)]))
+    # A backward loop reads the rows of any loop over its weights: the loop with its stacks comes first.
+    for forward, readers in (*of_stacks, *of_rows):
+        if len(readers) != 1 or not taken.isdisjoint((id(forward), id(readers[0]))):
             continue
         between = positions[id(forward)], positions[id(readers[0])]
         if (pair := _pair(forward, readers[0], between, reads, makers)) is not None:
             taken |= {id(forward), id(readers[0])}
             found.append(pair)
-    return found
+    return sorted(found, key=lambda pair: pair.position)
 
 
 def holds_loop_pairs(loop: JaxprEqn) -> bool:

@@ -47,12 +47,14 @@ class Execution:
     Attributes:
       computation: the instructions.
       count: runs in a call of the program; None inside of a loop without a known number of iterations.
+      least_count: the same, where such a loop runs once.
       loop: the name of the innermost loop around the computation, or ''.
       caller: the execution of the caller, and the calling instruction; None for the entry.
     """
 
     computation: Computation
     count: int | None
+    least_count: int
     loop: str
     caller: tuple[Execution, Instruction] | None = None
 
@@ -82,7 +84,7 @@ class Transfer:
 
 def find_executions(module: Module) -> Iterator[Execution]:
     """Finds every computation whose instructions the device runs in order, the entry first."""
-    pending = [Execution(module.entry, 1, "")]
+    pending = [Execution(module.entry, 1, 1, "")]
     while pending:
         execution = pending.pop()
         yield execution
@@ -94,10 +96,11 @@ def find_executions(module: Module) -> Iterator[Execution]:
 
 def _enter(execution: Execution, instruction: Instruction, computation: Computation) -> Execution:
     if instruction.opcode != "while":
-        return Execution(computation, execution.count, execution.loop, (execution, instruction))
+        return dataclasses.replace(execution, computation=computation, caller=(execution, instruction))
     trips = instruction.config.get("known_trip_count", {}).get("n")
     count = execution.count * int(trips) if execution.count is not None and trips is not None else None
-    return Execution(computation, count, instruction.name, (execution, instruction))
+    least = execution.least_count * int(trips or 1)
+    return Execution(computation, count, least, instruction.name, (execution, instruction))
 
 
 def find_transfers(module: Module) -> Iterator[Transfer]:

@@ -320,17 +320,20 @@ def inlinable_call(eqn: JaxprEqn) -> Call | None:
         hides = any(flags) if isinstance(flags, tuple) else flags
         hides = hides and bool(eqn.params.get("differentiated", True))
         return Call(checkpoint.jaxpr, prevent_cse=hides, checkpoint=True)
+    called = called_program(eqn)
+    return None if called is None or called.consts else Call(called.jaxpr)
+
+
+def called_program(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The program of a call that is no more than its equations, but for `jax.checkpoint`; else None."""
     # eval_jaxpr and closed_call hold the known part of a loop in a checkpoint, after partial evaluation.
     if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "closed_call"):
-        rule = eqn.params["call_jaxpr"]
-        return None if rule.consts else Call(rule.jaxpr)
+        return eqn.params["call_jaxpr"]
     if eqn.primitive is not _primitives.jit_p:
         return None
-    closed, shardings = eqn.params["jaxpr"], (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     # What an inner call donates has no effect.
-    if closed.consts or any(type(s).__name__ != "UnspecifiedValue" for s in shardings):
-        return None
-    return Call(closed.jaxpr)
+    shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return eqn.params["jaxpr"] if all(type(s).__name__ == "UnspecifiedValue" for s in shardings) else None
 
 
 def is_backward(eqn: JaxprEqn) -> bool:
@@ -416,6 +419,32 @@ def transfer_in(eqn: JaxprEqn) -> str | None:
         return None
     source, target = is_host(eqn.invars[0].aval), is_host(eqn.outvars[0].aval)
     return {(False, True): "D2H", (True, False): "H2D"}.get((source, target))
+
+
+def is_copied_by_policy(eqn: JaxprEqn) -> bool:
+    """Whether a copy to the host is as JAX traces those of policies, or the transpose of some copy.
+
+    Such a copy is always made. The user's `jax.device_put` may reuse its operand, but with `may_alias=False`.
+    """
+    return eqn.params["copy_semantics"][0].name == "ALWAYS_COPY"
+
+
+def split_copies(jaxpr: Jaxpr) -> Jaxpr:
+    """A program in which each `jax.device_put`, at all levels, copies a single value."""
+
+    def split(jaxpr: Jaxpr) -> Jaxpr:
+        eqns: list[JaxprEqn] = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is not _primitives.device_put_p or len(eqn.invars) == 1:
+                eqns.append(eqn)
+                continue
+            for i, (v, out) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
+                # A policy gives one entry for all results of an equation.
+                params = {key: (each[min(i, len(each) - 1)],) for key, each in eqn.params.items()}
+                eqns.append(eqn.replace(invars=[v], outvars=[out], params=params))
+        return jaxpr if len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns)
+
+    return rewrite_jaxprs(jaxpr, split)
 
 
 def jit_keywords(fun: Any) -> dict[str, Any]:

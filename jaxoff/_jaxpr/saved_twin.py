@@ -4,63 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax
-
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, Var
-from jaxoff._jaxpr.inline import Renamed, resolve
+from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.host_values import HostValues, move_to_device
+from jaxoff._jaxpr.scopes import is_recomputed, is_transposed
 
 
 def build_saved_twin(closed: ClosedJaxpr) -> ClosedJaxpr | None:
-    """A program without its copies between device and host memory.
+    """A program without the copies to the host, and back, that policies ask for.
+
+    What the user's own `jax.device_put` copies stays on the host, unless the program has no other copies.
 
     Args:
       closed: a program with offloaded residuals.
 
     Returns:
-      The twin with the same arguments and results; None if arguments, results or constants are in host
-      memory, or if values are copied there several at a time.
+      The twin with the same arguments and results; None if an argument, a result or a constant would have to
+      move from host memory.
     """
-    jaxpr = closed.jaxpr
-    if any(compat.is_host(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars, *jaxpr.constvars)):
+    values = HostValues(closed.jaxpr)
+    by_policies = [eqn.outvars[0] for eqn in values.sends if _is_by_policy(eqn)]
+    if not by_policies or all(map(compat.is_copied_by_policy, values.sends)):
+        moved = move_all_to_device(closed)
+        if moved is not None or not by_policies:
+            return moved
+    return _move(closed.replace(jaxpr=values.program), values.collect(by_policies).__contains__)
+
+
+def move_all_to_device(closed: ClosedJaxpr) -> ClosedJaxpr | None:
+    """A program without copies between device and host memory; None as for `build_saved_twin`."""
+    return _move(closed, lambda v: compat.is_host(v.aval))
+
+
+def _is_by_policy(send: JaxprEqn) -> bool:
+    """Whether a copy to the host is a policy's, and no transpose of the user's copy from the host."""
+    return compat.is_copied_by_policy(send) and (is_recomputed(send) or not is_transposed(send))
+
+
+def _move(closed: ClosedJaxpr, moves: Callable[[Var], bool]) -> ClosedJaxpr | None:
+    outside = (*closed.jaxpr.invars, *closed.jaxpr.constvars, *closed.jaxpr.outvars)
+    if any(isinstance(v, Var) and moves(v) for v in outside):
         return None
-    try:
-        moves = lambda v: compat.is_host(v.aval)  # noqa: E731
-        return closed.replace(jaxpr=compat.rewrite_jaxprs(jaxpr, lambda j: move_to_device(j, moves)))
-    except CopiesTogetherError:
-        return None
-
-
-class CopiesTogetherError(Exception):
-    """One equation copies several values between memories."""
-
-
-def move_to_device(jaxpr: Jaxpr, moves: Callable[[Var], bool]) -> Jaxpr:
-    """A program with some variables of host memory on the device; the programs inside are done already.
-
-    Raises:
-      CopiesTogetherError: if one equation copies several values between memories.
-    """
-    values = (*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
-    if not any(map(moves, values)):
-        return jaxpr
-    renamed: Renamed = {}
-
-    def move(v: Var) -> Var:
-        if moves(v):
-            renamed[v] = Var(v.aval.update(memory_space=jax.memory.Space.Device))
-        return renamed.get(v, v)
-
-    constvars, invars = [move(v) for v in jaxpr.constvars], [move(v) for v in jaxpr.invars]
-    eqns = []
-    for eqn in jaxpr.eqns:
-        touched = [v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and moves(v)]
-        if touched and compat.transfer_in(eqn):
-            renamed[eqn.outvars[0]] = resolve(renamed, eqn.invars[0])
-            continue
-        if touched and eqn.primitive.name == "device_put":
-            raise CopiesTogetherError
-        operands = [resolve(renamed, v) for v in eqn.invars]
-        eqns.append(eqn.replace(invars=operands, outvars=[move(v) for v in eqn.outvars]))
-    outs = [resolve(renamed, v) for v in jaxpr.outvars]
-    return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outs)
+    return closed.replace(jaxpr=compat.rewrite_jaxprs(closed.jaxpr, lambda j: move_to_device(j, moves)))

@@ -47,8 +47,8 @@ class Rewritten:
       jaxpr: the program.
       loops: number of loops written out.
       scanned: number of loops with offloaded residuals.
-      flat: whether the program offloads residuals outside of loops, or updates arguments in host memory and
-        computes mostly outside of loops.
+      flat: whether the program offloads residuals outside of loops over layers, or updates arguments in host
+        memory and computes mostly outside of loops.
       spare_nbytes: bytes of host memory for the spare rows of host stacks, which the given program lacks.
       streamed: whether arguments in host memory are updated in a loop.
       breaks_graphs: whether a loop with offloaded residuals holds another loop or a Fourier transform, which
@@ -125,7 +125,7 @@ def rewrite(
         closed.replace(jaxpr=jaxpr),
         rewriter.written_out,
         rewriter.scanned,
-        flat,
+        flat or rewriter.ordered_control_flow,
         rewriter.spare_nbytes,
         streamed=streamed,
         breaks_graphs=rewriter.breaks_graphs,
@@ -167,10 +167,14 @@ class _Rewriter:
         self._on_gpus = on_gpus
         self._shardings, self._numbers = shardings, itertools.count()
         self.written_out = self.scanned = self.spare_nbytes = 0
-        self.breaks_graphs = False
+        self.breaks_graphs = self.ordered_control_flow = False
 
     def write_out_loops(self, jaxpr: Jaxpr) -> Jaxpr:
-        """Writes out the layer loops, and orders the equations up to the last loop."""
+        """Writes out the layer loops, and orders the equations up to the last loop.
+
+        The user's conditions and other loops in the program are ordered, too.
+        """
+        jaxpr = self._order_control_flow(jaxpr)
         layers = _find_layer_loops(jaxpr)
         shardings = {i: self._shardings.get(number) for i, number in zip(layers, self._numbers, strict=False)}
         loops = {i: loop for i, eqn in layers.items() if (loop := Loop.find(eqn))}
@@ -279,6 +283,27 @@ class _Rewriter:
         rest = delay_fills(rest, _find_last_loop_result(ordered), self._large_nbytes)
         return jaxpr.replace(eqns=[*scalars, *ordered.eqns, *rest], outvars=outs)
 
+    def _order_control_flow(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Orders the branches of conditions and the bodies of loops with layers outside of loops.
+
+        For example, a loop over microbatches.
+        """
+
+        def order(body: Jaxpr) -> Jaxpr:
+            if "H2D" not in _find_transfers(body) or compat.has_side_effects(body):
+                return body
+            self.ordered_control_flow = True
+            return self.order_flat(body)
+
+        found = {
+            i: compat.map_programs(eqn, order)
+            for i, eqn in enumerate(jaxpr.eqns)
+            if compat.control_flow(eqn) is not None and not (_is_layer_scan(eqn) or is_plain_loop(eqn))
+        }
+        if not self.ordered_control_flow:
+            return jaxpr
+        return jaxpr.replace(eqns=[found.get(i, eqn) for i, eqn in enumerate(jaxpr.eqns)])
+
     def order_flat(self, jaxpr: Jaxpr) -> Jaxpr:
         """Orders a program with layers outside of loops.
 
@@ -372,10 +397,15 @@ def _find_layer_loops(jaxpr: Jaxpr) -> dict[int, JaxprEqn]:
 
 
 def _is_layer_scan(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scan which offloads residuals, or a differentiated `jaxoff.scan`."""
+    """Whether an equation is a scan which offloads residuals, or a differentiated `jaxoff.scan`.
+
+    No residual leaves an iteration of a scan over whole steps.
+    """
     if compat.scan_in(eqn) is None or is_plain_loop(eqn):
         return False
-    return (is_layer_loop(eqn) and is_differentiated(eqn)) or bool(_find_transfers(eqn.params["jaxpr"].jaxpr))
+    body = eqn.params["jaxpr"].jaxpr
+    offloads = any(compat.is_host(v.aval) for v in (*body.invars, *body.outvars))
+    return (is_layer_loop(eqn) and is_differentiated(eqn)) or (offloads and bool(_find_transfers(body)))
 
 
 def _find_transfers(jaxpr: Jaxpr) -> set[str]:

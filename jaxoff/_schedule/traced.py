@@ -10,7 +10,8 @@ from typing import Any
 from jax.sharding import Sharding
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.saved_twin import build_saved_twin
+from jaxoff._jaxpr.host_values import HostValues
+from jaxoff._jaxpr.saved_twin import build_saved_twin, move_all_to_device
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding
 from jaxoff._runtime.garbage import collector_paused
@@ -49,6 +50,11 @@ class Traced:
         """The saved twin of the user's program, if there is one."""
         return build_saved_twin(self.given)
 
+    @functools.cached_property
+    def has_copies(self) -> bool:
+        """Whether the user's program copies values to the host."""
+        return bool(HostValues(self.given.jaxpr).sends)
+
     def follow(self, recipe: Recipe) -> compat.ClosedJaxpr:
         """The program by a recipe."""
         if recipe is Recipe.SAVED and self.twin is not None:
@@ -84,15 +90,16 @@ class Traced:
         return not compat.holds_tracers(self.given)
 
     def take_twin(self) -> compat.ClosedJaxpr:
-        """The saved twin, whose values a budget places.
+        """The program with all values on the device, for a budget to place.
 
         Raises:
           ValueError: if there is none, or if the program holds tracers.
         """
-        if self.twin is None or not self.is_reusable:
+        twin = move_all_to_device(self.given)
+        if twin is None or not self.is_reusable:
             raise ValueError(
                 "jaxoff.jit(device_bytes=...) places values of a program whose arguments and results are on "
-                "the device and whose constants are known; this one has arguments, results or copies of "
-                "several values at once in host memory, or closes over values of a trace around it."
+                "the device and whose constants are known; this one has arguments or results in host memory, "
+                "or closes over values of a trace around it."
             )
-        return self.twin
+        return twin

@@ -35,7 +35,8 @@ def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compil
       compiled: the compiled program.
     """
     jaxpr = compat.as_open(closed)
-    asked, moved = count_reloads(jaxpr), _count_compiled_reloads(compiled)
+    asked = count_reloads(jaxpr)
+    moved = _count_compiled_reloads(compiled, may_repeat=_reloads_in_while(jaxpr))
     if moved is None or not asked:
         return
     total, left = _sum_nbytes(asked) // devices, _sum_nbytes(moved)
@@ -44,7 +45,7 @@ def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compil
     nbytes = max(total - left, _sum_nbytes(gone))
     if left >= (1 - _TOLERANCE) * total and _sum_nbytes(gone) < _LEAST_SHARE * total:
         return
-    labels = ", ".join(dict.fromkeys(repr(label) for n, label in _list_names(jaxpr) if n in gone))
+    labels = ", ".join(dict.fromkeys(repr(label) for n, label in _list_sent(jaxpr) if n in gone))
     which = f"{format_nbytes(nbytes)} of them on the device{labels and f': {labels}'}"
     yield Finding(
         FindingCode.OFFLOAD_VANISHED,
@@ -72,14 +73,29 @@ def count_reloads(jaxpr: Jaxpr) -> Reloads:
     return found
 
 
-def _count_compiled_reloads(compiled: jax.stages.Compiled) -> Reloads | None:
-    """The copies of a compiled program; None where the runs of a loop with such copies are not known."""
+def _reloads_in_while(jaxpr: Jaxpr) -> bool:
+    """Whether a `while` loop of a program reloads values."""
+    return any(
+        bool(count_reloads(program)) if eqn.primitive.name == "while" else _reloads_in_while(program)
+        for eqn in jaxpr.eqns
+        for program in compat.sub_jaxprs(eqn)
+    )
+
+
+def _count_compiled_reloads(compiled: jax.stages.Compiled, *, may_repeat: bool) -> Reloads | None:
+    """The copies of a compiled program.
+
+    Args:
+      compiled: the compiled program.
+      may_repeat: whether a loop whose number of runs is not known may have such copies, and counts as one
+        run. Otherwise the result is None where there is such a loop.
+    """
     found: Reloads = collections.Counter()
     for transfer in find_transfers(hlo.parse(compiled.as_text() or "")):
         if transfer.direction == "H2D":
-            if transfer.execution.count is None:
+            if transfer.execution.count is None and not may_repeat:
                 return None
-            found[transfer.nbytes] += transfer.execution.count
+            found[transfer.nbytes] += transfer.execution.least_count
     return found
 
 
@@ -87,10 +103,12 @@ def _sum_nbytes(reloads: Mapping[int, int]) -> int:
     return sum(nbytes * count for nbytes, count in reloads.items())
 
 
-def _list_names(jaxpr: Jaxpr) -> Iterator[tuple[int, str]]:
-    """The named values of a program and the programs in it: their bytes, and their labels."""
+def _list_sent(jaxpr: Jaxpr) -> Iterator[tuple[int, str]]:
+    """The named values that a program and the programs in it copy to the host: their bytes and labels."""
+    sent = {eqn.invars[0] for eqn in jaxpr.eqns if compat.transfer_in(eqn) == "D2H"}
     for eqn in jaxpr.eqns:
-        if name := compat.name_in(eqn):
+        name = compat.name_in(eqn)
+        if name and eqn.outvars[0] in sent:
             yield compat.nbytes_of(eqn.outvars), Tag.of(name).label or name
         for program in compat.sub_jaxprs(eqn):
-            yield from _list_names(program)
+            yield from _list_sent(program)

@@ -147,10 +147,7 @@ class Search:
         """The step with all state on the device."""
         found = self._find_fitting(self.twin, self.budget)
         within = self._make_within(found)
-        copies_of_its_own = (
-            self.traced.twin is not None
-        )  # of the step as written: it has no time by the model
-        if not within.plan.host_bytes or copies_of_its_own:
+        if not within.plan.host_bytes or self.traced.has_copies:  # the model has no time of the copies
             return within
         if step_ms(self.traced.given, found.pairs, self.device) >= within.plan.step_ms:
             return within

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxoff._layers.scan import scan_by_strategy
 from pallas_kernels import grouped_mlp
 from tests.aot.programs import LAYERS, layer_with_a_norm
 from tests.recipes import jit_in_order
+from tests.repeated_steps import REPEATED_STEPS, step_of_list
 
 pytestmark = pytest.mark.aot
 
@@ -333,3 +335,28 @@ def test_the_gradient_of_a_scale_behind_a_product_has_its_turn():
         for scaled in (False, True)
     ]
     assert peaks[1] < peaks[0] + 2 * ACT_NBYTES
+
+
+@pytest.mark.parametrize("repeated", REPEATED_STEPS)
+def test_layers_in_a_list_overlap_within_other_loops_and_conditions(repeated):
+    """For example, in a loop over microbatches. `jax.jit` waits for these reloads."""
+
+    def layer(x, w):
+        h = jaxoff.name(jax.nn.relu(jaxoff.name(x, "x") @ w["up"]), "h")
+        return x + jnp.tanh(h @ w["down"])
+
+    def run(policy):
+        step = functools.partial(step_of_list, jax.checkpoint(layer, policy=policy))
+        return functools.partial(REPEATED_STEPS[repeated], step)
+
+    layers, width, rows = 8, 4096, 16384
+    w = {"up": struct(width, 4 * width), "down": struct(4 * width, width)}
+    args, target = ([w] * layers, struct(rows, width)), jaxoff.target("h100")
+    policy = jaxoff.policy(offload=["x", "h"])
+    step, twin = jaxoff.jit(run(policy)), target.compile(jax.jit(run(policy.on_device())), *args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some copies vanish, and the step says so
+        found = jaxoff.verify(target.compile(step, *args), compiler_options=step.options)
+    assert found.device_peak_bytes < 0.95 * jaxoff.verify(twin).device_peak_bytes
+    assert found.host_bytes >= 2 * rows * 4 * width * 2
+    assert all(copy.overlaps for copy in found.copies if copy.nbytes > X_NBYTES // 4)

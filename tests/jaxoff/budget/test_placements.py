@@ -15,9 +15,10 @@ import jaxoff
 from bench.client_steps import PROGRAMS
 from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
 from jaxoff._budget.joint_graph import Placements, list_recomputed
-from jaxoff._budget.loop_pairs import LoopPair
+from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
 from jaxoff._budget.numbering import Numbering
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.inline import inline_program
 from tests.clients.test_clients import ROUNDED
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 
@@ -364,3 +365,24 @@ def test_a_loop_without_iterations():
     w, x = jnp.ones((0, 4, 4)), jnp.ones((5, 4))
     value, grads = jaxoff.jit(jax.value_and_grad(loss), device_bytes="1GB")(w, x)
     assert value == 1 and grads.shape == w.shape
+
+
+def test_a_backward_loop_belongs_to_the_loop_whose_stacks_it_reads():
+    """The same layers run twice, first without a gradient: both loops read the rows of the weights."""
+
+    def norm(x):
+        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(1 + x.var(-1, keepdims=True))
+
+    def layer(x, w):
+        return x + jnp.sin(norm(jnp.cos(norm(x) @ w)) @ w), None
+
+    def twice(w, x):
+        first = lax.stop_gradient(lax.scan(layer, x, w)[0])
+        return lax.scan(layer, x + first, w)[0].sum()
+
+    closed = jax.make_jaxpr(jax.value_and_grad(twice))(jnp.ones((3, 8, 8)), jnp.ones((4, 8)))
+    jaxpr = inline_program(closed.jaxpr)
+    (pair,) = find_loop_pairs(jaxpr)
+    scans = [eqn for eqn in jaxpr.eqns if compat.scan_in(eqn) is not None]
+    assert [scans.index(eqn) for eqn in (pair.forward, pair.backward)] == [1, 2]
+    assert pair.residuals

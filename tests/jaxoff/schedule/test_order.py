@@ -30,6 +30,7 @@ from tests.jaxoff.schedule.test_random_programs import (
     programs,
     random_loss,
 )
+from tests.repeated_steps import REPEATED_STEPS, step_of_list
 
 LAYERS, ROWS, WIDTH, HIDDEN = 5, 16, 8, 32
 BOTH = jaxoff.policy(offload=["x_in", "act"])
@@ -97,6 +98,22 @@ def is_chained(jaxpr):
             before, last = before | {i}, i
         behind |= dict.fromkeys(eqn.outvars, before)
     return last is not None
+
+
+@pytest.mark.parametrize("repeated", REPEATED_STEPS)
+def test_steps_within_loops_and_conditions_are_ordered_and_keep_their_results(repeated):
+    block = jax.checkpoint(
+        lambda x, w: jnp.tanh(jaxoff.name(jnp.sin(x @ w), "h") @ w), policy=jaxoff.policy(offload=["h"])
+    )
+    step = functools.partial(REPEATED_STEPS[repeated], functools.partial(step_of_list, block))
+    w, x = list(jax.random.normal(jax.random.key(0), (3, 8, 8))), jnp.full((4, 8), 0.5)
+    program = rewritten(step, w, x)
+    assert (program.scanned, program.flat) == (0, True)
+    assert str(program.jaxpr).count("optimization_barrier") > str(jax.make_jaxpr(step)(w, x)).count(
+        "optimization_barrier"
+    )
+    got = jax.jit(compat.jaxpr_as_fun(program.jaxpr), compiler_options=SAME_PRODUCTS)(*w, x)
+    assert_equal(got, jax.jit(step, compiler_options=SAME_PRODUCTS)(w, x))
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["scan", "layers"])

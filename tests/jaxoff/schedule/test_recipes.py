@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxoff
 from jaxoff import FindingCode
+from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.saved_twin import build_saved_twin
 from jaxoff._runtime.flags import recall_placement
 from jaxoff._schedule.recipes import Recipe, choose_recipe, find_fallback, list_recipes
@@ -172,6 +173,39 @@ def test_a_saved_twin_has_no_host_memory_and_equal_results(layers):
     assert "device_put" not in str(twin)
     got = jax.jit(jax.extend.core.jaxpr_as_fun(twin), compiler_options=SAME_PRODUCTS)(*arguments())
     assert_equal(got, jax.tree.leaves(jax.jit(fun, compiler_options=SAME_PRODUCTS)(*arguments())))
+
+
+def parks_and_offloads(fun):
+    """A function like `fun` that also copies two values at once to the host and back by hand."""
+
+    def around(w, x):
+        hosts = jax.device_put((x * 2, x * 3), jax.memory.Space.Host)
+        loss = fun(w, x)
+        return loss, jax.device_put(hosts, jax.memory.Space.Device)
+
+    return around
+
+
+@pytest.mark.parametrize("layers", ["scan", "flat"])
+def test_a_saved_twin_keeps_what_the_user_moves(layers):
+    fun = parks_and_offloads(offloading(layers))
+    closed = compat.split_copies(jax.make_jaxpr(fun)(*arguments()))
+    twin = build_saved_twin(closed)
+    assert twin is not None
+    assert str(twin).count(":f32<host>") == 2
+    assert str(closed).count(":f32<host>") > 4
+    got = jax.jit(jax.extend.core.jaxpr_as_fun(twin), compiler_options=SAME_PRODUCTS)(*arguments())
+    assert_equal(got, jax.tree.leaves(jax.jit(fun, compiler_options=SAME_PRODUCTS)(*arguments())))
+
+
+def test_a_program_with_arguments_on_the_host_and_a_policys_copies_has_a_twin():
+    def fun(w, x, host):
+        return offloading("scan")(w, x), jax.device_put(host, jax.memory.Space.Device) * 2
+
+    on_host = jax.device_put(jnp.ones(4), jax.memory.Space.Host)
+    twin = build_saved_twin(jax.make_jaxpr(fun)(*arguments(), on_host))
+    assert twin is not None
+    assert str(twin).count("<host>") == 1
 
 
 def test_a_program_with_arguments_on_the_host_has_no_twin():

@@ -273,6 +273,18 @@ def test_a_small_value_that_is_gone_is_said_by_its_name():
     assert "keeps 16 B of them on the device: 'small'." in finding.message
 
 
+def test_only_what_was_to_be_offloaded_is_said_to_be_gone():
+    policy = jaxoff.policy(offload=["moved"], save=["saved"])
+
+    def block(x, w):
+        x = jaxoff.name(jnp.tanh(x @ w), "saved")
+        return jnp.cos(jaxoff.name(jnp.sin(x @ w), "moved") @ w)
+
+    closed = jax.make_jaxpr(jax.grad(lambda w, x: jax.checkpoint(block, policy=policy)(x, w).sum()))(W[0], X)
+    (finding,) = find_vanished(closed, 1, compiled_with())
+    assert "on the device: 'moved'." in finding.message
+
+
 INSIDE = {
     "jit": lambda step: jax.jit(step)(W, X),
     "grad": lambda step: jax.grad(lambda w, x: step(w, x)[0])(W, X),

@@ -1,0 +1,54 @@
+"""Calls with constants: their equations, with each constant once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoff
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.constants import lift_constants
+
+MASK = np.tril(np.ones((8, 8), np.float32))
+X = jax.random.normal(jax.random.key(0), (8, 8))
+inner = jax.jit(lambda x: jnp.cos(x * MASK))
+outer = jax.jit(lambda x: jnp.tanh(inner(jnp.sin(x * MASK)) @ MASK))
+
+
+def loss(x):
+    return (outer(x) + outer(x * 2)).sum()
+
+
+def test_the_equations_of_calls_with_constants_stand_in_the_program():
+    closed = jax.make_jaxpr(jax.value_and_grad(loss))(X)
+    lifted = lift_constants(closed)
+    assert len(lifted.consts) == 1
+    assert not any(
+        called.consts for eqn in lifted.jaxpr.eqns if (called := compat.called_program(eqn)) is not None
+    )
+    for got, expected in zip(compat.jaxpr_as_fun(lifted)(X), jax.value_and_grad(loss)(X), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_a_program_without_such_calls_is_the_same_object():
+    closed = jax.make_jaxpr(jax.grad(lambda x: jax.jit(jnp.sin)(x).sum()))(X)
+    assert lift_constants(closed) is closed
+
+
+@pytest.mark.parametrize("loop", ["scan", "list"])
+def test_layers_of_a_jitted_model_with_a_mask_are_placed(loop):
+    @jax.jit
+    def model(ws, x):
+        layer = lambda x, w: (x + jnp.tanh((x @ w) @ MASK), None)  # noqa: E731
+        if loop == "scan":
+            return jax.lax.scan(layer, x, ws)[0].sum()
+        for i in range(6):
+            x, _ = layer(x, ws[i])
+        return x.sum()
+
+    ws, x = jax.ShapeDtypeStruct((6, 8, 8), "float32"), jax.ShapeDtypeStruct((4096, 8), "float32")
+    plan = functools.partial(jaxoff.plan, jax.value_and_grad(model), ws, x, device="h100", compiled=False)
+    assert "recompute" in str(plan(device_bytes=1.75e6))
+    assert "recompute" not in str(plan(device_bytes=1e9))
