@@ -138,9 +138,11 @@ class _Growth:
     def finish(self) -> Region | None:
         """The grown region; None if it spares too little."""
         self._grow([self._seed])
-        while (between := self._find_between()) is not None:
-            if not self._add(between):
-                self._drop(between)
+        while between := self._list_between():
+            for i in between:
+                if i not in self._inside and not self._add(i):
+                    self._drop(i)
+                    break
         if self._adds_up:
             self._add_sums()
         return self._make()
@@ -207,13 +209,18 @@ class _Growth:
                     return axis
         return None
 
-    def _find_between(self) -> int | None:
-        """The first equation outside that depends on the region and on which the region depends."""
-        eqns = self._graph.eqns
-        depends = mark_dependents(eqns, {v for i in self._inside for v in eqns[i].outvars})
-        needed = mark_ancestors(eqns, (v for i in self._inside for v in variables(eqns[i])))
-        outside = (i for i in range(len(eqns)) if i not in self._inside)
-        return next((i for i in outside if depends[i] and needed[i]), None)
+    def _list_between(self) -> list[int]:
+        """The equations outside that depend on the region and on which the region depends, in order."""
+        if not self._inside:
+            return []
+        inside, first = self._inside, min(self._inside)
+        eqns = self._graph.eqns[first : max(inside) + 1]
+        depends = mark_dependents(eqns, {v for i in inside for v in self._graph.eqns[i].outvars})
+        if not any(does and first + i not in inside for i, does in enumerate(depends)):
+            return []
+        needed = mark_ancestors(eqns, (v for i in inside for v in variables(self._graph.eqns[i])))
+        both = (first + i for i, marks in enumerate(zip(depends, needed, strict=True)) if all(marks))
+        return [i for i in both if i not in inside]
 
     def _drop(self, i: int) -> None:
         """Takes the equations on the far side of an equation, seen from the seed, out of the region."""
