@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxoff._budget.loop_pairs import find_loop_pairs
-from jaxoff._budget.pieces import cut_into_pieces
+from jaxoff._budget.pieces import cut_into_pieces, holds_layers
 from jaxoff._budget.regions import Region, find_region
 from jaxoff._budget.row_axes import resize
 from jaxoff._budget.sequences import find_sequences
@@ -27,6 +27,7 @@ from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import mark_dependents, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 from jaxoff._jaxpr.own_primitives import allocate
+from jaxoff._jaxpr.primitives import is_shard_map
 
 
 def write_in_parts(
@@ -78,11 +79,14 @@ def write_layers_in_parts(
 
     def write(program: Jaxpr) -> Jaxpr:
         level = inline_program(program)
-        eqns = [
-            compat.map_programs(eqn, write if compat.control_flow(eqn) is None else write_body)
-            for eqn in level.eqns
-        ]
+        eqns = []
+        for eqn in level.eqns:
+            inside = write_all if is_shard_map(eqn) else write
+            eqns.append(compat.map_programs(eqn, inside if compat.control_flow(eqn) is None else write_body))
         return program if all(map(operator.is_, eqns, level.eqns)) else level.replace(eqns=eqns)
+
+    def write_all(program: Jaxpr) -> Jaxpr:
+        return write(write_flat(program))
 
     def write_flat(program: Jaxpr) -> Jaxpr:
         level, before = inline_program(program), len(regions)
@@ -108,11 +112,12 @@ def write_layers_in_parts(
 
     def write_body(program: Jaxpr) -> Jaxpr:
         before = len(regions)
-        level = write_regions(inline_program(program))
+        level = inline_program(program)
+        level = write_flat(level) if holds_layers(level) else write_regions(level)
         inner = write(level)  # a region of whole sequences may hold another, of tokens
         return inner if inner is not level or len(regions) > before else program
 
-    return compat.map_open(closed, lambda program: write(write_flat(program))), regions
+    return compat.map_open(closed, write_all), regions
 
 
 def _write_region(level: Jaxpr, region: Region, *, is_divided: bool) -> Jaxpr:

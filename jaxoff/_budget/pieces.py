@@ -14,6 +14,13 @@ from jaxoff._jaxpr.primitives import DOTS
 
 # Products of a piece: a layer's forward pass has about as many, and its backward pass two to three pieces.
 _PRODUCTS = 8
+# A loop's body with more products holds several layers: a layer has up to thirty, backward pass included.
+_PRODUCTS_OF_LAYER = 40
+
+
+def holds_layers(body: Jaxpr) -> bool:
+    """Whether the body of a loop, for example over microbatches, holds several layers one by one."""
+    return sum(eqn.primitive.name in DOTS for eqn in body.eqns) > _PRODUCTS_OF_LAYER
 
 
 def cut_into_pieces(jaxpr: Jaxpr) -> Iterator[Jaxpr]:

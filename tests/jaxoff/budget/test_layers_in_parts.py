@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from bench.client_steps import PROGRAMS
@@ -104,6 +105,35 @@ def test_no_wide_value_of_all_tokens_is_left(form):
     assert wide not in list_shapes(written.jaxpr)
     # The gradients of gate, up and down, once for all layers of a scan.
     assert sum(len(region.sums) for region in found) >= 3 * (1 if form == "scan" else LAYERS)
+    for got, want in zip(run(written, args), run(closed, args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def accumulate(params, tokens):
+    """A step over two microbatches."""
+
+    def run(params, _):
+        params, value = step(params, tokens)
+        return params, value
+
+    return lax.scan(run, params, None, length=2)
+
+
+def per_device(params, tokens):
+    """A step in a `jax.shard_map` over a device."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    return jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P()), check_vma=False)(
+        params, tokens
+    )
+
+
+@pytest.mark.parametrize("around", [accumulate, per_device])
+def test_layers_in_a_list_run_in_parts_within_other_programs(around):
+    args = as_list(arguments(1, 512))
+    closed = jax.make_jaxpr(around)(*args)
+    written, found = write_layers_in_parts(closed, 1e5)
+    assert (1, 512, HIDDEN) not in list_shapes(written.jaxpr)
+    assert sum(len(region.sums) for region in found) >= 3 * LAYERS
     for got, want in zip(run(written, args), run(closed, args), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
