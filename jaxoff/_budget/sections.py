@@ -33,7 +33,7 @@ _PEAK_SHARE = 1e-3
 
 
 def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Run]:
-    """The stretches of a forward pass outside of runs, without loops, other control flow and effects.
+    """The stretches of a forward pass outside of runs, without loops and effects.
 
     A stretch ahead of a backward pass ends with its last product: behind it is the loss. Few products behind
     layers, or ahead of a backward pass, are a head, whose values are all there when the backward pass begins,
@@ -46,7 +46,7 @@ def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Run]:
     """
     taken = {i for run in runs for i in range(run.start, run.end)}
     is_left = [
-        i in taken or is_transposed(eqn) or bool(eqn.effects) or compat.control_flow(eqn) is not None
+        i in taken or is_transposed(eqn) or bool(eqn.effects) or compat.is_loop(eqn)
         for i, eqn in enumerate(eqns)
     ]
     flops = [0.0 if is_transposed(eqn) else product_flops(eqn) for eqn in eqns]

@@ -79,8 +79,7 @@ class Section(LayerSequence):
     """A section of the forward pass, as a sequence of one layer.
 
     Attributes:
-      fixed: the values that stay on the device: small ones, results of the program, and values read by loops
-        and other control flow.
+      fixed: the values that stay on the device: small ones, results of the program, and values read by loops.
     """
 
     is_section: ClassVar[bool] = True

@@ -288,14 +288,13 @@ class _Joint:
             return None
         is_own = set(run.layer(0))
 
-        def is_read_by_control(v: Var) -> bool:
-            others = self._list_others(v, is_own)
-            return any(compat.control_flow(self.eqns[i]) is not None for i in others)
+        def is_read_by_loop(v: Var) -> bool:
+            return any(compat.is_loop(self.eqns[i]) for i in self._list_others(v, is_own))
 
         forward = {v for eqn in eqns for v in eqn.outvars}
         small = {v for v in forward if compat.nbytes_of([v]) < LEAST_NBYTES}
         placed = own & {*arguments, *forward}
-        fixed = small | {v for v in placed if v in self._outs or is_read_by_control(v)}
+        fixed = small | {v for v in placed if v in self._outs or is_read_by_loop(v)}
         operands = {v for eqn in (*eqns, *only_backward) for v in variables(eqn)} - made - {*arguments}
         rest = [self.eqns[i] for i in reads]
         ends = (v for eqn in rest for v in eqn.outvars)

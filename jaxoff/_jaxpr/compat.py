@@ -163,6 +163,11 @@ def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
     return None
 
 
+def is_loop(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a loop."""
+    return eqn.primitive.name == "while" or scan_in(eqn) is not None
+
+
 @dataclasses.dataclass(frozen=True)
 class Naming:
     """The `checkpoint_name` equation of a traced value.
