@@ -5,30 +5,18 @@ The model ranks, compilation judges: `jaxoff._budget.fit` compiles each choice, 
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
-import functools
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jaxoff._budget.costs import Costs
 from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import JointGraph, Placements
-from jaxoff._budget.labels import label
-from jaxoff._budget.row_statistics import find_row_statistics
 from jaxoff._budget.segments import Segments
-from jaxoff._device.flops import product_flops
-from jaxoff._device.kernel_time import step_kernel_ms
 from jaxoff._device.profile import Device
-from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
-from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress, chooses, compressed_nbytes
-from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, index_between_strides
-from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_compute, is_fused
+from jaxoff._jaxpr.compat import Var
+from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.tag import Tag
-from jaxoff._report.near_miss import near_miss
 
 # Values below this size are not offloaded: a copy has a latency of some 10 us.
 _LEAST_OFFLOADED_NBYTES = 1 << 20
@@ -47,167 +35,6 @@ _COMPRESSING_PASSES = 3.0
 _MB = 1e6
 # Part of the least memory by which a choice may exceed the least, for time.
 _LEAST_SLACK = 1e-3
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """The costs of a layer's values.
-
-    Attributes:
-      pair: the loops.
-      nbytes: value to keep -> bytes of an iteration.
-      saving_ms: value to keep -> milliseconds to write an iteration's row of the stack and to read it.
-      equation_ms: index of an equation of `pair.pure` -> milliseconds of a repetition.
-      ready_ms: value to keep -> the compute of a forward iteration before and in the value's kernel.
-      forward_ms, backward_ms: compute of an iteration, without repetitions.
-      kernels: the number of kernels of an iteration, forward and backward.
-      segments: the parts of a layer which the backward pass may make one at a time, with the bytes of their
-        values in memory then. Values between elementwise kernels are not: XLA computes them in their readers.
-      compressible: value that may be kept in float8 -> its bytes there.
-      only_with: value -> another, without which it may not be kept.
-    """
-
-    pair: JointGraph
-    nbytes: dict[Var, int]
-    saving_ms: dict[Var, float]
-    equation_ms: tuple[float, ...]
-    ready_ms: dict[Var, float]
-    forward_ms: float
-    backward_ms: float
-    kernels: int
-    segments: Segments
-    compressible: Mapping[Var, int]
-    only_with: Mapping[Var, Var]
-
-    @staticmethod
-    def of(pair: JointGraph, device: Device, compress: Sequence[str] = ()) -> Costs:
-        """The costs at a device's rates; `compress`: patterns of values that may be kept in float8."""
-        pure = pair.pure
-        outs = {v for v in pair.results if isinstance(v, Var)}
-        graph = KernelGraph(pure, frozenset(outs | pair.needed))
-        times = [0.0] * len(pure)
-        for i in graph.kernels:
-            times[i] = step_kernel_ms(graph, i, device)
-        rest = KernelGraph(pair.rest, frozenset(v for v in pair.outs if isinstance(v, Var)))
-        # Values of weights and constants alone are conversions and the like: cheap to repeat. Which operands
-        # of a section are weights is not known. Random numbers are not cheap: dropout masks may be kept.
-        # Nor are products of weights, or of rows of a batch in a loop over its parts.
-        is_product = [product_flops(eqn) > 0 for eqn in pair.eqns]
-        costly = [p or e.primitive.name in RANDOM for p, e in zip(is_product, pair.eqns, strict=True)]
-        made = {v for eqn in itertools.compress(pair.eqns, costly) for v in eqn.outvars}
-        depends = mark_dependents(pair.eqns, made.union(pair.carried))
-        chosen = [pair.is_section or d or p for d, p in zip(depends, is_product, strict=True)]
-        layers = [eqn for eqn in itertools.compress(pair.eqns, chosen) if not eqn.effects]
-        statistics = find_row_statistics(pair)
-        inside = statistics.values | statistics.wide
-        values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars if v not in inside)]
-        nbytes = {v: compat.nbytes(v.aval) for v in values if hasattr(v.aval, "shape") and v not in pair.free}
-        forward = times[: len(pair.eqns)]  # the first of `pure`
-        ready = dict.fromkeys(pair.carried, 0.0)
-        for eqn, ms in zip(pair.eqns, itertools.accumulate(forward), strict=True):
-            ready.update(dict.fromkeys(eqn.outvars, ms))
-        into_kernels, makers = find_compute_operands(pair.rest), map_makers(pair.eqns)
-        stored = frozenset(v for i in graph.kernels for v in pure[i].outvars)
-        count_passes = _count_passes if pair.has_stacks else functools.partial(_count_stores, stored)
-        saving = {v: count_passes(v, makers, into_kernels) * device.pass_ms(n) for v, n in nbytes.items()}
-        into_kernels |= find_compute_operands(pure)
-        into_kernels.update(v for i in index_between_strides(pure) for v in pure[i].outvars)
-        segments = Segments.of(pair, nbytes)
-        for i, eqn in enumerate(pure):
-            in_readers = is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars)
-            if i in statistics.differences:
-                times[i] = device.pass_ms(compat.nbytes_of(eqn.outvars))  # a softmax's kernel
-            elif in_readers or i in statistics.reductions:
-                times[i] = 0.0  # inside of its readers
-        return Costs(
-            pair,
-            nbytes,
-            saving,
-            tuple(times),
-            ready,
-            sum(forward),
-            sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
-            len(graph.kernels) + len(rest.kernels),
-            segments,
-            _find_compressible(pair, nbytes, compress),
-            statistics.sums,
-        )
-
-
-def _label_compressible(pair: JointGraph, values: Iterable[Var]) -> Iterator[tuple[Var, str]]:
-    """The values of a loop fit for float8, with their words in the plan's table; none outside of loops.
-
-    Values behind a choice, such as the experts of a token, are not: a choice computed again by rounded values
-    may be another.
-    """
-    makers = map_makers(pair.eqns)
-    behind: set[Var] = set()
-    for eqn in reversed(pair.pure):
-        if chooses(eqn) or not behind.isdisjoint(eqn.outvars):
-            behind.update(variables(eqn))
-    fit = (v for v in values if pair.has_stacks and can_compress(v.aval) and v not in behind)
-    return ((v, label(pair, v, makers.get(v))) for v in fit)
-
-
-def _find_compressible(pair: JointGraph, values: Iterable[Var], patterns: Sequence[str]) -> dict[Var, int]:
-    found = _label_compressible(pair, values) if patterns else ()
-    return {
-        v: compressed_nbytes(v.aval)
-        for v, text in found
-        if any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns)
-    }
-
-
-def refuse_unmatched(costs: Sequence[Costs], patterns: Sequence[str]) -> None:
-    """Raises for patterns of values to compress that match none.
-
-    Raises:
-      ValueError: for a pattern without a value of a loop that can be compressed.
-    """
-    if not patterns:
-        return
-    found = {text for cost in costs for _, text in _label_compressible(cost.pair, cost.nbytes)}
-    for pattern in patterns:
-        if not fnmatch.filter(found, pattern):
-            names = ", ".join(sorted(found)) or "none"
-            raise ValueError(
-                "compress lists values of loops over layers, floating-point with a last axis divisible by "
-                f"{LEAST_BLOCK}, and no operands of choices (top_k, sort); {pattern!r} matches none "
-                f"of them ({names}).{near_miss(pattern, sorted(found))}"
-            )
-
-
-def _count_passes(v: Var, makers: Mapping[Var, JaxprEqn], into_kernels: set[Var]) -> int:
-    """How often memory takes a row of a value's stack: written in the forward, read in the backward loop.
-
-    A product and the like write a buffer of their own, copied to the stack: two passes. A fused kernel writes
-    the stack itself: one pass more than without. A product reads a copy of the row, too; a fused kernel reads
-    the stack, as it would read what is recomputed.
-    """
-    origin = v
-    while origin in makers and makers[origin].primitive.name in VIEWS and variables(makers[origin]):
-        origin = variables(makers[origin])[0]
-    writes = 2 if origin not in makers or is_compute(makers[origin]) else 1
-    return writes + (2 if v in into_kernels else 0)
-
-
-def _count_stores(stored: frozenset[Var], v: Var, makers: Mapping[Var, JaxprEqn], _: set[Var]) -> int:
-    """How often memory takes a value outside of loops: not at all, unless only fused kernels read the value.
-
-    A slice is read in place, and kept it is a copy.
-
-    Args:
-      stored: results of kernels.
-      v: the value.
-      makers: value -> its equation in the layer.
-    """
-    while v in makers and makers[v].primitive.name in VIEWS and variables(makers[v]):
-        if makers[v].primitive.name == "slice":
-            return 2
-        if v in stored:
-            return 0
-        v = variables(makers[v])[0]
-    return 0 if v in stored or v not in makers else 1
 
 
 def choose_placements(

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoff._budget.budget_error import BudgetError, list_largest
-from jaxoff._budget.choose import choose_placements, refuse_unmatched, saved_nbytes
+from jaxoff._budget.choose import choose_placements, saved_nbytes
+from jaxoff._budget.costs import refuse_unmatched
 from jaxoff._budget.forms import NO_COPIES, Form, join_devices, step_ms
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
@@ -246,7 +247,8 @@ class _Search[P]:
             return (whole if everything + in_parts.spared_nbytes <= room else in_parts), room
         if self._estimate(whole, whole.fastest[0]) <= limit:
             return whole, math.inf
-        least = in_parts.choose_least(NO_COPIES)
+        in_parts = min(in_parts, whole, key=lambda form: self._estimate_least(form, NO_COPIES))
+        self._in_parts, least = in_parts, in_parts.choose_least(NO_COPIES)
         assert least is not None  # the inputs of layers may be saved
         nbytes = _OF_ESTIMATE * self._estimate_least(in_parts, NO_COPIES)
         temporaries = max(0.0, nbytes - arguments - saved_nbytes(in_parts.costs, least[0]))
@@ -387,9 +389,8 @@ class _Search[P]:
     ) -> Tried[P]:
         nbytes, handle = compiled
         made = form.pairs, tuple(placements), form.regions
-        is_fastest = (
-            not self._is_opened and form is self._whole and tuple(placements) == tuple(form.fastest[0])
-        )
+        is_fastest = tuple(placements) == tuple(form.fastest[0])
+        is_fastest = is_fastest and form is self._whole and not self._is_opened
         self._progress.programs = number = self._progress.programs + 1
         times = added_ms, is_fastest, self._base_ms
         tiles = self._list_tiles(form, placements)

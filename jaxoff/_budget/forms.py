@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxoff._budget.choose import Costs, choose_placements
+from jaxoff._budget.choose import choose_placements
+from jaxoff._budget.costs import Costs
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.placements import LayeredProgram

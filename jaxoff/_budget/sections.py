@@ -106,8 +106,7 @@ def cut_stretch(
 ) -> Iterator[Run]:
     """The sections of a stretch with the least peak of its backward pass, where all is recomputed.
 
-    The backward pass of a section holds what the sections ahead pass on, the values of its own, and the
-    cotangents of the values passed to or from the section.
+    The backward pass of a section holds what the sections ahead pass on and the values of its own.
 
     Args:
       stretch: the stretch.
@@ -115,12 +114,9 @@ def cut_stretch(
       nbytes: bytes of the values of each equation that are read by the backward pass.
       floor: bytes below which the peak is some other place's.
     """
-    live = _count_live(stretch, reads)
-    places = _list_places(stretch, live, nbytes)
-    cotangents = live[places - stretch.start]
+    places = _list_places(stretch, reads, nbytes)
     inner = np.concatenate([[0], np.cumsum(nbytes)])[places]
     inner = np.maximum(inner[None, :] - inner[:, None], floor)  # of the section from a place to a place
-    inner = inner + np.maximum(cotangents[None, :], cotangents[:, None])
     # Of values made from place a on, ahead of place b, and read from place b on.
     change = np.zeros((len(places) + 1, len(places) + 1))
     for i, last, size in reads:
@@ -141,21 +137,17 @@ def cut_stretch(
         yield Run(int(places[start]), int(places[end] - places[start]), 1)
 
 
-def _count_live(stretch: Run, reads: Sequence[tuple[int, int, int]]) -> np.ndarray:
-    """The bytes that pass each equation of a stretch, and its end: made ahead, and read from there on."""
-    change = np.zeros(stretch.length + 2)
-    for i, last, size in reads:
-        change[i + 1 - stretch.start] += size if last > i else 0
-        change[last + 1 - stretch.start] -= size if last > i else 0
-    return change.cumsum()[:-1]
-
-
-def _list_places(stretch: Run, live: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+def _list_places(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray) -> np.ndarray:
     """The indices of equations ahead of which a stretch may be cut.
 
     They are its start, its end, and in each of many parts with about as many bytes of values the place where
-    the fewest bytes pass, of `_count_live`.
+    the fewest bytes pass.
     """
+    change = np.zeros(stretch.length + 1)
+    for i, last, size in reads:
+        change[i + 1 - stretch.start] += size if last > i else 0
+        change[min(last + 1 - stretch.start, stretch.length)] -= size if last > i else 0
+    live = change.cumsum()
     parts = (_PLACES - 2) * np.cumsum(nbytes[stretch.start : stretch.end - 1])
     parts = parts // max(1, nbytes[stretch.start : stretch.end].sum())
     lowest = {part: i for i, part in sorted(enumerate(parts, 1), key=lambda p: -live[p[0]])}

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxoff._budget.choose import Costs, saved_nbytes
+from jaxoff._budget.choose import saved_nbytes
+from jaxoff._budget.costs import Costs
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.regions import Region

@@ -426,32 +426,6 @@ def transfer_in(eqn: JaxprEqn) -> str | None:
     return {(False, True): "D2H", (True, False): "H2D"}.get((source, target))
 
 
-def is_copied_by_policy(eqn: JaxprEqn) -> bool:
-    """Whether a copy to the host is as JAX traces those of policies, or the transpose of some copy.
-
-    Such a copy is always made. The user's `jax.device_put` may reuse its operand, but with `may_alias=False`.
-    """
-    return eqn.params["copy_semantics"][0].name == "ALWAYS_COPY"
-
-
-def split_copies(jaxpr: Jaxpr) -> Jaxpr:
-    """A program in which each `jax.device_put`, at all levels, copies a single value."""
-
-    def split(jaxpr: Jaxpr) -> Jaxpr:
-        eqns: list[JaxprEqn] = []
-        for eqn in jaxpr.eqns:
-            if eqn.primitive is not _primitives.device_put_p or len(eqn.invars) == 1:
-                eqns.append(eqn)
-                continue
-            for i, (v, out) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
-                # A policy gives one entry for all results of an equation.
-                params = {key: (each[min(i, len(each) - 1)],) for key, each in eqn.params.items()}
-                eqns.append(eqn.replace(invars=[v], outvars=[out], params=params))
-        return jaxpr if len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns)
-
-    return rewrite_jaxprs(jaxpr, split)
-
-
 def jit_keywords(fun: Any) -> dict[str, Any]:
     """The static and donated arguments of a function of `jax.jit`, as its keywords; {} of others."""
     info = getattr(fun, "_jit_info", None)

@@ -93,6 +93,37 @@ class HostValues:
                 self._parents[self._find(a)] = self._find(b)
 
 
+def passes_host_values(program: Jaxpr) -> bool:
+    """Whether a program takes or returns values in host memory."""
+    return any(compat.is_host(v.aval) for v in (*program.invars, *program.outvars))
+
+
+def is_copied_by_policy(eqn: JaxprEqn) -> bool:
+    """Whether a copy to the host is as JAX traces those of policies, or the transpose of some copy.
+
+    Such a copy is always made. The user's `jax.device_put` may reuse its operand, but with `may_alias=False`.
+    """
+    return eqn.params["copy_semantics"][0].name == "ALWAYS_COPY"
+
+
+def split_copies(jaxpr: Jaxpr) -> Jaxpr:
+    """A program in which each `jax.device_put`, at all levels, copies a single value."""
+
+    def split(jaxpr: Jaxpr) -> Jaxpr:
+        eqns: list[JaxprEqn] = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name != "device_put" or len(eqn.invars) == 1:
+                eqns.append(eqn)
+                continue
+            for i, (v, out) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
+                # A policy gives one entry for all results of an equation.
+                params = {key: (each[min(i, len(each) - 1)],) for key, each in eqn.params.items()}
+                eqns.append(eqn.replace(invars=[v], outvars=[out], params=params))
+        return jaxpr if len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns)
+
+    return compat.rewrite_jaxprs(jaxpr, split)
+
+
 def move_to_device(jaxpr: Jaxpr, moves: Callable[[Var], bool]) -> Jaxpr:
     """A program with some variables of host memory on the device; the programs inside are done already."""
     values = (*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.host_values import HostValues, move_to_device
+from jaxoff._jaxpr.host_values import HostValues, is_copied_by_policy, move_to_device
 from jaxoff._jaxpr.scopes import is_recomputed, is_transposed
 
 
@@ -24,7 +24,7 @@ def build_saved_twin(closed: ClosedJaxpr) -> ClosedJaxpr | None:
     """
     values = HostValues(closed.jaxpr)
     by_policies = [eqn.outvars[0] for eqn in values.sends if _is_by_policy(eqn)]
-    if not by_policies or all(map(compat.is_copied_by_policy, values.sends)):
+    if not by_policies or all(map(is_copied_by_policy, values.sends)):
         moved = move_all_to_device(closed)
         if moved is not None or not by_policies:
             return moved
@@ -38,7 +38,7 @@ def move_all_to_device(closed: ClosedJaxpr) -> ClosedJaxpr | None:
 
 def _is_by_policy(send: JaxprEqn) -> bool:
     """Whether a copy to the host is a policy's, and no transpose of the user's copy from the host."""
-    return compat.is_copied_by_policy(send) and (is_recomputed(send) or not is_transposed(send))
+    return is_copied_by_policy(send) and (is_recomputed(send) or not is_transposed(send))
 
 
 def _move(closed: ClosedJaxpr, moves: Callable[[Var], bool]) -> ClosedJaxpr | None:

@@ -15,6 +15,7 @@ from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn
 from jaxoff._jaxpr.constants import lift_constants
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress
 from jaxoff._jaxpr.float8_residuals import OnRounding, store_in_float8
+from jaxoff._jaxpr.host_values import split_copies
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._jaxpr.refused_offloads import save_refused
 from jaxoff._policy.combinators import stores_in_float8
@@ -47,7 +48,7 @@ def prepare(closed: ClosedJaxpr, watch: Watch, *, on_gpus: bool) -> tuple[Closed
       watch: the context of its trace.
       on_gpus: whether the program runs on GPUs.
     """
-    closed = compat.split_copies(lift_constants(closed))
+    closed = split_copies(lift_constants(closed))
     requests = Requests.read(compat.as_open(closed))
     findings = list(watch.find(requests))
     closed, unmet = _store_by_policies(closed, requests)

@@ -16,6 +16,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_makers, map_makers, mark_dependents, variables
 from jaxoff._jaxpr.divided_products import divide_products
+from jaxoff._jaxpr.host_values import passes_host_values
 from jaxoff._jaxpr.inline import (
     Renamed,
     delay_fills,
@@ -284,13 +285,11 @@ class _Rewriter:
         return jaxpr.replace(eqns=[*scalars, *ordered.eqns, *rest], outvars=outs)
 
     def _order_control_flow(self, jaxpr: Jaxpr) -> Jaxpr:
-        """Orders the branches of conditions and the bodies of loops with layers outside of loops.
-
-        For example, a loop over microbatches.
-        """
+        """Orders the branches of conditions, and the bodies of loops over whole steps, that offload."""
 
         def order(body: Jaxpr) -> Jaxpr:
-            if "H2D" not in _find_transfers(body) or compat.has_side_effects(body):
+            is_whole = "H2D" in _find_transfers(body) and not passes_host_values(body)
+            if not is_whole or compat.has_side_effects(body):
                 return body
             self.ordered_control_flow = True
             return self.order_flat(body)
@@ -404,8 +403,8 @@ def _is_layer_scan(eqn: JaxprEqn) -> bool:
     if compat.scan_in(eqn) is None or is_plain_loop(eqn):
         return False
     body = eqn.params["jaxpr"].jaxpr
-    offloads = any(compat.is_host(v.aval) for v in (*body.invars, *body.outvars))
-    return (is_layer_loop(eqn) and is_differentiated(eqn)) or (offloads and bool(_find_transfers(body)))
+    offloads = bool(_find_transfers(body)) and passes_host_values(body)
+    return offloads or (is_layer_loop(eqn) and is_differentiated(eqn))
 
 
 def _find_transfers(jaxpr: Jaxpr) -> set[str]:

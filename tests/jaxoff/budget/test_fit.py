@@ -11,7 +11,8 @@ from jax import lax
 
 import jaxoff
 from jaxoff._budget.budget_error import BudgetError
-from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
+from jaxoff._budget.choose import choose_placements, saved_nbytes
+from jaxoff._budget.costs import Costs
 from jaxoff._budget.fit import TRIES, find_estimated, find_fitting
 from jaxoff._budget.forms import step_ms
 from jaxoff._budget.integer_program import IntegerProgram

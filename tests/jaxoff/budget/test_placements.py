@@ -13,7 +13,8 @@ from jax import lax
 
 import jaxoff
 from bench.client_steps import PROGRAMS
-from jaxoff._budget.choose import Costs, choose_placements, saved_nbytes
+from jaxoff._budget.choose import choose_placements, saved_nbytes
+from jaxoff._budget.costs import Costs
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
 from jaxoff._budget.numbering import Numbering

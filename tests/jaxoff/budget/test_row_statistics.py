@@ -8,7 +8,8 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff._budget.choose import Costs, choose_placements
+from jaxoff._budget.choose import choose_placements
+from jaxoff._budget.costs import Costs
 from jaxoff._budget.row_statistics import find_row_statistics
 from jaxoff._device.profile import Device
 from tests.jaxoff.budget.layered import list_joint_graphs

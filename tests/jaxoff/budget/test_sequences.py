@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxoff
-from jaxoff._budget.choose import Costs, choose_placements
+from jaxoff._budget.choose import choose_placements
+from jaxoff._budget.costs import Costs
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.sequenced import LayerSequence
 from jaxoff._budget.sequences import find_sequences

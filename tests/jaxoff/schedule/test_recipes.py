@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxoff
 from jaxoff import FindingCode
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.host_values import split_copies
 from jaxoff._jaxpr.saved_twin import build_saved_twin
 from jaxoff._runtime.flags import recall_placement
 from jaxoff._schedule.recipes import Recipe, choose_recipe, find_fallback, list_recipes
@@ -189,7 +189,7 @@ def parks_and_offloads(fun):
 @pytest.mark.parametrize("layers", ["scan", "flat"])
 def test_a_saved_twin_keeps_what_the_user_moves(layers):
     fun = parks_and_offloads(offloading(layers))
-    closed = compat.split_copies(jax.make_jaxpr(fun)(*arguments()))
+    closed = split_copies(jax.make_jaxpr(fun)(*arguments()))
     twin = build_saved_twin(closed)
     assert twin is not None
     assert str(twin).count(":f32<host>") == 2
