@@ -44,7 +44,7 @@ _COPIES_WIN = 0.01
 # The least program is not compiled first where its estimate is this many times the budget: programs have
 # taken from 0.9 to 1.4 times their estimates.
 _FAR_BEYOND = 1.5
-# Part of the least program's memory, by the estimate, that remains where layers in parts are worth a search.
+# Part of the least program's memory, by the estimate, that remains where another form is worth a search.
 _TILES_WIN = 0.97
 # Values from this part of the budget on are worth a loop over parts of their rows.
 _LARGE = 1 / 64
@@ -247,7 +247,8 @@ class _Search[P]:
             return (whole if everything + in_parts.spared_nbytes <= room else in_parts), room
         if self._estimate(whole, whole.fastest[0]) <= limit:
             return whole, math.inf
-        in_parts = min(in_parts, whole, key=lambda form: self._estimate_least(form, NO_COPIES))
+        if self._estimate_least(whole, NO_COPIES) < _TILES_WIN * self._estimate_least(in_parts, NO_COPIES):
+            in_parts = whole
         self._in_parts, least = in_parts, in_parts.choose_least(NO_COPIES)
         assert least is not None  # the inputs of layers may be saved
         nbytes = _OF_ESTIMATE * self._estimate_least(in_parts, NO_COPIES)
@@ -399,18 +400,15 @@ class _Search[P]:
         takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"
         takes += ", too much" if self._budget.device_nbytes < tried.nbytes < math.inf else ""
         self._progress.say(
-            f"program {number} for {self._format_budget()} of device memory takes {takes}, with "
+            f"program {number} for {format_nbytes(int(self._budget.device_nbytes / self.devices))} of device memory takes {takes}, with "
             f"{_describe(tried.list_values())}"
         )
         return tried
 
-    def _format_budget(self) -> str:
-        return format_nbytes(int(self._budget.device_nbytes / self.devices))
-
     def make_error(self) -> BudgetError:
         """The error of a search that found nothing, with the least of its programs."""
         least = min(self.tried, key=lambda t: t.nbytes, default=None)
-        budget = self._format_budget()
+        budget = format_nbytes(int(self._budget.device_nbytes / self.devices))
         if least is None:
             host = format_nbytes(int(self._budget.host_nbytes or 0))
             return BudgetError(f"no placement keeps a layer's input within {host} of host memory.", None)

@@ -1,23 +1,33 @@
 """Constants of calls, such as a mask in NumPy that a model under `jax.jit` closes over.
 
-The forward pass and the backward pass of such a model are calls with constants of their own. A program that
-has the constants itself can have the equations of the calls, too.
+The forward pass and the backward pass of such a model are calls with constants of their own. With the
+constants outside, the equations of the calls may stand in their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.inline import Renamed, instantiate, resolve
+
+type _Find = Callable[
+    [Var, Any], Var
+]  # a constant's variable in a call, and its value -> its variable around
 
 
 def lift_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program with the equations of the calls that have constants, and with the constants, each once."""
+    """A program with the equations of the calls that have constants, at all levels.
+
+    The program has the constants of its own calls, each once. A program inside has an equation for each
+    constant: a call without operands.
+    """
     jaxpr = closed.jaxpr
-    if not any(map(_calls_with_constants, jaxpr.eqns)):
+    if not _holds_constants(jaxpr):
         return closed
     known = {id(value): v for v, value in zip(jaxpr.constvars, closed.consts, strict=True)}
     constvars, consts = list(jaxpr.constvars), list(closed.consts)
@@ -29,32 +39,66 @@ def lift_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
             consts.append(value)
         return known[id(value)]
 
-    def lift(eqns: Iterable[JaxprEqn], renamed: Renamed) -> list[JaxprEqn]:
+    lifted = _Lifting().lift(jaxpr, find)
+    return ClosedJaxpr(lifted.replace(constvars=constvars), consts)
+
+
+class _Lifting:
+    def __init__(self):
+        self._makers: dict[int, JaxprEqn] = {}  # by constant
+
+    def lift(self, jaxpr: Jaxpr, find: _Find) -> Jaxpr:
+        """A program with the equations of calls with constants, for which `find` has variables."""
+        renamed: Renamed = {}
+        eqns = self._lift_all(jaxpr.eqns, renamed, find)
+        return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
+
+    def _lift_all(self, eqns: Iterable[JaxprEqn], renamed: Renamed, find: _Find) -> list[JaxprEqn]:
         lifted: list[JaxprEqn] = []
         for eqn in eqns:
             here = eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars])
             called = compat.called_program(eqn)
             if called is None or not _has_constants(called):
-                lifted.append(here)
+                lifted.append(compat.map_programs(here, self._lift_inside))
                 continue
             own = [find(v, value) for v, value in zip(called.jaxpr.constvars, called.consts, strict=True)]
             body = compat.move_constants_to_arguments(called).jaxpr
             inner, outs = instantiate(body, [*own, *here.invars], like=here)
             within: Renamed = {}
-            lifted += lift(inner, within)
+            lifted += self._lift_all(inner, within, find)
             renamed.update((v, resolve(within, out)) for v, out in zip(eqn.outvars, outs, strict=True))
         return lifted
 
-    renamed: Renamed = {}
-    eqns = lift(jaxpr.eqns, renamed)
-    outs = [resolve(renamed, v) for v in jaxpr.outvars]
-    return ClosedJaxpr(jaxpr.replace(constvars=constvars, eqns=eqns, outvars=outs), consts)
+    def _lift_inside(self, jaxpr: Jaxpr) -> Jaxpr:
+        if not _holds_constants(jaxpr):
+            return jaxpr
+        made: dict[int, JaxprEqn] = {}
+
+        def find(_: Var, value: Any) -> Var:
+            if id(value) not in made:
+                maker = self._makers.setdefault(id(value), _make(value))  # one program, wherever it is called
+                made[id(value)] = maker.replace(outvars=[Var(maker.outvars[0].aval)])
+            return made[id(value)].outvars[0]
+
+        lifted = self.lift(jaxpr, find)
+        return lifted.replace(eqns=[*made.values(), *lifted.eqns])
 
 
-def _calls_with_constants(eqn: JaxprEqn) -> bool:
-    called = compat.called_program(eqn)
-    return called is not None and _has_constants(called)
+def _make(value: Any) -> JaxprEqn:
+    """A call without operands whose result is a constant."""
+    (maker,) = jax.make_jaxpr(jax.jit(lambda: value))().jaxpr.eqns
+    return maker
+
+
+def _holds_constants(jaxpr: Jaxpr) -> bool:
+    """Whether a call with constants and operands is in a program, at any level."""
+    return any(
+        (bool(eqn.invars) and (called := compat.called_program(eqn)) is not None and bool(called.consts))
+        or any(map(_holds_constants, compat.sub_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _has_constants(called: ClosedJaxpr) -> bool:
-    return bool(called.consts) or any(map(_calls_with_constants, called.jaxpr.eqns))
+    calls = (inner for eqn in called.jaxpr.eqns if (inner := compat.called_program(eqn)) is not None)
+    return bool(called.consts) or any(map(_has_constants, calls))

@@ -126,7 +126,7 @@ def split_copies(jaxpr: Jaxpr) -> Jaxpr:
 
 def move_to_device(jaxpr: Jaxpr, moves: Callable[[Var], bool]) -> Jaxpr:
     """A program with some variables of host memory on the device; the programs inside are done already."""
-    values = (*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
+    values = (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
     if not any(map(moves, values)):
         return jaxpr
     renamed: Renamed = {}
@@ -136,7 +136,7 @@ def move_to_device(jaxpr: Jaxpr, moves: Callable[[Var], bool]) -> Jaxpr:
             renamed[v] = Var(v.aval.update(memory_space=jax.memory.Space.Device))
         return renamed.get(v, v)
 
-    constvars, invars = [move(v) for v in jaxpr.constvars], [move(v) for v in jaxpr.invars]
+    invars = [move(v) for v in jaxpr.invars]
     eqns = []
     for eqn in jaxpr.eqns:
         touched = [v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and moves(v)]
@@ -146,7 +146,7 @@ def move_to_device(jaxpr: Jaxpr, moves: Callable[[Var], bool]) -> Jaxpr:
         operands = [resolve(renamed, v) for v in eqn.invars]
         eqns.append(eqn.replace(invars=operands, outvars=[move(v) for v in eqn.outvars]))
     outs = [resolve(renamed, v) for v in jaxpr.outvars]
-    return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outs)
+    return jaxpr.replace(invars=invars, eqns=eqns, outvars=outs)
 
 
 def _list_programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any], int]]:

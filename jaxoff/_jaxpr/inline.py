@@ -60,7 +60,7 @@ def separate_calls(jaxpr: Jaxpr) -> Jaxpr:
 
     def separate(jaxpr: Jaxpr) -> Jaxpr:
         eqns = [compat.map_programs(eqn, separate) for eqn in jaxpr.eqns]
-        made = [*jaxpr.constvars, *jaxpr.invars, *(v for eqn in eqns for v in eqn.outvars)]
+        made = [*jaxpr.invars, *(v for eqn in eqns for v in eqn.outvars)]
         fresh: Renamed = {} if seen.isdisjoint(made) else {v: Var(v.aval) for v in made}
         seen.update(made)
         if fresh:
@@ -70,8 +70,8 @@ def separate_calls(jaxpr: Jaxpr) -> Jaxpr:
                 )
                 for eqn in eqns
             ]
+        # Constants come with their variables.
         return jaxpr.replace(
-            constvars=[resolve(fresh, v) for v in jaxpr.constvars],
             invars=[resolve(fresh, v) for v in jaxpr.invars],
             eqns=eqns,
             outvars=[resolve(fresh, v) for v in jaxpr.outvars],

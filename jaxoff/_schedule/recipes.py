@@ -120,14 +120,14 @@ def list_recipes(
       loops: the number of loops written out.
       scanned: the number of loops with offloaded residuals.
       flat: whether the equations outside of loops are ordered.
-      has_twin: whether the program has a saved twin.
+      has_twin: whether the program has copies, and a saved twin.
       graphs: whether kernels are captured into CUDA graphs; without graphs nothing is concurrent in them.
       profiled: whether the caller gives XLA a profile.
       breaks_graphs: whether a loop with offloaded residuals holds what no CUDA graph does: then XLA's
         schedule decides where copies start, under CONCURRENT, too.
     """
-    if not (loops or scanned or flat):
-        return (Recipe.ORDERED,)
+    if not (loops or scanned or flat):  # copies in calls that stay whole, or none
+        return (Recipe.ORDERED, Recipe.STOCK, Recipe.SAVED) if has_twin else (Recipe.ORDERED,)
     found = [Recipe.CONCURRENT] if scanned and graphs else []
     found += [Recipe.EARLY] if scanned and not profiled else []
     found = found[::-1] if breaks_graphs else found

@@ -182,11 +182,11 @@ def test_layers_that_all_differ_take_no_more_than_with_a_checkpoint_of_each(coun
         return jax.tree.map(lambda v, g: v - 0.01 * g, layers, grads), value
 
     def shapes(width):
-        up, down = ((4 * WIDTH, width), (width, 4 * WIDTH))
+        up, down = ((8 * WIDTH, width), (width, 8 * WIDTH))
         return {"up": jax.ShapeDtypeStruct(up, "bfloat16"), "down": jax.ShapeDtypeStruct(down, "bfloat16")}
 
-    layers = [shapes(8 * WIDTH + 128 * i) for i in range(count)]
-    args = layers, jax.ShapeDtypeStruct((2 * ROWS, 4 * WIDTH), "bfloat16")
+    layers = [shapes(16 * WIDTH + 512 * i) for i in range(count)]
+    args = layers, jax.ShapeDtypeStruct((2 * ROWS, 8 * WIDTH), "bfloat16")
     target = jaxoff.target("h100")
     by_hand = jax.jit(functools.partial(unlike_step, jax.checkpoint(layer)), donate_argnums=0)
     limit = 1.01 * part * jaxoff.verify(target.compile(by_hand, *args)).device_peak_bytes

@@ -10,6 +10,7 @@ import pytest
 import jaxoff
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.constants import lift_constants
+from jaxoff._jaxpr.saved_twin import build_saved_twin
 
 MASK = np.tril(np.ones((8, 8), np.float32))
 X = jax.random.normal(jax.random.key(0), (8, 8))
@@ -30,6 +31,43 @@ def test_the_equations_of_calls_with_constants_stand_in_the_program():
     )
     for got, expected in zip(compat.jaxpr_as_fun(lifted)(X), jax.value_and_grad(loss)(X), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+STEPS = {
+    "checkpoint": lambda: jax.grad(lambda x: jax.checkpoint(outer)(x).sum()),
+    "scan": lambda: (
+        lambda x: jax.lax.scan(lambda x, _: (STEPS["checkpoint"]()(x), None), x, None, length=2)[0]
+    ),
+    "cond": lambda: lambda x: jax.lax.cond(x[0, 0] < 9, STEPS["checkpoint"](), jnp.sin, x),
+}
+
+
+@pytest.mark.parametrize("where", STEPS)
+def test_constants_are_lifted_out_of_calls_at_all_levels(where):
+    fun = STEPS[where]()
+    lifted = lift_constants(jax.make_jaxpr(fun)(X))
+
+    def check(jaxpr):
+        for eqn in jaxpr.eqns:
+            called = compat.called_program(eqn)
+            assert called is None or not (called.consts and eqn.invars)
+            for program in compat.sub_jaxprs(eqn):
+                check(program)
+
+    check(lifted.jaxpr)
+    np.testing.assert_allclose(compat.jaxpr_as_fun(lifted)(X)[0], jax.jit(fun)(X), rtol=1e-5, atol=1e-6)
+
+
+def test_the_saved_twin_of_a_program_with_constants_has_them():
+    layer = jax.checkpoint(
+        jax.jit(lambda x: jnp.tanh(jaxoff.name(jnp.sin(x * MASK), "h") @ MASK)),
+        policy=jaxoff.policy(offload=["h"]),
+    )
+    fun = jax.grad(lambda x: layer(layer(x)).sum())
+    for lift in (lambda closed: closed, lift_constants):
+        twin = build_saved_twin(lift(jax.make_jaxpr(fun)(X)))
+        assert twin is not None and "<host>" not in str(twin)
+        np.testing.assert_allclose(compat.jaxpr_as_fun(twin)(X)[0], fun(X), rtol=1e-5, atol=1e-6)
 
 
 def test_a_program_without_such_calls_is_the_same_object():

@@ -115,7 +115,6 @@ def test_offloads_given_up_for_what_they_exchange_are_said_by_the_recipe_of_leas
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        ({"loops": 0, "scanned": 0, "flat": False}, ["ordered"]),
         ({"loops": 2, "scanned": 0, "flat": False}, ["ordered", "stock"]),
         ({"loops": 2, "scanned": 2, "flat": False}, ["concurrent", "early", "ordered", "stock", "saved"]),
         (
@@ -133,6 +132,12 @@ def test_offloads_given_up_for_what_they_exchange_are_said_by_the_recipe_of_leas
 def test_recipes_of_a_program(program, expected):
     assert list(list_recipes(has_twin=True, **program)) == expected
     assert list(list_recipes(has_twin=False, **program)) == [r for r in expected if r != "saved"]
+
+
+def test_a_program_with_copies_that_are_not_ordered_is_compared_with_its_twin():
+    nothing_ordered = {"loops": 0, "scanned": 0, "flat": False}
+    assert list(list_recipes(has_twin=True, **nothing_ordered)) == ["ordered", "stock", "saved"]
+    assert list(list_recipes(has_twin=False, **nothing_ordered)) == ["ordered"]
 
 
 def offloading(layers):
