@@ -399,8 +399,9 @@ class _Search[P]:
         self.tried.append(tried)
         takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"
         takes += ", too much" if self._budget.device_nbytes < tried.nbytes < math.inf else ""
+        limit = format_nbytes(int(self._budget.device_nbytes / self.devices))
         self._progress.say(
-            f"program {number} for {format_nbytes(int(self._budget.device_nbytes / self.devices))} of device memory takes {takes}, with "
+            f"program {number} for {limit} of device memory takes {takes}, with "
             f"{_describe(tried.list_values())}"
         )
         return tried
