@@ -102,8 +102,8 @@ def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> fl
     The kept values of all layers are held as the backward pass begins; in a step with several gradients, one
     after the other, those of each. When the backward pass of a section runs, the kept values of what is ahead
     are held and all of its own, kept or recomputed; of its own bytes, those above a layer's count. Offloaded
-    values of a section count once more, beside the section's neighbor: on their way. Of a layer in segments
-    the bytes count that are made at once.
+    values of a section count beside its neighbor alone, on their way. Of a layer in segments the bytes count
+    that are made at once.
     """
     each = list(zip(costs, placements, strict=True))
     kept = [_kept_nbytes(cost, placed) for cost, placed in each]
