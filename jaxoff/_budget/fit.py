@@ -17,7 +17,7 @@ from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import ESTIMATE_MARGIN, argument_nbytes, estimate_nbytes
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import Region, write_in_parts, write_layers_in_parts
-from jaxoff._budget.report import PlacedValue
+from jaxoff._budget.report import describe_kept
 from jaxoff._budget.tried import Tried, correct_room
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -399,17 +399,19 @@ class _Search[P]:
         self.tried.append(tried)
         takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"
         takes += ", too much" if self._budget.device_nbytes < tried.nbytes < math.inf else ""
-        limit = format_nbytes(int(self._budget.device_nbytes / self.devices))
         self._progress.say(
-            f"program {number} for {limit} of device memory takes {takes}, with "
-            f"{_describe(tried.list_values())}"
+            f"program {number} for {self._format_budget()} of device memory takes {takes}, with "
+            f"{describe_kept(tried.list_values())}"
         )
         return tried
+
+    def _format_budget(self) -> str:
+        return format_nbytes(int(self._budget.device_nbytes / self.devices))
 
     def make_error(self) -> BudgetError:
         """The error of a search that found nothing, with the least of its programs."""
         least = min(self.tried, key=lambda t: t.nbytes, default=None)
-        budget = format_nbytes(int(self._budget.device_nbytes / self.devices))
+        budget = self._format_budget()
         if least is None:
             host = format_nbytes(int(self._budget.host_nbytes or 0))
             return BudgetError(f"no placement keeps a layer's input within {host} of host memory.", None)
@@ -420,7 +422,7 @@ class _Search[P]:
                 None,
             )
         nbytes = int(least.nbytes / self.devices)
-        kept = _describe(least.list_values())
+        kept = describe_kept(least.list_values())
         if not self._form.pairs:
             kept += (
                 ": no layers were found, neither a loop over layers (jax.lax.scan) that keeps values for a "
@@ -438,11 +440,3 @@ class _Search[P]:
 
 def _holds_loops(pair: JointGraph) -> bool:
     return any(compat.scan_in(eqn) is not None for eqn in pair.eqns)
-
-
-def _describe(values: Sequence[PlacedValue]) -> str:
-    """The kept values, in bytes of all iterations."""
-    saved, offloaded = (
-        sum(v.nbytes for v in values if v.placement == placement) for placement in ("save", "offload")
-    )
-    return f"{format_nbytes(saved)} saved and {format_nbytes(offloaded)} offloaded"

@@ -11,7 +11,6 @@ layers of a loop run in parts like a head.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax
@@ -79,11 +78,13 @@ def write_layers_in_parts(
 
     def write(program: Jaxpr) -> Jaxpr:
         level = inline_program(program)
-        eqns = []
-        for eqn in level.eqns:
-            inside = write_all if is_shard_map(eqn) else write
-            eqns.append(compat.map_programs(eqn, inside if compat.control_flow(eqn) is None else write_body))
-        return program if all(map(operator.is_, eqns, level.eqns)) else level.replace(eqns=eqns)
+        written = compat.replace_equations(level, map(write_inside, level.eqns))
+        return program if written is level else written
+
+    def write_inside(eqn: JaxprEqn) -> JaxprEqn:
+        if compat.control_flow(eqn) is not None:
+            return compat.map_programs(eqn, write_body)
+        return compat.map_programs(eqn, write_all if is_shard_map(eqn) else write)
 
     def write_all(program: Jaxpr) -> Jaxpr:
         return write(write_flat(program))

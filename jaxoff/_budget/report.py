@@ -8,7 +8,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
@@ -53,6 +53,14 @@ class PlacedValue:
     placement: Placement
     source: str
     is_named: bool = False
+
+
+def describe_kept(values: Sequence[PlacedValue]) -> str:
+    """The kept values, in bytes of all iterations."""
+    saved, offloaded = (
+        sum(v.nbytes for v in values if v.placement == placement) for placement in ("save", "offload")
+    )
+    return f"{format_nbytes(saved)} saved and {format_nbytes(offloaded)} offloaded"
 
 
 @dataclasses.dataclass(frozen=True)

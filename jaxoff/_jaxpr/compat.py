@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -259,8 +259,8 @@ def map_programs(eqn: JaxprEqn, fun: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
     return eqn if _is_same(params.values(), eqn.params.values()) else eqn.replace(params=params)
 
 
-def _is_same(found: Iterable[Any], given: Iterable[Any]) -> bool:
-    return all(map(operator.is_, found, given))
+def _is_same(found: Collection[Any], given: Collection[Any]) -> bool:
+    return len(found) == len(given) and all(map(operator.is_, found, given))
 
 
 def map_open(program: Any, fun: Callable[[Jaxpr], Jaxpr]) -> Any:
@@ -276,10 +276,15 @@ def rewrite_jaxprs(jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]):
     """Rewrites a program and all programs in its equations, from the inside out."""
 
     def rewrite_open(jaxpr: Jaxpr) -> Jaxpr:
-        eqns = [map_programs(eqn, rewrite_open) for eqn in jaxpr.eqns]
-        return rewrite(jaxpr if _is_same(eqns, jaxpr.eqns) else jaxpr.replace(eqns=eqns))
+        return rewrite(replace_equations(jaxpr, (map_programs(eqn, rewrite_open) for eqn in jaxpr.eqns)))
 
     return map_open(jaxpr, rewrite_open)
+
+
+def replace_equations(jaxpr: Jaxpr, eqns: Iterable[JaxprEqn]) -> Jaxpr:
+    """A program with other equations; the same object where the equations are."""
+    found = list(eqns)
+    return jaxpr if _is_same(found, jaxpr.eqns) else jaxpr.replace(eqns=found)
 
 
 def num_shards(eqn: JaxprEqn) -> int:

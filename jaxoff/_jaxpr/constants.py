@@ -58,7 +58,7 @@ class _Lifting:
         for eqn in eqns:
             here = eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars])
             called = compat.called_program(eqn)
-            if called is None or not _has_constants(called):
+            if called is None or not (called.consts or _holds_constants(called.jaxpr)):
                 lifted.append(compat.map_programs(here, self._lift_inside))
                 continue
             own = [find(v, value) for v, value in zip(called.jaxpr.constvars, called.consts, strict=True)]
@@ -97,8 +97,3 @@ def _holds_constants(jaxpr: Jaxpr) -> bool:
         or any(map(_holds_constants, compat.sub_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
-
-
-def _has_constants(called: ClosedJaxpr) -> bool:
-    calls = (inner for eqn in called.jaxpr.eqns if (inner := compat.called_program(eqn)) is not None)
-    return bool(called.consts) or any(map(_has_constants, calls))

@@ -7,7 +7,6 @@ stack that a loop makes. The forward pass goes on with the exact value.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -97,9 +96,8 @@ class _Writer:
         level = self._inline(program)
         if chosen := self._find_residuals(level):
             return self._write(level, {}, chosen, (), count, in_backward=False)
-        eqns = [self._write_inner(eqn, count) for eqn in level.eqns]
-        same = all(map(operator.is_, eqns, level.eqns))
-        return program if same else level.replace(eqns=eqns)
+        written = compat.replace_equations(level, (self._write_inner(eqn, count) for eqn in level.eqns))
+        return program if written is level else written
 
     def _write_inner(self, eqn: JaxprEqn, count: int) -> JaxprEqn:
         layout = compat.scan_in(eqn)

@@ -15,7 +15,7 @@ from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.inline import Renamed, resolve, separate_calls
 
 # Levels of control flow that no value in host memory leaves in a program that XLA compiles.
-REFUSED_LEVELS = 2
+_REFUSED_LEVELS = 2
 
 
 class HostValues:
@@ -74,7 +74,7 @@ class HostValues:
             eqn
             for eqn in self._sends.values()
             if (v := eqn.outvars[0]) in self._parents
-            and self._levels[v] - outermost[self._find(v)] >= REFUSED_LEVELS
+            and self._levels[v] - outermost[self._find(v)] >= _REFUSED_LEVELS
         ]
 
     def collect(self, values: Iterable[Var]) -> set[Var]:
@@ -119,7 +119,7 @@ def split_copies(jaxpr: Jaxpr) -> Jaxpr:
                 # A policy gives one entry for all results of an equation.
                 params = {key: (each[min(i, len(each) - 1)],) for key, each in eqn.params.items()}
                 eqns.append(eqn.replace(invars=[v], outvars=[out], params=params))
-        return jaxpr if len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns)
+        return compat.replace_equations(jaxpr, eqns)
 
     return compat.rewrite_jaxprs(jaxpr, split)
 
@@ -157,7 +157,7 @@ def _list_programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any], int]]:
     layout, is_condition = compat.scan_in(eqn), eqn.primitive.name == "cond"
     levels = 0 if layout is None else 1
     if is_condition or (layout is not None and layout.unroll not in (1, False)):
-        levels = REFUSED_LEVELS
+        levels = _REFUSED_LEVELS
     operands = eqn.invars[1:] if is_condition else eqn.invars
     for program in compat.sub_jaxprs(eqn):
         if len(program.invars) == len(operands) and len(program.outvars) == len(eqn.outvars):

@@ -70,7 +70,7 @@ def separate_calls(jaxpr: Jaxpr) -> Jaxpr:
                 )
                 for eqn in eqns
             ]
-        # Constants come with their variables.
+        # The constants keep their variables, whose values come with them.
         return jaxpr.replace(
             invars=[resolve(fresh, v) for v in jaxpr.invars],
             eqns=eqns,

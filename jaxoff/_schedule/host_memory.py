@@ -22,7 +22,7 @@ def peak_host_nbytes(closed: ClosedJaxpr) -> int:
 
 
 def _find_peak(jaxpr: Jaxpr) -> int:
-    loops = [_list_new_results(eqn) for eqn in jaxpr.eqns if _is_loop(eqn)]
+    loops = [_list_new_results(eqn) for eqn in jaxpr.eqns if compat.is_loop(eqn)]
     always = _select_host(jaxpr.constvars, jaxpr.invars, *loops)
     live = always | _select_host(jaxpr.outvars)
     peak = size = compat.nbytes_of(live)
@@ -40,13 +40,9 @@ def _count_inside(eqn: JaxprEqn) -> int:
     extra = []
     for body in compat.sub_jaxprs(eqn):
         # The results of an iteration are rows of the loop's results. The results of a call count here.
-        outside = _select_host(body.constvars, body.invars, body.outvars if _is_loop(eqn) else ())
+        outside = _select_host(body.constvars, body.invars, body.outvars if compat.is_loop(eqn) else ())
         extra.append(_find_peak(body) - compat.nbytes_of(outside))
     return max(extra, default=0) * compat.num_shards(eqn)
-
-
-def _is_loop(eqn: JaxprEqn) -> bool:
-    return compat.scan_in(eqn) is not None or eqn.primitive.name == "while"
 
 
 def _list_new_results(loop: JaxprEqn) -> list[Any]:

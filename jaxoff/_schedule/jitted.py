@@ -379,8 +379,8 @@ class Jitted:
     def _list_settings(self, call: Call, traced: Traced) -> list[Setting]:
         """The settings for a program, the preferred one first; a single one where nothing is to choose."""
         compares = call.is_on_gpu or self._tunes
-        has_twin = traced.has_copies and traced.twin is not None
-        has_twin = has_twin and (compares or self._recipe is Recipe.SAVED)
+        may_save = compares or self._recipe is Recipe.SAVED
+        has_twin = may_save and traced.has_copies and traced.twin is not None
         settings = list_settings(traced.program, self._given, has_twin=has_twin)
         if self._recipe is not None:
             return [s for s in settings if s.recipe is self._recipe] or settings[:1]

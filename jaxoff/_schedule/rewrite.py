@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -175,8 +175,8 @@ class _Rewriter:
 
         The user's conditions and other loops in the program are ordered, too.
         """
-        jaxpr = self._order_control_flow(jaxpr)
         layers = _find_layer_loops(jaxpr)
+        jaxpr = self._order_control_flow(jaxpr, layers)
         shardings = {i: self._shardings.get(number) for i, number in zip(layers, self._numbers, strict=False)}
         loops = {i: loop for i, eqn in layers.items() if (loop := Loop.find(eqn))}
         loops = self._write_bodies(jaxpr, loops)
@@ -284,8 +284,11 @@ class _Rewriter:
         rest = delay_fills(rest, _find_last_loop_result(ordered), self._large_nbytes)
         return jaxpr.replace(eqns=[*scalars, *ordered.eqns, *rest], outvars=outs)
 
-    def _order_control_flow(self, jaxpr: Jaxpr) -> Jaxpr:
-        """Orders the branches of conditions, and the bodies of loops over whole steps, that offload."""
+    def _order_control_flow(self, jaxpr: Jaxpr, layers: Container[int]) -> Jaxpr:
+        """Orders the branches of conditions, and the bodies of loops over whole steps, that offload.
+
+        `layers` are the indices of the layer loops, which stay.
+        """
 
         def order(body: Jaxpr) -> Jaxpr:
             is_whole = "H2D" in _find_transfers(body) and not passes_host_values(body)
@@ -294,14 +297,11 @@ class _Rewriter:
             self.ordered_control_flow = True
             return self.order_flat(body)
 
-        found = {
-            i: compat.map_programs(eqn, order)
-            for i, eqn in enumerate(jaxpr.eqns)
-            if compat.control_flow(eqn) is not None and not (_is_layer_scan(eqn) or is_plain_loop(eqn))
-        }
-        if not self.ordered_control_flow:
-            return jaxpr
-        return jaxpr.replace(eqns=[found.get(i, eqn) for i, eqn in enumerate(jaxpr.eqns)])
+        def order_inside(i: int, eqn: JaxprEqn) -> JaxprEqn:
+            stays = i in layers or compat.control_flow(eqn) is None or is_plain_loop(eqn)
+            return eqn if stays else compat.map_programs(eqn, order)
+
+        return compat.replace_equations(jaxpr, itertools.starmap(order_inside, enumerate(jaxpr.eqns)))
 
     def order_flat(self, jaxpr: Jaxpr) -> Jaxpr:
         """Orders a program with layers outside of loops.
