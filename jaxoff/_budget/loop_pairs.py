@@ -26,6 +26,8 @@ from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, make_masks_inside, resolve
 from jaxoff._jaxpr.scopes import is_transposed
 
+_LONG_NBYTES = 1 << 20  # of an iteration's rows: about 1 us of a GPU's time for each access to memory
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopPair(JointGraph):
@@ -106,6 +108,16 @@ def _reads_rows(eqn: JaxprEqn, forward: JaxprEqn) -> bool:
     )
 
 
+def _is_unrolled_for_time(eqn: JaxprEqn) -> bool:
+    """Whether a loop is unrolled whose iterations are short, by the bytes of their rows in stacks.
+
+    The loops of a pair are written without unrolling, which costs a layer no time.
+    """
+    layout = _layout(eqn)
+    stacks = [*eqn.invars[_first_row(layout) :], *eqn.outvars[layout.num_carry :]]
+    return layout.unroll not in (1, False) and compat.nbytes_of(stacks) < _LONG_NBYTES * layout.length
+
+
 def _layout(eqn: JaxprEqn) -> compat.ScanLayout:
     layout = compat.scan_in(eqn)
     assert layout is not None
@@ -124,7 +136,7 @@ def _pair(
     bodies = [eqn.params["jaxpr"] for eqn in (forward, backward)]
     if any(closed.consts or compat.has_side_effects(closed.jaxpr) for closed in bodies):
         return None
-    if layout.unroll not in (1, False) or own.unroll not in (1, False):
+    if _is_unrolled_for_time(forward) or _is_unrolled_for_time(backward):
         return None
     body, names = inline_body(bodies[0].jaxpr)
     first, arguments = _first_row(layout), list(zip(forward.invars, body.invars, strict=True))

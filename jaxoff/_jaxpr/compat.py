@@ -102,6 +102,11 @@ def has_side_effects(jaxpr: Jaxpr) -> bool:
     return any(not isinstance(effect, _NamedAxisEffect) for effect in jaxpr.effects)
 
 
+def is_ref(aval) -> bool:
+    """Whether an abstract value is a mutable array, of `jax.new_ref`."""
+    return hasattr(aval, "inner_aval")
+
+
 def is_host(aval) -> bool:
     """Whether an abstract array lives in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
@@ -252,7 +257,7 @@ def map_programs(eqn: JaxprEqn, fun: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
     def replace(value):
         if isinstance(value, (tuple, list)):
             found = list(map(replace, value))
-            return value if _is_same(found, value) else type(value)(found)
+            return value if _is_same(found, value) else getattr(value, "_make", type(value))(found)
         return map_open(value, fun) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
 
     params = {key: replace(value) for key, value in eqn.params.items()}
@@ -285,14 +290,6 @@ def replace_equations(jaxpr: Jaxpr, eqns: Iterable[JaxprEqn]) -> Jaxpr:
     """A program with other equations; the same object where the equations are."""
     found = list(eqns)
     return jaxpr if _is_same(found, jaxpr.eqns) else jaxpr.replace(eqns=found)
-
-
-def num_shards(eqn: JaxprEqn) -> int:
-    """The number of devices of a `jax.shard_map` equation; 1 for another equation.
-
-    Each device runs the jaxpr in the equation on its shard of the arrays.
-    """
-    return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1
 
 
 def holds_tracers(closed: ClosedJaxpr) -> bool:

@@ -155,9 +155,7 @@ def _list_programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any], int]]:
         yield eqn.params["body_jaxpr"].jaxpr, eqn.invars[eqn.params["cond_nconsts"] :], 1
         return
     layout, is_condition = compat.scan_in(eqn), eqn.primitive.name == "cond"
-    levels = 0 if layout is None else 1
-    if is_condition or (layout is not None and layout.unroll not in (1, False)):
-        levels = _REFUSED_LEVELS
+    levels = _REFUSED_LEVELS if is_condition else 0 if layout is None else 1
     operands = eqn.invars[1:] if is_condition else eqn.invars
     for program in compat.sub_jaxprs(eqn):
         if len(program.invars) == len(operands) and len(program.outvars) == len(eqn.outvars):

@@ -170,18 +170,6 @@ def round_operands(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
         yield eqn.replace(invars=operands)
 
 
-def delay_fills(eqns: Iterable[JaxprEqn], value: Var | None, large_nbytes: int) -> Iterator[JaxprEqn]:
-    """Delays large arrays filled with a constant until a value is ready. XLA could fill them at any time."""
-    for eqn in eqns:
-        is_constant = eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
-        if value is not None and is_constant and compat.nbytes_of(eqn.outvars) >= large_nbytes:
-            (constant, _), barrier = compat.make_barrier([eqn.invars[0], value], like=eqn)
-            yield barrier
-            yield eqn.replace(invars=[constant])
-        else:
-            yield eqn
-
-
 def instantiate(jaxpr: Jaxpr, operands: Sequence[Any], like: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
     """Copies the equations of a program for given operands, into the scopes of equation `like`.
 

@@ -2,19 +2,21 @@
 
 A scan whose body is another scan runs the inner body once for each layer of each group. A single scan over
 all layers computes the same values. Its stacks are views of the stacks by group. XLA's GPU compiler (jaxlib
-0.11.2) refuses copies to host memory in a scan within a scan; in the single scan they compile.
+0.11.2) refuses copies to host memory in a scan within a scan; in the single scan they compile. Of two nested
+scans, one with a single iteration is no loop: its body takes its place.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead
-from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call, trace_scan
+from jaxoff._jaxpr.inline import Renamed, inline_program, instantiate, resolve, trace_call, trace_scan
 from jaxoff._jaxpr.primitives import holds_copies
 
 
@@ -34,7 +36,63 @@ def merge_nested_loops(closed: ClosedJaxpr, *, with_copies: bool = False) -> Clo
             return program
         return _merge_level(program, merge, with_copies=with_copies)
 
-    return compat.map_open(closed, merge)
+    return compat.map_open(_write_out_single(closed, with_copies=with_copies), merge)
+
+
+def _write_out_single(closed: ClosedJaxpr, *, with_copies: bool) -> ClosedJaxpr:
+    """A program with the bodies of its scans of one iteration that are in a scan, or have a scan inside."""
+
+    def write_out(program: Jaxpr, *, in_scan: bool) -> Jaxpr:
+        if with_copies and not holds_copies(program):
+            return program
+        renamed: Renamed = {}
+        rows: dict[Any, Any] = {}  # stack of one row -> the row
+        eqns: list[JaxprEqn] = []
+        for given in program.eqns:
+            eqn = given.replace(invars=[resolve(renamed, v) for v in given.invars]) if renamed else given
+            layout = compat.scan_in(eqn)
+            inside = functools.partial(write_out, in_scan=in_scan or layout is not None)
+            eqn = compat.map_programs(eqn, inside)
+            body = eqn.params["jaxpr"] if layout is not None and layout.length == 1 else None
+            if body is None or body.consts or not (in_scan or _holds_scans(body.jaxpr)):
+                eqns.append(eqn)
+                continue
+            written, results = _write_out_iteration(eqn, body.jaxpr, rows)
+            eqns += written
+            renamed.update(zip(eqn.outvars, results, strict=True))
+        if not renamed:
+            return compat.replace_equations(program, eqns)
+        outs = [resolve(renamed, v) for v in program.outvars]
+        return drop_dead(program.replace(eqns=eqns, outvars=outs))
+
+    return compat.map_open(closed, functools.partial(write_out, in_scan=False))
+
+
+def _holds_scans(program: Jaxpr) -> bool:
+    return any(
+        compat.scan_in(eqn) is not None or any(map(_holds_scans, compat.sub_jaxprs(eqn)))
+        for eqn in program.eqns
+    )
+
+
+def _write_out_iteration(
+    eqn: JaxprEqn, body: Jaxpr, rows: dict[Any, Any]
+) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a scan's only iteration, and the results of the scan; adds stacks to `rows`."""
+    layout = compat.scan_in(eqn)
+    assert layout is not None
+    first, eqns = layout.num_consts + layout.num_carry, list[JaxprEqn]()
+    for v in eqn.invars[first:]:
+        if v not in rows:
+            views, (rows[v],) = trace_call(lambda x: x.reshape(x.shape[1:]), [v], like=eqn)
+            eqns += views
+    made, results = instantiate(body, [*eqn.invars[:first], *(rows[v] for v in eqn.invars[first:])], eqn)
+    eqns += made
+    for i, row in enumerate(results[layout.num_carry :], layout.num_carry):
+        views, (stack,) = trace_call(lambda x: x.reshape(1, *x.shape), [row], like=eqn)
+        eqns += views
+        results[i], rows[stack] = stack, row
+    return eqns, results
 
 
 @dataclasses.dataclass(frozen=True)

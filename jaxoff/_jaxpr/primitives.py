@@ -115,6 +115,14 @@ def is_pallas(eqn: JaxprEqn) -> bool:
     )
 
 
+def num_shards(eqn: JaxprEqn) -> int:
+    """The number of devices of a `jax.shard_map` equation; 1 for another equation.
+
+    Each device runs the jaxpr in the equation on its shard of the arrays.
+    """
+    return eqn.params["mesh"].size if is_shard_map(eqn) else 1
+
+
 def holds_copies(program: Jaxpr) -> bool:
     """Whether a program, or a program in it, copies between device and host."""
     return any(

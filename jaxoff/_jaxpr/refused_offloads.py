@@ -1,8 +1,8 @@
 """Offloads refused by XLA's GPU compiler, saved on the device instead.
 
 XLA compiles copies to the host in a loop, whose stacks stay on the host until a later loop reads the rows.
-XLA refuses a stack in host memory leaving two levels of control flow (a loop inside of a loop), an unrolled
-loop, or a condition.
+XLA refuses a stack in host memory leaving two levels of control flow (a loop inside of a loop), or a
+condition.
 """
 
 from __future__ import annotations

@@ -243,20 +243,24 @@ class Chain:
             for wait in waits:
                 if wait is not None:
                     tied[v], awaited = self.add_barrier(tied[v], self.elements.get(wait, wait), i)
-                    if self._is_small_convolution(wait):
+                    if self._may_lose_barrier(wait):
                         self.substitutes[wait] = awaited
         return tied
 
-    def _is_small_convolution(self, v: Var) -> bool:
-        """Whether a value is the small result of a convolution, such as the gradient of its weights.
+    def _may_lose_barrier(self, v: Var) -> bool:
+        """Whether a value is the result of a convolution, or a small product that no product reads.
 
-        XLA transposes the result for each reader on its own, and drops a barrier's operand that is read there
-        alone. So readers of the result read the barrier's output.
+        Such are gradients of weights. XLA transposes the result for each reader on its own, and drops a
+        barrier's operand that is read there alone. So readers of the result read the barrier's output.
         """
         maker = self._graph.maker.get(v)
-        if maker is None or self._is_large(v):
+        if maker is None or self._eqns[maker].primitive.name not in ("conv_general_dilated", "dot_general"):
             return False
-        return self._eqns[maker].primitive.name == "conv_general_dilated"
+        if self._eqns[maker].primitive.name == "conv_general_dilated":
+            return True
+        if self._is_large(v) or not self._problem.waits_for_sends:  # in a loop its stack takes it at once
+            return False
+        return not any(is_compute(self._eqns[j]) for j in self._graph.readers.get(v, ()))
 
     def add_barrier(self, value: Value, other: Value, i: int) -> tuple[Added, Added]:
         """Adds a barrier over two values; of more values, XLA would drop the operands with unread outputs."""

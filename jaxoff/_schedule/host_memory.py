@@ -8,6 +8,7 @@ from typing import Any
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead
+from jaxoff._jaxpr.primitives import num_shards
 
 
 def peak_host_nbytes(closed: ClosedJaxpr) -> int:
@@ -42,7 +43,7 @@ def _count_inside(eqn: JaxprEqn) -> int:
         # The results of an iteration are rows of the loop's results. The results of a call count here.
         outside = _select_host(body.constvars, body.invars, body.outvars if compat.is_loop(eqn) else ())
         extra.append(_find_peak(body) - compat.nbytes_of(outside))
-    return max(extra, default=0) * compat.num_shards(eqn)
+    return max(extra, default=0) * num_shards(eqn)
 
 
 def _list_new_results(loop: JaxprEqn) -> list[Any]:

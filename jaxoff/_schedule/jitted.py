@@ -155,6 +155,9 @@ class Jitted:
         """Binds the function to an instance, as a method of a class."""
         return self if instance is None else types.MethodType(self, instance)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
+        return self  # as a function does
+
     def __repr__(self) -> str:
         return f"jaxoff.jit({self._fun!r})"
 
@@ -230,7 +233,6 @@ class Jitted:
         return program
 
     def _share_link(self, devices: int) -> Device:
-        """The rates of one of several devices."""
         return self.device.sharing(max(1, devices // jax.process_count()))
 
     def _choose(self, call: Call, traced: Traced) -> Setting:
@@ -307,9 +309,8 @@ class Jitted:
         paths, donated, shardings = call.describe_arguments(self._fun, positions, self._kwargs)
 
         def estimate(budget: Budget) -> Plan:
-            plan = estimate_within(
-                twin, call, device, budget.resolve((args, kwargs)), paths, donated, shardings
-            )
+            resolved = budget.resolve((args, kwargs))
+            plan = estimate_within(twin, call, device, resolved, paths, donated, shardings)
             return dataclasses.replace(plan, step=self.within(budget))
 
         return estimate
@@ -440,8 +441,7 @@ class Jitted:
                 program, faults = rewrite_safely(closed, self._share_link(place.devices), place, None)
                 self._report(faults)
                 made = Traced(signature, closed, shapes, program)
-            if setting is None:
-                raise AssertionError("a probe has no program to take over")
+            assert setting is not None, "a probe has no program to take over"
             refuse_what_fails(made.given, made.program, self._given)
             results = made.run(setting.recipe, [leaves[i] for i in traced])
             return jax.tree.unflatten(jax.tree.structure(made.shapes), results)

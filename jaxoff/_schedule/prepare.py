@@ -1,4 +1,4 @@
-"""The first steps with a traced program: values in float8, merged nested loops, offloads refused by XLA.
+"""The first steps with a traced program: known branches, float8, merged nested loops, refused offloads.
 
 In: the traced program. Out: the program to rewrite, and findings of unmet requests.
 """
@@ -18,6 +18,7 @@ from jaxoff._jaxpr.float8_residuals import OnRounding, store_in_float8
 from jaxoff._jaxpr.host_values import split_copies
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._jaxpr.refused_offloads import save_refused
+from jaxoff._jaxpr.settled import choose_known_branches, roll_loops_with_copies
 from jaxoff._policy.combinators import stores_in_float8
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import format_nbytes
@@ -49,6 +50,8 @@ def prepare(closed: ClosedJaxpr, watch: Watch, *, on_gpus: bool) -> tuple[Closed
       on_gpus: whether the program runs on GPUs.
     """
     closed = split_copies(lift_constants(closed))
+    if on_gpus:
+        closed = roll_loops_with_copies(choose_known_branches(closed, "cuda"))
     requests = Requests.read(compat.as_open(closed))
     findings = list(watch.find(requests))
     closed, unmet = _store_by_policies(closed, requests)
@@ -68,8 +71,8 @@ def _describe_refused(sends: list[JaxprEqn], named: Iterable[Named]) -> Finding:
     return Finding(
         FindingCode.OFFLOAD_IN_NESTED_SCAN,
         f"{labels}{total}, to be offloaded, stay on the device: XLA does not compile offloads in a loop "
-        "inside of a loop (offload values of the outer loop, or write the inner layers as a Python loop), in "
-        "an unrolled loop (scan with unroll=1), or in a condition (name its operands instead).",
+        "inside of a loop (offload values of the outer loop, or write the inner layers as a Python loop) or "
+        "in a condition (name its operands instead).",
         compat.source_line(found[0].eqn if found else sends[0]),
     )
 

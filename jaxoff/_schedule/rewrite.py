@@ -8,8 +8,6 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxoff._device.flops import product_flops
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -19,7 +17,6 @@ from jaxoff._jaxpr.divided_products import divide_products
 from jaxoff._jaxpr.host_values import passes_host_values
 from jaxoff._jaxpr.inline import (
     Renamed,
-    delay_fills,
     inline_calls,
     inline_program,
     instantiate,
@@ -35,6 +32,7 @@ from jaxoff._runtime.garbage import collector_paused
 from jaxoff._schedule.collectives import chain_collectives
 from jaxoff._schedule.decide import LARGE_NBYTES, decide
 from jaxoff._schedule.emit import emit
+from jaxoff._schedule.fills import delay_fills, find_last_loop_result
 from jaxoff._schedule.loop_shardings import LoopShardings
 from jaxoff._schedule.loops import HostStack, Loop, find_host_stacks, write_out
 from jaxoff._schedule.problem import OrderProblem
@@ -269,10 +267,14 @@ class _Rewriter:
         over devices, in place. Arrays which are filled after the last loop, for example the zeros for the
         gradient of an embedding, wait for a result of the last loop.
 
+        The equations stay as they are where they change a mutable array, whose reads depend on their order.
+
         Args:
           jaxpr: the program.
           end: number of equations up to the last loop, inclusive.
         """
+        if any(compat.is_ref(v.aval) for eqn in jaxpr.eqns for v in eqn.invars):
+            return jaxpr
         renamed: Renamed = {}
         eqns = list(inline_calls(jaxpr.eqns[:end], renamed))
         rest = chain_collectives(inline_calls(jaxpr.eqns[end:], renamed))
@@ -281,7 +283,7 @@ class _Rewriter:
         eqns, scalars = split_scalars(self._prepare(eqns, read))
         in_order = [True] * len(eqns)
         ordered = self._order(jaxpr.replace(outvars=read), eqns, in_order, waits_for_sends=False)
-        rest = delay_fills(rest, _find_last_loop_result(ordered), self._large_nbytes)
+        rest = delay_fills(rest, find_last_loop_result(ordered), self._large_nbytes)
         return jaxpr.replace(eqns=[*scalars, *ordered.eqns, *rest], outvars=outs)
 
     def _order_control_flow(self, jaxpr: Jaxpr, layers: Container[int]) -> Jaxpr:
@@ -356,18 +358,6 @@ def _add_xs(
     return dataclasses.replace(shardings[reader] or LoopShardings(), xs=xs)
 
 
-def _find_last_loop_result(jaxpr: Jaxpr) -> Var | None:
-    """Finds the smallest float array on the device among the read results which the last loop changes."""
-    read = {v for v in jaxpr.outvars if isinstance(v, Var)}
-    for eqn in reversed(jaxpr.eqns):
-        if (changed := _find_changed_results(eqn)) is not None:
-            found = [v for v in changed if v in read and not compat.is_host(v.aval)]
-            floats = [v for v in found if jnp.issubdtype(compat.struct_of(v.aval).dtype, jnp.inexact)]
-            return min(floats, key=lambda v: compat.nbytes(v.aval), default=None)
-        read.update(variables(eqn))
-    return None
-
-
 def _inline_loop_calls(jaxpr: Jaxpr) -> Jaxpr:
     """Inlines calls with a layer loop, so that the writer and the reader of a host stack are in one jaxpr."""
     renamed: Renamed = {}
@@ -437,13 +427,3 @@ def _computes_outside_loops(jaxpr: Jaxpr) -> bool:
         else:
             inside += product_flops(eqn)
     return outside > inside
-
-
-def _find_changed_results(eqn: JaxprEqn) -> list[Var] | None:
-    """Finds the results changed by the body of a `while` loop. Returns None for another equation."""
-    if eqn.primitive.name != "while":
-        return None
-    body = eqn.params["body_jaxpr"].jaxpr
-    given = body.invars[eqn.params["body_nconsts"] :]
-    results = zip(eqn.outvars, given, body.outvars, strict=True)
-    return [v for v, before, after in results if before is not after]

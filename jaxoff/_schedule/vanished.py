@@ -11,6 +11,7 @@ from jaxoff._compiled import hlo
 from jaxoff._compiled.transfers import find_transfers
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr
+from jaxoff._jaxpr.primitives import num_shards
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import format_nbytes
@@ -67,7 +68,7 @@ def count_reloads(jaxpr: Jaxpr) -> Reloads:
             found[compat.nbytes_of(eqn.outvars)] += 1
         inside = [count_reloads(program) for program in compat.sub_jaxprs(eqn)]
         layout = compat.scan_in(eqn)
-        runs = (layout.length if layout else 1) * compat.num_shards(eqn)
+        runs = (layout.length if layout else 1) * num_shards(eqn)
         for nbytes, count in max(inside, key=_sum_nbytes, default=collections.Counter()).items():
             found[nbytes] += runs * count
     return found

@@ -1,4 +1,6 @@
-"""Offloads that XLA refuses are saved, and the others offloaded: compiled for a GPU."""
+"""Offloads that XLA refuses, compiled for a GPU: saved, unless the program can be written otherwise."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,28 +36,62 @@ def layer_with_a_condition(x, w):
     return jax.lax.cond(x[0, 0] > 0, active, lambda x: x, x), None
 
 
-def layer_in_an_unrolled_loop(x, w):
+def plain_layer(x, w):
     return x + jaxoff.name(jnp.tanh(jaxoff.name(x, "x_in") @ w), "inner") @ w.T, None
 
 
-@pytest.mark.parametrize(
-    ("layer", "unroll"),
-    [(layer_with_a_loop, 1), (layer_with_a_condition, 1), (layer_in_an_unrolled_loop, 2)],
-)
-def test_what_xla_refuses_is_saved_and_the_rest_is_offloaded(layer, unroll):
+def layer_with_a_kernel_for_gpus(x, w):
+    x = jaxoff.name(x, "x_in")
+
+    def act(x, w):
+        return jaxoff.name(jnp.tanh(x @ w), "inner")
+
+    return x + jax.lax.platform_dependent(x, w, cuda=act, default=lambda x, w: jnp.sin(act(x, w))) @ w.T, None
+
+
+def scan_layers(body, w, x, **options):
+    return jax.lax.scan(body, x, w, **options)[0]
+
+
+def scan_groups(body, w, x, groups):
+    w = w.reshape(groups, -1, WIDTH, WIDTH)
+    return jax.lax.scan(lambda x, w: (jnp.sin(scan_layers(body, w, x)), None), x, w)[0]
+
+
+def make_step(layer, run):
     policy = jaxoff.policy(offload=["x_in", "inner"])
     body = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    return jax.grad(lambda w, x: run(body, w, x).astype(jnp.float32).var())
 
-    def loss(w, x):
-        return jax.lax.scan(body, x, w, unroll=unroll)[0].astype(jnp.float32).var()
 
-    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in [(LAYERS, WIDTH, WIDTH), (ROWS, WIDTH)]]
-    target, step = jaxoff.target("h200"), jax.grad(loss)
+ARGUMENTS = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in [(LAYERS, WIDTH, WIDTH), (ROWS, WIDTH)]]
+
+
+@pytest.mark.parametrize(
+    ("layer", "run"),
+    [
+        (plain_layer, functools.partial(scan_layers, unroll=2)),
+        (plain_layer, functools.partial(scan_groups, groups=1)),
+        (plain_layer, functools.partial(scan_groups, groups=LAYERS)),
+        (layer_with_a_kernel_for_gpus, scan_layers),
+    ],
+    ids=["unrolled", "one group", "groups of one", "a branch of the platform"],
+)
+def test_copies_in_control_flow_that_is_settled_compile(layer, run):
+    ours = jaxoff.jit(make_step(layer, run), compiler_options=QUICK, recipe="ordered")
+    facts = jaxoff.verify(jaxoff.target("h200").compile(ours, *ARGUMENTS), compiler_options=ours.options)
+    assert ours.findings == ()
+    assert all(copy.via == "dma" for copy in facts.copies)
+    assert facts.d2h_bytes in [2 * layers * X_NBYTES for layers in (LAYERS - 1, LAYERS)]
+
+
+@pytest.mark.parametrize("layer", [layer_with_a_loop, layer_with_a_condition])
+def test_what_xla_refuses_is_saved_and_the_rest_is_offloaded(layer):
+    args, target, step = ARGUMENTS, jaxoff.target("h200"), make_step(layer, scan_layers)
     with pytest.raises(jax.errors.JaxRuntimeError):
         target.compile(jax.jit(step, compiler_options=QUICK), *args)
     ours = jaxoff.jit(step, compiler_options=QUICK, recipe="ordered")
     with pytest.warns(UserWarning, match=FindingCode.OFFLOAD_IN_NESTED_SCAN):
         facts = jaxoff.verify(target.compile(ours, *args), compiler_options=ours.options)
     assert all(copy.via == "dma" for copy in facts.copies)
-    expected = [0] if unroll > 1 else [layers * X_NBYTES for layers in (LAYERS - 1, LAYERS)]
-    assert facts.d2h_bytes in expected
+    assert facts.d2h_bytes in [layers * X_NBYTES for layers in (LAYERS - 1, LAYERS)]

@@ -51,7 +51,7 @@ def _find_refusals(scope: Scope | None) -> Iterator[tuple[FindingCode, str, str]
             yield (
                 FindingCode.OFFLOAD_IN_UNROLLED_SCAN,
                 f"inside lax.scan(unroll={loop.unroll})",
-                "Use unroll=1.",
+                "Use unroll=1; jaxoff.jit does.",
             )
     if len(around) > 1:
         yield (

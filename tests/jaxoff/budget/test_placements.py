@@ -387,3 +387,12 @@ def test_a_backward_loop_belongs_to_the_loop_whose_stacks_it_reads():
     scans = [eqn for eqn in jaxpr.eqns if compat.scan_in(eqn) is not None]
     assert [scans.index(eqn) for eqn in (pair.forward, pair.backward)] == [1, 2]
     assert pair.residuals
+
+
+@pytest.mark.parametrize(("rows", "pairs"), [(8, 0), (1 << 15, 1)])
+def test_a_loop_is_placed_without_its_unrolling_where_its_iterations_are_long(rows, pairs):
+    def loss(ws, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws, unroll=2)[0].sum()
+
+    ws, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(4, 8, 8), (rows, 8)])
+    assert len(pairs_of(jax.grad(loss), ws, x)) == pairs

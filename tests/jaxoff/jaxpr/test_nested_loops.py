@@ -106,3 +106,38 @@ def test_only_loops_with_copies_are_merged_where_asked_so():
     assert list_lengths(merged) == [6, 6]
     for got, want in zip(*(compat.jaxpr_as_fun(p)(weights, x) for p in (merged, offloading)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_of_nested_loops_one_with_a_single_iteration_is_written_out(shape, reverse):
+    _, x, scale = arguments()
+    weights = jax.random.normal(jax.random.key(1), (*shape, WIDTH, WIDTH)) * 0.3
+    body = jax.checkpoint(
+        lambda x, w: layer(scale, jaxoff.name(x, "x"), w), policy=jaxoff.policy(offload=["x"])
+    )
+
+    def loss(weights, x):
+        def group(x, w):
+            x, sums = lax.scan(body, x, w, reverse=reverse)
+            return jnp.sin(x), sums
+
+        x, sums = lax.scan(group, x, weights, reverse=reverse)
+        return x.sum() + (sums**2).sum()
+
+    closed = jax.make_jaxpr(jax.value_and_grad(loss))(weights, x)
+    merged = merge_nested_loops(closed, with_copies=True)
+    assert list_lengths(merged) == [4, 4]
+    assert not any(
+        compat.scan_in(inner) for eqn in merged.jaxpr.eqns for p in compat.sub_jaxprs(eqn) for inner in p.eqns
+    )
+    got, want = (compat.jaxpr_as_fun(p)(weights, x) for p in (merged, closed))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_single_iteration_without_a_loop_around_or_inside_stays():
+    def loss(weights, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, weights)
+
+    closed = jax.make_jaxpr(loss)(jnp.ones((1, WIDTH, WIDTH)), jnp.ones((4, WIDTH)))
+    assert merge_nested_loops(closed) is closed

@@ -1,5 +1,6 @@
 """`jaxoff.jit`: all of `jax.jit`, and the options that a program needs."""
 
+import copy
 import functools
 import os
 
@@ -321,3 +322,12 @@ def test_sharded_over_devices():
     step = jaxoff.jit(jax.grad(mapped))
     assert_close(step(w, x), jax.grad(loss_of(BOTH))(w, x))
     assert options_of(step)[SCHEDULING_MODE] == "CONCURRENT"
+
+
+def test_a_deep_copy_of_an_object_keeps_its_step():
+    class Trainer:
+        def __init__(self):
+            self.step = jaxoff.jit(lambda x: 2 * x)
+
+    trainer = Trainer()
+    assert copy.deepcopy(trainer).step(jnp.float32(3)) == 6

@@ -297,3 +297,17 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
     (delay,) = (action for action in schedule.actions if isinstance(action, DelayReload))
     (last_large,) = (v for v in jaxpr.eqns[schedule.kernels[began - 1]].outvars)
     assert (delay.kernel, delay.row, delay.after) == (reload, SpareRow(0, 1), last_large)
+
+
+def test_what_a_mutable_array_holds_is_read_and_written_in_the_order_given():
+    def step(w, xs):
+        total = jax.new_ref(jnp.zeros_like(w[0]))
+        for x in xs:
+            total[...] += jax.grad(loss_of(BOTH))(w, x)[0]
+        return w[0] - 0.1 * total[...]
+
+    w, x = arguments()[:2]
+    args = w, [x, 2 * x]
+    program = rewritten(step, *args)
+    assert program.scanned
+    assert_equal(jaxoff.jit(step)(*args), jax.jit(step)(*args))

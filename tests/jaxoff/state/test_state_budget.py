@@ -1,5 +1,7 @@
 """Steps within budgets that only state on the host meets."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jaxoff._budget.limits import Budget
 from jaxoff._budget.state import State
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._report.progress import Progress
 from jaxoff._runtime import program_memory
 from jaxoff._schedule.rewrite import rewrite
@@ -288,30 +291,41 @@ def test_layers_in_a_row_are_ordered_with_their_state_on_the_host(loop):
     assert any(eqn.primitive.name == "optimization_barrier" for eqn in written.jaxpr.jaxpr.eqns) or loop
 
 
-def test_the_gradient_of_a_convolutions_weights_is_read_behind_the_barrier_that_waits_for_it():
-    """XLA drops a barrier's operand that nobody reads: the convolution would run when the weights change."""
+def convolve(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("product", "shape", "large_nbytes"),
+    [
+        (convolve, (3, 3, 256, 256), 1 << 20),
+        (convolve, (3, 3, 256, 256), 1 << 24),
+        (jnp.matmul, (1024, 1024), 1 << 24),
+    ],
+    ids=["large convolution", "small convolution", "small product"],
+)
+def test_the_gradient_of_weights_is_read_behind_the_barrier_that_waits_for_it(product, shape, large_nbytes):
+    """XLA drops a barrier's operand that nobody reads: the product would run when the weights change."""
 
     def step(state, x):
         def loss(params):
             h = x
             for w in params:
-                h = jnp.tanh(lax.conv_general_dilated(h, w, (1, 1), "SAME", dimension_numbers=LAYOUT))
+                h = jnp.tanh(product(h, w))
             return h.var()
 
         params, momenta = state
         momenta = jax.tree.map(lambda m, g: 0.9 * m + g, momenta, jax.grad(loss)(params))
         return jax.tree.map(lambda w, m: w - 0.1 * m, params, momenta), momenta
 
-    params = [jax.ShapeDtypeStruct((3, 3, 256, 256), "float32")] * 4
-    closed = jax.make_jaxpr(step)((params, params), jax.ShapeDtypeStruct((8, 64, 64, 256), "float32"))
+    params = [jax.ShapeDtypeStruct(shape, "float32")] * 4
+    closed = jax.make_jaxpr(step)((params, params), jax.ShapeDtypeStruct((8, 64, 64, shape[-1]), "float32"))
     state = State.find(closed, [True] * 8 + [False])
     assert len(state.updates) == 4
-    program = rewrite(stream.stream_updates(state.closed, state.updates), H200, large_nbytes=1 << 24)
+    program = rewrite(stream.stream_updates(state.closed, state.updates), H200, large_nbytes=large_nbytes)
     eqns = program.jaxpr.jaxpr.eqns
     gradients = [
-        eqn.outvars[0]
-        for eqn in eqns
-        if eqn.primitive.name == "conv_general_dilated" and eqn.outvars[0].aval.size == 9 * 256 * 256
+        eqn.outvars[0] for eqn in eqns if is_compute(eqn) and eqn.outvars[0].aval.size == math.prod(shape)
     ]
     assert len(gradients) == 4
     readers = [[eqn.primitive.name for eqn in eqns if v in eqn.invars] for v in gradients]

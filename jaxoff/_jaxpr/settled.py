@@ -1,0 +1,127 @@
+"""Control flow that is settled before a program runs, without which copies to the host compile.
+
+XLA's GPU compiler (jaxlib 0.11.2) refuses copies to host memory in conditions and in unrolled loops. The
+branch of a condition may be known: `jax.lax.platform_dependent` takes the platform's, and an index may be
+constant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.dataflow import drop_dead
+from jaxoff._jaxpr.inline import Renamed, instantiate, resolve
+from jaxoff._jaxpr.primitives import holds_copies
+
+
+def choose_known_branches(closed: ClosedJaxpr, platform: str) -> ClosedJaxpr:
+    """A program with the conditions whose branch is known replaced by the branch, at all levels.
+
+    Args:
+      closed: the program.
+      platform: the platform it runs on, as `jax.lax.platform_dependent` calls it: "cuda".
+    """
+    chosen = compat.map_open(closed, _Choice(platform).choose)
+    # The residuals of the other branches are arrays without contents.
+    return closed if chosen is closed else compat.map_open(chosen, drop_dead)
+
+
+class _Choice:
+    def __init__(self, platform: str):
+        self._platform = platform
+        self._values: dict[Var, Any] = {}  # of the scalars that are computed from literals alone
+
+    def choose(self, jaxpr: Jaxpr) -> Jaxpr:
+        """A program with the known branches of its conditions."""
+        renamed: Renamed = {}
+        eqns: list[JaxprEqn] = []
+        for given in jaxpr.eqns:
+            eqn = given.replace(invars=[resolve(renamed, v) for v in given.invars]) if renamed else given
+            self._evaluate(eqn)
+            branch = self._find_branch(eqn)
+            if branch is None:
+                eqns.append(self._choose_inside(eqn))
+                continue
+            body, results = instantiate(branch, eqn.invars[1:], like=eqn)
+            inner = self.choose(branch.replace(invars=[], constvars=[], eqns=body, outvars=results))
+            eqns += inner.eqns
+            renamed.update(zip(eqn.outvars, inner.outvars, strict=True))
+        if not renamed:
+            return compat.replace_equations(jaxpr, eqns)
+        return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
+
+    def _choose_inside(self, eqn: JaxprEqn) -> JaxprEqn:
+        """An equation with the known branches of its programs. A loop's constants are known inside."""
+        layout = compat.scan_in(eqn)
+        constants = eqn.invars if layout is None else eqn.invars[: layout.num_consts]
+        passed = [] if compat.control_flow(eqn) and layout is None else constants
+
+        def choose(program: Jaxpr) -> Jaxpr:
+            for v, given in zip(program.invars, passed, strict=False):
+                self._note(v, self._find_value(given))
+            return self.choose(program)
+
+        return compat.map_programs(eqn, choose)
+
+    def _find_branch(self, eqn: JaxprEqn) -> Jaxpr | None:
+        """The branch that a condition takes, if it is known and has no constants of its own."""
+        if eqn.primitive.name != "cond":
+            return None
+        branches, by_platform = eqn.params["branches"], eqn.params.get("branches_platforms")
+        index = self._find_value(eqn.invars[0])
+        if by_platform is not None:
+            matches = (i for i, names in enumerate(by_platform) if names is None or self._platform in names)
+            index = next(matches, None)
+        if index is None:
+            return None
+        branch = branches[min(max(int(index), 0), len(branches) - 1)]
+        return None if branch.consts else branch.jaxpr
+
+    def _evaluate(self, eqn: JaxprEqn) -> None:
+        """Notes the result of an equation of scalars whose operands are known."""
+        if len(eqn.outvars) != 1 or not _is_index(eqn.outvars[0]) or compat.sub_jaxprs(eqn):
+            return
+        operands, value = [self._find_value(v) for v in eqn.invars], None
+        if operands and all(operand is not None for operand in operands):
+            with jax.ensure_compile_time_eval():
+                value = eqn.primitive.bind(*operands, **eqn.params)
+        self._note(eqn.outvars[0], value)
+
+    def _note(self, v: Var, value: Any) -> None:
+        """Notes the value of a variable, of a program that several calls may share; None: not known."""
+        self._values.pop(v, None)
+        if value is not None:
+            self._values[v] = value
+
+    def _find_value(self, v: Any) -> Any:
+        """The value of a scalar that is computed from literals alone; None for another value."""
+        return v.val if isinstance(v, Literal) else self._values.get(v)
+
+
+def _is_index(v: Var) -> bool:
+    """Whether a value may be the index of a branch: an integer or a Boolean."""
+    if getattr(v.aval, "shape", None) != ():
+        return False
+    dtype = compat.struct_of(v.aval).dtype
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.bool_))
+
+
+def roll_loops_with_copies(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program whose scans with copies between device and host run an iteration at a time."""
+
+    def roll(jaxpr: Jaxpr) -> Jaxpr:
+        return compat.replace_equations(jaxpr, map(_roll, jaxpr.eqns))
+
+    return compat.rewrite_jaxprs(closed, roll)
+
+
+def _roll(eqn: JaxprEqn) -> JaxprEqn:
+    layout = compat.scan_in(eqn)
+    if layout is None or layout.unroll in (1, False) or not holds_copies(eqn.params["jaxpr"].jaxpr):
+        return eqn
+    return eqn.replace(params=eqn.params | {"unroll": 1})

@@ -1,0 +1,91 @@
+"""Conditions whose branch is known, and unrolled loops with copies: the same values without them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxoff
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.settled import choose_known_branches, roll_loops_with_copies
+
+W, X = jnp.ones((3, 8, 8)) * 0.1, jnp.ones((4, 8))
+OFFLOAD = jaxoff.policy(offload=["act"])
+
+
+def on_the_platform(x, w):
+    return lax.platform_dependent(x, w, cpu=lambda x, w: jnp.tanh(x @ w), default=lambda x, w: jnp.sin(x @ w))
+
+
+def by_a_constant(x, w):
+    return lax.cond(True, lambda x, w: jnp.tanh(x @ w), lambda x, w: jnp.sin(x @ w), x, w)
+
+
+def by_an_index(x, w):
+    return lax.switch(jnp.int32(0), [lambda x, w: jnp.tanh(x @ w), lambda x, w: jnp.sin(x @ w)], x, w)
+
+
+def by_a_value(x, w):
+    return lax.cond(x[0, 0] > 0, lambda x, w: jnp.tanh(x @ w), lambda x, w: jnp.sin(x @ w), x, w)
+
+
+def gradient(kernel, **options):
+    layer = jax.checkpoint(lambda x, w: (jaxoff.name(kernel(x, w), "act") @ w.T, None), policy=OFFLOAD)
+    return jax.grad(lambda w, x: lax.scan(layer, x, w, **options)[0].sum())
+
+
+def list_primitives(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for inner in compat.sub_jaxprs(eqn):
+            yield from list_primitives(inner)
+
+
+@pytest.mark.parametrize("kernel", [on_the_platform, by_a_constant, by_an_index])
+def test_a_known_branch_takes_the_place_of_its_condition(kernel):
+    closed = jax.make_jaxpr(gradient(kernel))(W, X)
+    chosen = choose_known_branches(closed, "cpu")
+    assert "cond" in list_primitives(closed.jaxpr)
+    assert not {"cond", "platform_index", "sin"} & set(list_primitives(chosen.jaxpr))
+    for a, b in zip(compat.jaxpr_as_fun(chosen)(W, X), jax.jit(gradient(kernel))(W, X)[None], strict=True):
+        assert jnp.array_equal(a, b)
+
+
+def test_the_branch_is_that_of_the_platform():
+    closed = jax.make_jaxpr(gradient(on_the_platform))(W, X)
+    assert "tanh" not in set(list_primitives(choose_known_branches(closed, "cuda").jaxpr))
+
+
+def test_a_program_called_with_several_constants_has_several_branches():
+    @jax.jit
+    def call(index, x):
+        return lax.switch(index, [jnp.sin, jnp.cos], x)
+
+    closed = jax.make_jaxpr(lambda i, x: call(0, x) + call(1, x) + call(i, x))(1, 2.0)
+    chosen = choose_known_branches(closed, "cpu")
+    assert list(list_primitives(chosen.jaxpr)).count("cond") == 1
+    assert jnp.array_equal(compat.jaxpr_as_fun(chosen)(1, 2.0)[0], compat.jaxpr_as_fun(closed)(1, 2.0)[0])
+
+
+def test_a_branch_that_depends_on_values_stays():
+    closed = jax.make_jaxpr(gradient(by_a_value))(W, X)
+    assert choose_known_branches(closed, "cpu") is closed
+
+
+@pytest.mark.parametrize("unroll", [2, 3, True])
+def test_only_loops_with_copies_are_rolled(unroll):
+    def unrolls(closed):
+        return {layout.unroll for eqn in closed.jaxpr.eqns if (layout := compat.scan_in(eqn))}
+
+    closed = jax.make_jaxpr(gradient(lambda x, w: jnp.tanh(x @ w), unroll=unroll))(W, X)
+    assert unrolls(closed) == {3 if unroll is True else unroll}
+    assert unrolls(roll_loops_with_copies(closed)) == {1}
+    plain = jax.make_jaxpr(lambda w, x: lax.scan(lambda x, w: (x @ w, None), x, w, unroll=unroll)[0])(W, X)
+    assert roll_loops_with_copies(plain) is plain
+
+
+def test_a_linear_solve_keeps_its_programs():
+    closed = jax.make_jaxpr(lambda w, x: jnp.linalg.solve(w + jnp.eye(8), x.T))(W[0], X)
+    found = compat.rewrite_jaxprs(closed, lambda jaxpr: jaxpr.replace(eqns=list(jaxpr.eqns)))
+    for a, b in zip(compat.jaxpr_as_fun(found)(W[0], X), compat.jaxpr_as_fun(closed)(W[0], X), strict=True):
+        assert jnp.array_equal(a, b)
