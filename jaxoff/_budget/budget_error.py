@@ -54,6 +54,19 @@ class BudgetError(ValueError):
         return BudgetError(f"{self.args[0]} {text}", least, lambda: self.largest)
 
 
+def describe_no_layers(*, is_manual: bool) -> str:
+    """What an error says of a program without layers to place.
+
+    Args:
+      is_manual: whether the program is that of a device in a `jax.shard_map`.
+    """
+    text = (
+        ": no layers were found, neither a loop over layers (jax.lax.scan) that keeps values for a loop of "
+        "its backward pass nor layers one after the other with products"
+    )
+    return text + (". A jax.shard_map that is differentiated from outside is not placed" if is_manual else "")
+
+
 def list_largest(program: ClosedJaxpr, placed: Sequence[PlacedValue]) -> list[str]:
     """The largest values at the peak of a program, a line each: arguments, kept values, and others.
 

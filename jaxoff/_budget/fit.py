@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._budget.budget_error import BudgetError, list_largest
+from jaxoff._budget.budget_error import BudgetError, describe_no_layers, list_largest
 from jaxoff._budget.choose import choose_placements, saved_nbytes
 from jaxoff._budget.costs import refuse_unmatched
 from jaxoff._budget.forms import NO_COPIES, Form, join_devices, step_ms
@@ -46,6 +46,9 @@ _COPIES_WIN = 0.01
 _FAR_BEYOND = 1.5
 # Part of the least program's memory, by the estimate, that remains where another form is worth a search.
 _TILES_WIN = 0.97
+# The most by which a program may be over the budget where waiting for sums may help. A ResNet's least takes
+# 1.3% less (bench/LOG.md, "2026-11-28, late: sums of cotangents").
+_SUMS_WIN = 1.1
 # Values from this part of the budget on are worth a loop over parts of their rows.
 _LARGE = 1 / 64
 # Part of a step by which a further program must be faster, by the model, to be worth a compilation.
@@ -181,6 +184,8 @@ class _Search[P]:
             c.pair.count * c.pair.runs * (c.forward_ms + c.backward_ms) for c in self._whole.costs
         )
         self._written: tuple[Any, ClosedJaxpr, tuple[Region, ...]] | None = None  # the latest program
+        self._compiled: dict[Any, Tried[P]] = {}
+        self._waits_for_sums = False  # as for `write_sequences`: once nothing fits otherwise
         self._least_nbytes: dict[tuple[Form, float | None], float] = {}
         self._is_tiled = is_tiled
         self._form, self._room = self._begin(devices if self._is_manual else None)
@@ -247,6 +252,9 @@ class _Search[P]:
             return (whole if everything + in_parts.spared_nbytes <= room else in_parts), room
         if self._estimate(whole, whole.fastest[0]) <= limit:
             return whole, math.inf
+        estimate = functools.partial(self._estimate_least, host_nbytes=NO_COPIES)
+        self._whole = whole = whole.settle_segments(estimate)
+        in_parts = in_parts.settle_segments(estimate) if in_parts.regions else whole
         if self._estimate_least(whole, NO_COPIES) < _TILES_WIN * self._estimate_least(in_parts, NO_COPIES):
             in_parts = whole
         self._in_parts, least = in_parts, in_parts.choose_least(NO_COPIES)
@@ -324,6 +332,11 @@ class _Search[P]:
             least = self._form.choose_least(host_nbytes)
             if least is not None and all(t.placements != tuple(least[0]) for t in mine):
                 mine.append(self._try(*least))
+            nearest = min((t.nbytes for t in mine), default=math.inf)
+            are_loops = all(pair.has_stacks for pair in self._form.pairs)
+            if least is not None and not are_loops and limit < nearest <= _SUMS_WIN * limit:
+                self._waits_for_sums = True
+                mine.append(self._try(*least))
         return self._find_fastest(mine)
 
     def run_again(
@@ -356,22 +369,22 @@ class _Search[P]:
         return self._in_parts if tried.regions == self._in_parts.regions else self._whole
 
     def _try(self, placements: Sequence[Placements], added_ms: float) -> Tried[P]:
-        regions, chosen = self._form.regions, tuple(placements)
-        for tried in self.tried:  # the least with and without copies may be one program
-            if (tried.regions, tried.placements) == (regions, chosen):
-                return tried
-        compiled = self._compile(self._write(self._form, placements))
-        return self._add(self._form, placements, added_ms, compiled)
+        key = id(self._form), tuple(placements), self._waits_for_sums
+        if key not in self._compiled:  # the least with and without copies may be one program
+            compiled = self._compile(self._write(self._form, placements))
+            self._compiled[key] = self._add(self._form, placements, added_ms, compiled)
+        return self._compiled[key]
 
     def _estimate(self, form: Form, placements: Sequence[Placements]) -> float:
         return estimate_nbytes(self._write(form, placements), self._donated)
 
     def _write(self, form: Form, placements: Sequence[Placements]) -> ClosedJaxpr:
         """The program of a form with placements, which is estimated first and then compiled."""
-        key = id(form), tuple(placements)
+        key = id(form), tuple(placements), self._waits_for_sums
         if self._written is None or self._written[0] != key:
             left = iter(placements)
-            program, tiles = form.layered.write(lambda pair: next(left), fills=self._fills), ()
+            options = {"fills": self._fills, "waits_for_sums": self._waits_for_sums}
+            program, tiles = form.layered.write(lambda pair: next(left), **options), ()
             if self._is_tiled:
                 program, tiles = write_layers_in_parts(
                     program, self._tile_nbytes, is_divided=self.devices > 1
@@ -423,13 +436,7 @@ class _Search[P]:
             )
         nbytes = int(least.nbytes / self.devices)
         kept = describe_kept(least.list_values())
-        if not self._form.pairs:
-            kept += (
-                ": no layers were found, neither a loop over layers (jax.lax.scan) that keeps values for a "
-                "loop of its backward pass nor layers one after the other with products"
-            )
-            if self._is_manual:
-                kept += ". A jax.shard_map that is differentiated from outside is not placed"
+        kept += "" if self._form.pairs else describe_no_layers(is_manual=self._is_manual)
         return BudgetError(
             f"no program fits {budget} of device memory. The least of {self._progress.programs} tried takes "
             f"{format_nbytes(nbytes)}, with {kept}.",

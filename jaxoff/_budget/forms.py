@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxoff._budget.choose import choose_placements
 from jaxoff._budget.costs import Costs
@@ -12,6 +12,7 @@ from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.placements import LayeredProgram
 from jaxoff._budget.regions import Region
+from jaxoff._budget.segments import Segments
 from jaxoff._device.kernel_time import lower_clock, program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.compat import ClosedJaxpr
@@ -52,6 +53,19 @@ class Form:
         if host_nbytes not in self._least:
             self._least[host_nbytes] = choose_placements(self.costs, self._device, None, host_nbytes)
         return self._least[host_nbytes]
+
+    def settle_segments(self, estimate_least: Callable[[Form], float]) -> Form:
+        """The form with or without segments of its layers, by the estimate of the least program's memory.
+
+        The values kept between segments are those of all layers, which may be more than segments spare.
+        """
+        if not any(cost.segments.passed for cost in self.costs):
+            return self
+        whole = [Segments((sum(cost.segments.nbytes),)) for cost in self.costs]
+        pairs = zip(self.costs, whole, strict=True)
+        costs = tuple(dataclasses.replace(cost, segments=segments) for cost, segments in pairs)
+        joined = dataclasses.replace(self, costs=costs, _least={})
+        return min((self, joined), key=estimate_least)
 
     @staticmethod
     def of(

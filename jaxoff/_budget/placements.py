@@ -46,7 +46,13 @@ class LayeredProgram:
             return [dataclasses.replace(graph, end=math.inf) for graph in graphs]
         return graphs
 
-    def write(self, decide: Callable[[JointGraph], Placements | None], *, fills: bool = True) -> ClosedJaxpr:
+    def write(
+        self,
+        decide: Callable[[JointGraph], Placements | None],
+        *,
+        fills: bool = True,
+        waits_for_sums: bool = False,
+    ) -> ClosedJaxpr:
         """The program with other placements of the values of its layers, in loops and one after the other.
 
         Args:
@@ -54,6 +60,7 @@ class LayeredProgram:
             They come in a fixed order; loops inside of layers are left.
           fills: whether loops fill their stacks before they write them. Without, the program has to be that
             of one device.
+          waits_for_sums: as for `write_sequences`.
         """
 
         def write(program: Jaxpr, runs: int = 1) -> Jaxpr:
@@ -66,7 +73,8 @@ class LayeredProgram:
                 return compat.map_programs(eqn, lambda inner: write(inner, inner_runs))
 
             found = self._find_level(program)
-            level = _write_sequences(found.inlined, found.sequenced, decide_here)
+            sequences = found.inlined, found.sequenced, decide_here
+            level = _write_sequences(*sequences, waits_for_sums=waits_for_sums)
             by_eqn, paired = {}, set()
             loops = found.loops
             if level is not found.inlined:  # the equations that read values of the sequences are others now
@@ -122,11 +130,17 @@ class _Level:
 
 
 def _write_sequences(
-    level: Jaxpr, found: Sequenced | None, decide: Callable[[JointGraph], Placements | None]
+    level: Jaxpr,
+    found: Sequenced | None,
+    decide: Callable[[JointGraph], Placements | None],
+    *,
+    waits_for_sums: bool,
 ) -> Jaxpr:
     groups = [group for sequence in (found.sequences if found else ()) for group in sequence.split()]
     decided = [(group, placed) for group in groups if (placed := decide(group)) is not None]
-    return write_sequences(level, found, decided) if found and len(decided) == len(groups) else level
+    if not found or len(decided) < len(groups):
+        return level
+    return write_sequences(level, found, decided, waits_for_sums=waits_for_sums)
 
 
 def _write_level(

@@ -14,20 +14,23 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead, variables
 from jaxoff._jaxpr.inline import Renamed, resolve, trace_call
-from jaxoff._jaxpr.primitives import is_widening
+from jaxoff._jaxpr.primitives import KernelClass, classify_kernel, is_widening
 
 type _Decided = Sequence[tuple[LayerSequence, Placements]]
 
 
-def write_sequences(jaxpr: Jaxpr, found: Sequenced, decided: _Decided) -> Jaxpr:
+def write_sequences(jaxpr: Jaxpr, found: Sequenced, decided: _Decided, *, waits_for_sums: bool) -> Jaxpr:
     """A program in which the backward pass reads kept values of layers, and makes the others again.
 
     Args:
       jaxpr: the program of `found`.
       found: its layers in a row.
       decided: the placements of each group of layers, from `LayerSequence.split`.
+      waits_for_sums: whether what is made again waits for the latest cotangent itself, which XLA then stores,
+        also where a kernel would compute it: a sum of two, say. Without, it waits for the latest cotangent
+        stored in any case. That takes less time, and more memory where two make a sum.
     """
-    writer = _Writer(found, decided)
+    writer = _Writer(found, decided, waits_for_sums=waits_for_sums)
     for i, eqn in enumerate(found.eqns):
         if i not in found.repeated:
             writer.add(i, eqn)
@@ -42,7 +45,8 @@ class _Writer:
       eqns: the equations written.
     """
 
-    def __init__(self, found: Sequenced, decided: _Decided):
+    def __init__(self, found: Sequenced, decided: _Decided, *, waits_for_sums: bool):
+        self._waits_for_sums = waits_for_sums
         self.eqns: list[JaxprEqn] = []
         self._sequence: dict[Var, LayerSequence] = {}  # value of a layer -> its layers
         self._maker: dict[Var, int] = {}
@@ -57,7 +61,7 @@ class _Writer:
         # Of the values outside of layers, but for constants, in the order of writing.
         self._position: dict[Var, int] = {}
         self._constants: set[Var] = set()
-        self._narrower: Renamed = {}  # value widened by one operand alone -> that operand
+        self._computed_from: Renamed = {}  # value that XLA fuses into its readers -> the latest one stored
         for group, placed in decided:
             for layer in group.layers:
                 for places, kept in ((placed.saved, self._saved), (placed.offloaded, self._offloaded)):
@@ -88,16 +92,17 @@ class _Writer:
         backward = is_pure_backward(eqn)
         others = [v for v in variables(eqn) if v not in self._maker and v in self._position]
         latest = max(others, key=lambda v: self._position[v], default=None)
-        if latest is not None:  # XLA would fuse a widening into its readers, and stores it for a barrier
-            latest = self._narrower.get(latest, latest)
+        if latest is not None:
+            latest = self._computed_from.get(latest, latest)
         operands = [self.read(v, i, latest) if backward or self.is_late(v) else v for v in eqn.invars]
         self.eqns.append(eqn.replace(invars=operands))
         if self._constants.issuperset(variables(eqn)):  # nothing could wait for it
             self._constants.update(eqn.outvars)
         else:
             self._position.update(dict.fromkeys(eqn.outvars, len(self.eqns)))
-            if len(others) == 1 == len(operands) and is_widening(eqn):
-                self._narrower[eqn.outvars[0]] = resolve(self._narrower, others[0])
+            is_sum = self._waits_for_sums and (len(eqn.invars) > 1 or not is_widening(eqn))
+            if latest is not None and classify_kernel(eqn) is KernelClass.FUSED and not is_sum:
+                self._computed_from.update(dict.fromkeys(eqn.outvars, latest))
 
     def _send(self, v: Var, like: JaxprEqn) -> None:
         """Copies a value to the host, if it is to be there and is not yet."""

@@ -8,10 +8,10 @@ from jaxoff._jaxpr.compat import ClosedJaxpr
 
 
 def write_placed(
-    closed: ClosedJaxpr, decide: Callable[[JointGraph], Placements | None], *, fills: bool = True
+    closed: ClosedJaxpr, decide: Callable[[JointGraph], Placements | None], **options: bool
 ) -> ClosedJaxpr:
     """A program with other placements of its values; as `LayeredProgram.write`."""
-    return LayeredProgram(closed).write(decide, fills=fills)
+    return LayeredProgram(closed).write(decide, **options)
 
 
 def list_joint_graphs(closed: ClosedJaxpr) -> list[JointGraph]:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 import jaxoff
 from jaxoff._budget.choose import choose_placements
 from jaxoff._budget.costs import Costs
+from jaxoff._budget.forms import Form
 from jaxoff._budget.joint_graph import Placements, list_recomputed
+from jaxoff._budget.limits import Budget
 from jaxoff._budget.sequenced import LayerSequence
 from jaxoff._budget.sequences import find_sequences
 from jaxoff._device.profile import H200
@@ -394,6 +396,12 @@ def test_the_least_of_layers_of_two_kinds_makes_one_at_a_time():
     assert least is not None
     kept = {pair.values[i] for i in least[0][0].saved}
     assert costs.segments.excess_nbytes(kept) == 0
+    form = Form.of(closed, (), H200, Budget(0))
+    whole = form.settle_segments(lambda form: len(form.costs[0].segments.passed))
+    assert form.settle_segments(lambda form: -len(form.costs[0].segments.passed)) is form
+    assert [len(cost.segments.nbytes) for cost in whole.costs] == [1] * len(whole.costs)
+    fewest, _ = whole.choose_least(0) or pytest.fail("the inputs of layers may be saved")
+    assert len(fewest[0].saved) < len(least[0][0].saved)
 
 
 def test_what_placements_add_counts_for_each_run_of_the_layers():
@@ -436,3 +444,16 @@ def test_a_loss_in_chunks_around_a_loop_over_layers_has_a_plan():
     x = jax.ShapeDtypeStruct((4, 128, 64), "float32")
     jitted = jaxoff.jit(step, donate_argnums=0)
     assert jaxoff.plan(jitted, weights, x, device_bytes=10**9, compiled=False).peak_bytes < 10**9
+
+
+@pytest.mark.parametrize("waits_for_sums", [False, True])
+def test_values_made_again_wait_for_a_sum_of_cotangents_only_where_they_are_to(waits_for_sums):
+    step, args = make_step(block)
+    closed = jax.make_jaxpr(step)(*args)
+    program = write_placed(closed, keep_inputs, waits_for_sums=waits_for_sums)
+    eqns = inline_program(program.jaxpr).eqns
+    sums = {v for eqn in eqns if eqn.primitive.name == "add_any" for v in eqn.outvars}
+    barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    assert barriers
+    assert any(not sums.isdisjoint(eqn.invars) for eqn in barriers) == waits_for_sums
+    assert_placed_alike(step, args, keep_inputs)

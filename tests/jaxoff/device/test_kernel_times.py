@@ -333,3 +333,21 @@ def test_the_more_of_a_layers_time_products_take_the_slower_they_are():
     rest = TRAFFIC * traffic_ms(X, W, OUT) + traffic_ms(X, X)
     both = loaded(lambda x, w: (x @ w, x + x), X, W, device=slow)
     assert both == pytest.approx(IDLE - LOAD * product / (product + rest))
+
+
+@pytest.mark.parametrize(("prepare", "passes"), [(lambda h: h, 0), (jnp.tanh, 2)], ids=["stored", "fused"])
+def test_a_barrier_takes_time_only_where_it_stores_what_a_kernel_would_compute(prepare, passes):
+    def fun(x, w):
+        h = prepare(x @ w)
+        return lax.optimization_barrier(h) @ w.T
+
+    x, w = jnp.ones((ROWS, WIDTH)), jnp.ones((WIDTH, HIDDEN))
+    jaxpr = jax.make_jaxpr(fun)(x, w).jaxpr
+    graph = KernelGraph(jaxpr.eqns, frozenset(jaxpr.outvars))
+    found = sum(
+        step_kernel_ms(graph, i, DEVICE)
+        for i in graph.kernels
+        if jaxpr.eqns[i].primitive.name == "optimization_barrier"
+    )
+    nbytes = passes * 4 * ROWS * HIDDEN
+    assert found == pytest.approx(nbytes / DEVICE.memory_gbps / 1e6)
