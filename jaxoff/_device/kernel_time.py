@@ -77,13 +77,12 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
     if not is_compute(eqn):
         if eqn.primitive.name == "dynamic_update_slice":
             return device.pass_ms(compat.nbytes(eqn.invars[1].aval))
+        reads = graph.reads[i]
         if eqn.primitive.name == "optimization_barrier":  # it stores what was not stored, and moves nothing
             given = set(variables(eqn))
-            made = compat.nbytes_of(given.difference(graph.reads[i]))
-            read = compat.nbytes_of(v for v in graph.reads[i] if v not in given)
-            return _traffic_ms(made + read, device) if made else 0.0
+            made, reads = compat.nbytes_of(given.difference(reads)), [v for v in reads if v not in given]
         sliced = not _SLICES.isdisjoint(e.primitive.name for e in (eqn, *between))
-        sizes = (compat.nbytes(v.aval) for v in graph.reads[i])
+        sizes = (compat.nbytes(v.aval) for v in reads)
         nbytes = made + sum(min(n, made) if sliced else n for n in sizes)
         return max(_traffic_ms(nbytes, device), _drawing_ms(eqn, device))
     copies = _copies_ms(eqn, between, rows, device)

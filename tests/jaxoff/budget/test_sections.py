@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 import jaxoff
 from jaxoff._budget.choose import choose_placements, saved_nbytes
 from jaxoff._budget.costs import Costs
+from jaxoff._budget.fit import find_fitting
+from jaxoff._budget.limits import Budget
 from jaxoff._budget.parts import write_in_parts
 from jaxoff._budget.repeats import Run
 from jaxoff._budget.sections import cut_stretch
-from jaxoff._device.profile import Device
+from jaxoff._device.profile import H200, Device
 from jaxoff._jaxpr.compat import jaxpr_as_fun
 from jaxoff._jaxpr.dataflow import variables
+from jaxoff._jaxpr.inline import inline_program
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 from tests.jaxoff.budget.test_sequences import (
     CHECKPOINTS,
@@ -334,3 +337,46 @@ def test_a_head_behind_layers_that_all_differ_is_in_parts():
     leaves = jax.tree.leaves(args)
     found, wanted = (jax.jit(jaxpr_as_fun(program))(*leaves) for program in (written, closed))
     assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted))
+
+
+def waits_for_sums(program):
+    """Whether values made again wait for a sum of two cotangents."""
+    eqns = inline_program(program.jaxpr).eqns
+    sums = {v for eqn in eqns if eqn.primitive.name == "add_any" for v in eqn.outvars}
+    return any(
+        not sums.isdisjoint(eqn.invars) for eqn in eqns if eqn.primitive.name == "optimization_barrier"
+    )
+
+
+def test_values_made_again_wait_for_a_sum_of_cotangents_only_where_they_are_to():
+    step, args = make_step(block)
+    closed = jax.make_jaxpr(step)(*args)
+    plain, summed = (write_placed(closed, keep_inputs, waits_for_sums=where) for where in (False, True))
+    assert not waits_for_sums(plain)
+    assert waits_for_sums(summed)
+    expected = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+    for program in (plain, summed):
+        for ours, theirs in zip(jaxpr_as_fun(program)(*jax.tree.leaves(args)), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("spared", "fits"), [(0.1, True), (0.01, False)])
+def test_a_search_waits_for_sums_where_nothing_fits_by_less_than_they_may_spare(spared, fits):
+    step, args = make_step(block)
+    closed = jax.make_jaxpr(step)(*args)
+    tried = []
+
+    def compile_program(program):
+        tried.append(waits_for_sums(program))
+        return 105.0 * (1 - spared * tried[-1]), None
+
+    def search():
+        return find_fitting(closed, H200, Budget(100.0), [False] * len(closed.jaxpr.invars), compile_program)
+
+    if fits:
+        assert search().nbytes == 94.5
+    else:
+        with pytest.raises(jaxoff.BudgetError):
+            search()
+    assert tried.count(True) >= 1
+    assert not tried[0]

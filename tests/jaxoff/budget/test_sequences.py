@@ -444,16 +444,3 @@ def test_a_loss_in_chunks_around_a_loop_over_layers_has_a_plan():
     x = jax.ShapeDtypeStruct((4, 128, 64), "float32")
     jitted = jaxoff.jit(step, donate_argnums=0)
     assert jaxoff.plan(jitted, weights, x, device_bytes=10**9, compiled=False).peak_bytes < 10**9
-
-
-@pytest.mark.parametrize("waits_for_sums", [False, True])
-def test_values_made_again_wait_for_a_sum_of_cotangents_only_where_they_are_to(waits_for_sums):
-    step, args = make_step(block)
-    closed = jax.make_jaxpr(step)(*args)
-    program = write_placed(closed, keep_inputs, waits_for_sums=waits_for_sums)
-    eqns = inline_program(program.jaxpr).eqns
-    sums = {v for eqn in eqns if eqn.primitive.name == "add_any" for v in eqn.outvars}
-    barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
-    assert barriers
-    assert any(not sums.isdisjoint(eqn.invars) for eqn in barriers) == waits_for_sums
-    assert_placed_alike(step, args, keep_inputs)
