@@ -54,7 +54,10 @@ def _write_out_single(closed: ClosedJaxpr, *, with_copies: bool) -> ClosedJaxpr:
             inside = functools.partial(write_out, in_scan=in_scan or layout is not None)
             eqn = compat.map_programs(eqn, inside)
             body = eqn.params["jaxpr"] if layout is not None and layout.length == 1 else None
-            if body is None or body.consts or not (in_scan or _holds_scans(body.jaxpr)):
+            is_plain = (
+                body is not None and not body.consts and not any(compat.is_ref(v.aval) for v in eqn.invars)
+            )
+            if body is None or not is_plain or not (in_scan or _holds_scans(body.jaxpr)):
                 eqns.append(eqn)
                 continue
             written, results = _write_out_iteration(eqn, body.jaxpr, rows)

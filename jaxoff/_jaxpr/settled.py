@@ -69,8 +69,8 @@ class _Choice:
         return compat.map_programs(eqn, choose)
 
     def _find_branch(self, eqn: JaxprEqn) -> Jaxpr | None:
-        """The branch that a condition takes, if it is known and has no constants of its own."""
-        if eqn.primitive.name != "cond":
+        """The branch that a condition takes; None if not known, or with constants or mutable arrays."""
+        if eqn.primitive.name != "cond" or any(compat.is_ref(v.aval) for v in eqn.invars):
             return None
         branches, by_platform = eqn.params["branches"], eqn.params.get("branches_platforms")
         index = self._find_value(eqn.invars[0])

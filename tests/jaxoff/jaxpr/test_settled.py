@@ -89,3 +89,26 @@ def test_a_linear_solve_keeps_its_programs():
     found = compat.rewrite_jaxprs(closed, lambda jaxpr: jaxpr.replace(eqns=list(jaxpr.eqns)))
     for a, b in zip(compat.jaxpr_as_fun(found)(W[0], X), compat.jaxpr_as_fun(closed)(W[0], X), strict=True):
         assert jnp.array_equal(a, b)
+
+
+def test_control_flow_that_changes_a_mutable_array_stays():
+    layer = jax.checkpoint(lambda x, w: (jaxoff.name(jnp.tanh(x @ w), "act") @ w.T, None), policy=OFFLOAD)
+
+    def step(w, x):
+        total = jax.new_ref(jnp.float32(0))
+
+        def group(x, w):
+            x, _ = lax.scan(layer, x, w)
+            total[...] += lax.cond(True, lambda: total[...] + x.sum(), lambda: x.sum())
+            return x, None
+
+        def loss(w):
+            return lax.scan(lambda x, w: lax.scan(layer, x, w), x, w)[0].sum()
+
+        return jax.grad(loss)(w), lax.scan(group, x, w)[0], total[...]
+
+    for a, b in zip(jaxoff.jit(step)(W[None], X), jax.jit(step)(W[None], X), strict=True):
+        assert jnp.array_equal(a, b)
+    closed = jax.make_jaxpr(step)(W[None], X)
+    chosen = choose_known_branches(closed, "cuda")
+    assert jnp.array_equal(compat.jaxpr_as_fun(chosen)(W[None], X)[2], jax.jit(step)(W[None], X)[2])
