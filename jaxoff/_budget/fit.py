@@ -47,7 +47,7 @@ _FAR_BEYOND = 1.5
 # Part of the least program's memory, by the estimate, that remains where another form is worth a search.
 _TILES_WIN = 0.97
 # The most by which a program may be over the budget where waiting for sums may help. A ResNet's least takes
-# 1.3% less (bench/LOG.md, "2026-11-28, late: sums of cotangents").
+# 1.3% less (bench/LOG.md, "waits that XLA drops, settled control flow, sums of cotangents").
 _SUMS_WIN = 1.1
 # Values from this part of the budget on are worth a loop over parts of their rows.
 _LARGE = 1 / 64
@@ -369,7 +369,7 @@ class _Search[P]:
         return self._in_parts if tried.regions == self._in_parts.regions else self._whole
 
     def _try(self, placements: Sequence[Placements], added_ms: float) -> Tried[P]:
-        key = id(self._form), tuple(placements), self._waits_for_sums
+        key = self._form, tuple(placements), self._waits_for_sums
         if key not in self._compiled:  # the least with and without copies may be one program
             compiled = self._compile(self._write(self._form, placements))
             self._compiled[key] = self._add(self._form, placements, added_ms, compiled)
@@ -380,7 +380,7 @@ class _Search[P]:
 
     def _write(self, form: Form, placements: Sequence[Placements]) -> ClosedJaxpr:
         """The program of a form with placements, which is estimated first and then compiled."""
-        key = id(form), tuple(placements), self._waits_for_sums
+        key = form, tuple(placements), self._waits_for_sums
         if self._written is None or self._written[0] != key:
             left = iter(placements)
             options = {"fills": self._fills, "waits_for_sums": self._waits_for_sums}

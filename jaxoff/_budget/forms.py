@@ -61,9 +61,9 @@ class Form:
         """
         if not any(cost.segments.passed for cost in self.costs):
             return self
-        whole = [Segments((sum(cost.segments.nbytes),)) for cost in self.costs]
-        pairs = zip(self.costs, whole, strict=True)
-        costs = tuple(dataclasses.replace(cost, segments=segments) for cost, segments in pairs)
+        costs = tuple(
+            dataclasses.replace(cost, segments=Segments((sum(cost.segments.nbytes),))) for cost in self.costs
+        )
         joined = dataclasses.replace(self, costs=costs, _least={})
         return min((self, joined), key=estimate_least)
 

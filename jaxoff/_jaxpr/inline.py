@@ -54,6 +54,31 @@ def inline_program(jaxpr: Jaxpr, *, checkpoints: bool = True) -> Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
 
 
+type _Written = tuple[Sequence[JaxprEqn], Sequence[Any]]  # equations, and the results of the one they replace
+
+
+def write_otherwise(jaxpr: Jaxpr, write: Callable[[JaxprEqn], JaxprEqn | _Written]) -> Jaxpr:
+    """A program with some equations written as others; the program itself where none is.
+
+    Args:
+      jaxpr: the program.
+      write: an equation -> the equation with the same results, or equations with results in their place.
+    """
+    renamed: Renamed = {}
+    eqns: list[JaxprEqn] = []
+    for given in jaxpr.eqns:
+        eqn = given.replace(invars=[resolve(renamed, v) for v in given.invars]) if renamed else given
+        written = write(eqn)
+        if isinstance(written, JaxprEqn):
+            eqns.append(written)
+        else:
+            eqns += written[0]
+            renamed.update(zip(eqn.outvars, written[1], strict=True))
+    if not renamed:
+        return compat.replace_equations(jaxpr, eqns)
+    return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
+
+
 def separate_calls(jaxpr: Jaxpr) -> Jaxpr:
     """A program whose programs have variables of their own. JAX traces once what is called twice."""
     seen: set[Var] = set()

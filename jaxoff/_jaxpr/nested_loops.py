@@ -16,7 +16,15 @@ from typing import Any
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead
-from jaxoff._jaxpr.inline import Renamed, inline_program, instantiate, resolve, trace_call, trace_scan
+from jaxoff._jaxpr.inline import (
+    Renamed,
+    inline_program,
+    instantiate,
+    resolve,
+    trace_call,
+    trace_scan,
+    write_otherwise,
+)
 from jaxoff._jaxpr.primitives import holds_copies
 
 
@@ -45,28 +53,20 @@ def _write_out_single(closed: ClosedJaxpr, *, with_copies: bool) -> ClosedJaxpr:
     def write_out(program: Jaxpr, *, in_scan: bool) -> Jaxpr:
         if with_copies and not holds_copies(program):
             return program
-        renamed: Renamed = {}
         rows: dict[Any, Any] = {}  # stack of one row -> the row
-        eqns: list[JaxprEqn] = []
-        for given in program.eqns:
-            eqn = given.replace(invars=[resolve(renamed, v) for v in given.invars]) if renamed else given
+
+        def write(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
             layout = compat.scan_in(eqn)
             inside = functools.partial(write_out, in_scan=in_scan or layout is not None)
             eqn = compat.map_programs(eqn, inside)
-            body = eqn.params["jaxpr"] if layout is not None and layout.length == 1 else None
-            is_plain = (
-                body is not None and not body.consts and not any(compat.is_ref(v.aval) for v in eqn.invars)
-            )
-            if body is None or not is_plain or not (in_scan or _holds_scans(body.jaxpr)):
-                eqns.append(eqn)
-                continue
-            written, results = _write_out_iteration(eqn, body.jaxpr, rows)
-            eqns += written
-            renamed.update(zip(eqn.outvars, results, strict=True))
-        if not renamed:
-            return compat.replace_equations(program, eqns)
-        outs = [resolve(renamed, v) for v in program.outvars]
-        return drop_dead(program.replace(eqns=eqns, outvars=outs))
+            if layout is None or layout.length != 1 or any(compat.is_ref(v.aval) for v in eqn.invars):
+                return eqn
+            body = eqn.params["jaxpr"]
+            is_nested = in_scan or _holds_scans(body.jaxpr)
+            return _write_out_iteration(eqn, body.jaxpr, rows) if is_nested and not body.consts else eqn
+
+        written = write_otherwise(program, write)
+        return program if written is program else drop_dead(written)
 
     return compat.map_open(closed, functools.partial(write_out, in_scan=False))
 

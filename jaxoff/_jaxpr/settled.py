@@ -7,6 +7,7 @@ constant.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead
-from jaxoff._jaxpr.inline import Renamed, instantiate, resolve
+from jaxoff._jaxpr.inline import instantiate, write_otherwise
 from jaxoff._jaxpr.primitives import holds_copies
 
 
@@ -38,22 +39,16 @@ class _Choice:
 
     def choose(self, jaxpr: Jaxpr) -> Jaxpr:
         """A program with the known branches of its conditions."""
-        renamed: Renamed = {}
-        eqns: list[JaxprEqn] = []
-        for given in jaxpr.eqns:
-            eqn = given.replace(invars=[resolve(renamed, v) for v in given.invars]) if renamed else given
-            self._evaluate(eqn)
-            branch = self._find_branch(eqn)
-            if branch is None:
-                eqns.append(self._choose_inside(eqn))
-                continue
-            body, results = instantiate(branch, eqn.invars[1:], like=eqn)
-            inner = self.choose(branch.replace(invars=[], constvars=[], eqns=body, outvars=results))
-            eqns += inner.eqns
-            renamed.update(zip(eqn.outvars, inner.outvars, strict=True))
-        if not renamed:
-            return compat.replace_equations(jaxpr, eqns)
-        return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
+        return write_otherwise(jaxpr, self._write)
+
+    def _write(self, eqn: JaxprEqn) -> JaxprEqn | tuple[Sequence[JaxprEqn], Sequence[Any]]:
+        self._evaluate(eqn)
+        branch = self._find_branch(eqn)
+        if branch is None:
+            return self._choose_inside(eqn)
+        body, results = instantiate(branch, eqn.invars[1:], like=eqn)
+        inner = self.choose(branch.replace(invars=[], constvars=[], eqns=body, outvars=results))
+        return inner.eqns, inner.outvars
 
     def _choose_inside(self, eqn: JaxprEqn) -> JaxprEqn:
         """An equation with the known branches of its programs. A loop's constants are known inside."""

@@ -254,12 +254,10 @@ class Chain:
         barrier's operand that is read there alone. So readers of the result read the barrier's output.
         """
         maker = self._graph.maker.get(v)
-        if maker is None or self._eqns[maker].primitive.name not in ("conv_general_dilated", "dot_general"):
-            return False
-        if self._eqns[maker].primitive.name == "conv_general_dilated":
-            return True
-        if self._is_large(v) or not self._problem.waits_for_sends:  # in a loop its stack takes it at once
-            return False
+        name = None if maker is None else self._eqns[maker].primitive.name
+        in_loop = not self._problem.waits_for_sends  # whose stack takes a gradient at once
+        if name != "dot_general" or in_loop or self._is_large(v):
+            return name == "conv_general_dilated"
         return not any(is_compute(self._eqns[j]) for j in self._graph.readers.get(v, ()))
 
     def add_barrier(self, value: Value, other: Value, i: int) -> tuple[Added, Added]:

@@ -24,6 +24,7 @@ from jaxoff._jaxpr.inline import (
     resolve,
     round_operands,
     split_scalars,
+    write_otherwise,
 )
 from jaxoff._jaxpr.primitives import is_shard_map
 from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
@@ -360,19 +361,14 @@ def _add_xs(
 
 def _inline_loop_calls(jaxpr: Jaxpr) -> Jaxpr:
     """Inlines calls with a layer loop, so that the writer and the reader of a host stack are in one jaxpr."""
-    renamed: Renamed = {}
-    eqns = []
-    for eqn in jaxpr.eqns:
+
+    def inline(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
         call = compat.inlinable_call(eqn)
-        if call is not None and not call.checkpoint and any(map(_is_layer_scan, call.jaxpr.eqns)):
-            body, results = instantiate(call.jaxpr, [resolve(renamed, v) for v in eqn.invars], like=eqn)
-            eqns += body
-            renamed.update(zip(eqn.outvars, results, strict=True))
-        else:
-            eqns.append(eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars]))
-    if not renamed:
-        return jaxpr
-    return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
+        if call is None or call.checkpoint or not any(map(_is_layer_scan, call.jaxpr.eqns)):
+            return eqn
+        return instantiate(call.jaxpr, eqn.invars, like=eqn)
+
+    return write_otherwise(jaxpr, inline)
 
 
 def _find_layer_loops(jaxpr: Jaxpr) -> dict[int, JaxprEqn]:
