@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jax.sharding import Sharding
 
 from jaxoff._budget.budget_error import BudgetError
+from jaxoff._budget.fit import CLOSE_ENOUGH
 from jaxoff._budget.labels import format_type
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import PlacedValue, Plan
@@ -32,6 +34,10 @@ _SPARE = 0.05
 # blocks also free some of the gradients, or this part of the least program without: an error says the least.
 _LEAST_OF_MISSING = 0.5
 _LEAST_OF_PROGRAM = 0.05
+# Searches for a program with state on the host: with as much as is missing, with what the first lacked, with
+# all. One more follows where a program fits with this part of its state or less, to copy less.
+_TRIES = 3
+_FEWER = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +111,12 @@ class State:
 
     def fits(self, host_nbytes: float | None) -> bool:
         """Whether there is state to rest on the host, all of the state within a budget of host memory."""
-        nbytes = sum(update.local_nbytes for update in self.updates)
-        return bool(self.updates) and (host_nbytes is None or nbytes <= host_nbytes)
+        return bool(self.updates) and (host_nbytes is None or _count_nbytes(self.updates) <= host_nbytes)
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of a device's parts of what the updates read: gradients that exist all together."""
+        return sum(nbytes_on_device(v.aval, update.sharding) for update in self.updates for v in update.read)
 
     def search[P](
         self,
@@ -142,36 +152,53 @@ class State:
                 else "No argument is donated (donate_argnums), so no state may rest on the host."
             )
             raise error.extend(text) from None
-        everything = sum(update.local_nbytes for update in self.updates)
+        everything = _count_nbytes(self.updates)
         if everything < min(_LEAST_OF_MISSING * missing_nbytes, _LEAST_OF_PROGRAM * error.least_bytes()):
             text = (
                 f"The state that may rest on the host takes {format_nbytes(everything)}, and "
                 f"{format_nbytes(int(missing_nbytes))} are missing."
             )
             raise error.extend(text) from None
-        some = _choose(self.updates, (1 + _SPARE) * missing_nbytes)
-        for chosen in [some, self.updates] if len(some) < len(self.updates) else [self.updates]:
-            nbytes = sum(update.local_nbytes for update in chosen)
-            left = None if budget.host_nbytes is None else budget.host_nbytes - nbytes
-            if left is not None and left < 0:
-                rest = f"{format_nbytes(nbytes)} of state would rest on the host, beyond host_bytes."
-                error = error.extend(rest)
-                break
+        most = _choose_within(self.updates, budget.host_nbytes)
+        if len(most) < len(self.updates):
+            text = f"{format_nbytes(everything)} of state would rest on the host, beyond host_bytes."
+            error = error.extend(text)
+
+        def find_with(chosen: Sequence[Update]) -> tuple[Tried[P], HostedState]:
+            nbytes = _count_nbytes(chosen)
             progress.say(f"the next programs keep {format_nbytes(nbytes)} of state on the host")
             program = self.manual.stream(chosen) if self.manual else stream_updates(self.closed, chosen)
+            left = None if budget.host_nbytes is None else budget.host_nbytes - nbytes
+            found = find(program, dataclasses.replace(budget, host_nbytes=left))
+            names = dict(zip(self.closed.jaxpr.invars, paths, strict=True))
+            states = [(update, state) for update in chosen for state, _ in update.states]
+            values = tuple(self._describe(update, state, names) for update, state in states)
+            return found, HostedState(values, _estimate_ms(nbytes, device))
+
+        wanted, too_few = (1 + _SPARE) * missing_nbytes, 0.0
+        for attempt in range(_TRIES if most else 0):
+            chosen = _choose(most, wanted) if attempt < _TRIES - 1 else most
             try:
-                found = find(program, dataclasses.replace(budget, host_nbytes=left))
+                found, hosted = find_with(chosen)
             except BudgetError as latest:
-                rest = f"{format_nbytes(nbytes)} of state rest on the host."
+                rest = f"{format_nbytes(_count_nbytes(chosen))} of state rest on the host."
+                missing_nbytes = latest.least_bytes() - budget.device_nbytes
                 if latest.least_bytes() <= error.least_bytes():
                     error = latest.extend(rest)
                 else:
                     error = error.extend(f"It takes more where {rest}")
-            else:
-                names = dict(zip(self.closed.jaxpr.invars, paths, strict=True))
-                states = [(update, state) for update in chosen for state, _ in update.states]
-                values = tuple(self._describe(update, state, names) for update, state in states)
-                return found, HostedState(values, _estimate_ms(nbytes, device))
+                if len(chosen) == len(most):
+                    break
+                too_few = _count_lowered(chosen)
+                wanted = too_few + (1 + _SPARE) * missing_nbytes
+                continue
+            spare = (1 - CLOSE_ENOUGH) * budget.device_nbytes - found.nbytes
+            fewer = _choose(most, _count_lowered(chosen) - spare)
+            is_worth_it = _count_nbytes(fewer) < _FEWER * _count_nbytes(chosen)
+            if found.is_fastest and is_worth_it and _count_lowered(fewer) > too_few:
+                with contextlib.suppress(BudgetError):
+                    return find_with(fewer)
+            return found, hosted
         raise error from None
 
     def _describe(self, update: Update, state: Var, names: Mapping[Var, str]) -> PlacedValue:
@@ -183,14 +210,37 @@ class State:
 
 
 def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:
-    """The largest updates that lower the memory on the device by a number of bytes; all if none do."""
+    """Updates that lower the memory on the device by a number of bytes, all if no fewer do.
+
+    Large ones come first, and the last is the smallest that is enough.
+    """
+    chosen: list[Update] = []
+    left = sorted(updates, key=lambda update: -update.local_nbytes)
+    while left:
+        enough = [update for update in left if _count_lowered([*chosen, update]) >= nbytes]
+        chosen.append(enough[-1] if enough else left[0])
+        if enough:
+            break
+        left = left[1:]
+    return chosen
+
+
+def _choose_within(updates: Sequence[Update], host_nbytes: float | None) -> list[Update]:
+    """The most updates, large ones first, whose state is within a budget of host memory."""
     chosen: list[Update] = []
     for update in sorted(updates, key=lambda update: -update.local_nbytes):
-        chosen.append(update)
-        buffers = sum(loop.buffer_nbytes for loop in plan_loops(chosen))
-        if sum(u.local_nbytes for u in chosen) - buffers >= nbytes:
-            break
+        if host_nbytes is None or _count_nbytes([*chosen, update]) <= host_nbytes:
+            chosen.append(update)
     return chosen
+
+
+def _count_nbytes(updates: Iterable[Update]) -> int:
+    return sum(update.local_nbytes for update in updates)
+
+
+def _count_lowered(updates: Sequence[Update]) -> int:
+    """Bytes by which updates in blocks lower the memory on the device."""
+    return _count_nbytes(updates) - sum(loop.buffer_nbytes for loop in plan_loops(updates))
 
 
 def _estimate_ms(nbytes: int, device: Device) -> float:

@@ -121,11 +121,11 @@ class Search:
             nbytes_on_device(v.aval, sharding)
             for v, sharding in zip(self.twin.jaxpr.invars, self.shardings, strict=True)
         )
-        missing = arguments - self.budget.device_nbytes
-        if missing > 0 and self.call.why_state_stays is None and self._state.fits(self.budget.host_nbytes):
+        beyond = arguments - self.budget.device_nbytes
+        if beyond > 0 and self.call.why_state_stays is None and self._state.fits(self.budget.host_nbytes):
             alone = BudgetError(f"the arguments alone take {format_nbytes(arguments)}.", None)
             try:
-                return self._find_with_state(alone, missing)
+                return self._find_with_state(alone, beyond + self._state.gradient_nbytes)
             except BudgetError as error:
                 with_state = error
             try:

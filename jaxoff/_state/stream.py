@@ -87,18 +87,27 @@ class UpdateLoop:
 
 
 def plan_loops(updates: Iterable[Update]) -> list[UpdateLoop]:
-    """Divides updates among loops: as few loops as the shapes allow, with blocks of some `_BLOCK_NBYTES`."""
+    """Divides updates among loops: as few loops as the shapes allow, with blocks of some `_BLOCK_NBYTES`.
+
+    No loop has fewer than half of the wanted blocks where the shapes allow more: a number that divides the
+    arrays of all shapes may be as small as two, and several blocks are on the device at a time.
+    """
     left, loops = list(updates), []
     while left:
         wanted = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, sum(u.local_nbytes for u in left) // _BLOCK_NBYTES))
-
-        count = max(range(2, _MOST_BLOCKS + 1), key=functools.partial(_rank, left, wanted))
-        found = [(u, blocks) for u in left if (blocks := Blocks.of(u.local_shape, count))]
-        if not found:
+        found = _divide_into(left, wanted, wanted // 2) or _divide_into(left, wanted, 2)
+        if found is None:
             break
-        loops.append(UpdateLoop(count, tuple(found)))
-        left = [u for u in left if not any(u is other for other, _ in found)]
+        loops.append(found)
+        left = [u for u in left if not any(u is other for other, _ in found.updates)]
     return loops
+
+
+def _divide_into(updates: Sequence[Update], wanted: int, least: int) -> UpdateLoop | None:
+    """The loop of the most bytes with at least a number of blocks, the wanted number if possible."""
+    count = max(range(least, _MOST_BLOCKS + 1), key=functools.partial(_rank, updates, wanted))
+    found = tuple((u, blocks) for u in updates if (blocks := Blocks.of(u.local_shape, count)))
+    return UpdateLoop(count, found) if found else None
 
 
 def _rank(updates: Sequence[Update], wanted: int, count: int) -> tuple[int, float]:

@@ -230,16 +230,35 @@ class _Level:
             v = todo.pop(0)
             if v in made or v in operands:
                 continue
-            eqn = self._makers.get(v)
-            arrays = {w for w in variables(eqn) if compat.shape_of(w.aval) == shape} if eqn else set()
-            fills = eqn is not None and eqn.primitive.name == "broadcast_in_dim" and _is_fill(eqn, shape)
-            if eqn is not None and (fills or (_is_elementwise(eqn, shape) and len(arrays) <= 1)):
-                eqns.add(self._index[id(eqn)])
-                made.update(eqn.outvars)
-                todo += variables(eqn)
-            else:
+            if (added := self._find_makers(v, shape)) is None:
                 operands.append(v)
+                continue
+            eqns |= added
+            made.update(w for i in added for w in self._eqns[i].outvars)
+            todo += [w for i in sorted(added) for w in variables(self._eqns[i])]
         return eqns, operands
+
+    def _find_makers(self, v: Var, shape: tuple[int, ...]) -> set[int] | None:
+        """The fewest elementwise equations that make a variable of at most one array; None without such.
+
+        A gradient that is clipped is an operand of two equations: of its scaling, and of the choice between
+        the scaled and the given gradient.
+        """
+        eqns: set[int] = set()
+        arrays = {v}
+        while not eqns or len(arrays) > 1:
+            indices = {w: self._index[id(eqn)] for w in arrays if (eqn := self._makers.get(w))}
+            last = max(indices, key=lambda w: indices[w], default=None)
+            if last is None:
+                return None
+            eqn = self._eqns[indices[last]]
+            fills = eqn.primitive.name == "broadcast_in_dim" and _is_fill(eqn, shape)
+            if not fills and not _is_elementwise(eqn, shape):
+                return None
+            eqns.add(indices[last])
+            arrays -= {*eqn.outvars}
+            arrays |= {w for w in variables(eqn) if compat.shape_of(w.aval) == shape}
+        return eqns
 
     def _find_reached(self, v: Var, eqns: set[int]) -> set[Var]:
         """The results of equations with a variable among their ancestors."""

@@ -1,5 +1,6 @@
 """Steps within budgets that only state on the host meets."""
 
+import functools
 import math
 
 import jax
@@ -12,10 +13,12 @@ from jax import lax
 import jaxoff
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.state import State
+from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._report.progress import Progress
+from jaxoff._report.tables import format_nbytes
 from jaxoff._runtime import program_memory
 from jaxoff._schedule.rewrite import rewrite
 from jaxoff._state import stream
@@ -240,6 +243,44 @@ def test_state_far_below_what_is_missing_is_not_tried():
         jaxoff.BudgetError, match=r"rest on the host takes 8\.\d+ MB, and 799\.00 MB are missing"
     ):
         state.search(names, *limits, find, 799e6, Progress())
+
+
+@pytest.mark.parametrize(
+    ("missing", "more", "tried"),
+    [
+        (1.5e6, 0, ["2.10 MB"]),  # the smallest state that is enough
+        (1.5e6, 3e6, ["2.10 MB", "8.39 MB"]),  # and what was missing with it
+        (1.5e6, 99e6, ["2.10 MB", "14.68 MB"]),
+        (6e6, -4e6, ["8.39 MB", "2.10 MB"]),  # less, since much was left
+    ],
+)
+def test_a_search_keeps_as_little_state_on_the_host_as_programs_need(missing, more, tried):
+    """Of 8.4, 4.2 and 2.1 MB; the programs take more memory, or less, than was missing at first."""
+    structs = [jax.ShapeDtypeStruct((n << 8, 1024), "float32") for n in (8, 4, 2)]
+
+    def step(momenta, grads):
+        return jax.tree.map(lambda m, g: 0.9 * m + g, momenta, grads)
+
+    closed = jax.make_jaxpr(step)(structs, structs)
+    state = State.find(closed, [True] * 3 + [False] * 3)
+    kept = []
+
+    def find(program, budget):
+        kept.append(sum(compat.nbytes(v.aval) for v in program.jaxpr.invars if compat.is_host(v.aval)))
+        nbytes = budget.device_nbytes + missing + more - kept[-1]
+        if nbytes > budget.device_nbytes:
+            raise jaxoff.BudgetError("nothing", int(nbytes))
+        return Tried((), (), (), 0.0, True, 0.0, nbytes, 1, None)
+
+    limits = H200, Budget.of(20e6, None, None), jaxoff.BudgetError("at first", int(20e6 + missing))
+    search = functools.partial(state.search, list("abcdef"), *limits, find, missing, Progress())
+    if more > sum(compat.nbytes(v.aval) for v in closed.jaxpr.invars[:3]):
+        with pytest.raises(jaxoff.BudgetError):
+            search()
+    else:
+        _, hosted = search()
+        assert sum(value.nbytes for value in hosted.values) == kept[-1]
+    assert [format_nbytes(nbytes) for nbytes in kept] == tried
 
 
 def train(state, x):

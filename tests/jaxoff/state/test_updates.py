@@ -227,3 +227,35 @@ def test_arrays_of_several_shapes_share_a_loop_where_one_number_of_blocks_divide
     _, found, _ = find(step, args)
     (loop,) = plan_loops(found)
     assert {update.shape for update, _ in loop.updates} == {(4, 16, 16), (64, 16)}
+
+
+def test_gradients_are_clipped_in_blocks_and_stay_in_their_dtype():
+    """`optax.clip_by_global_norm` reads a gradient twice: to scale it, and to choose it or the scaled one."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), x)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        changes, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, changes), state
+
+    params = initialize()
+    _, found, _ = find(step, (params, optimizer.init(params), jnp.arange(8)))
+    read = [[str(v.aval) for v in update.read] for update in found]
+    assert read == [["bfloat16[64,16]"], ["bfloat16[4,16,16]"]]
+
+
+def test_no_loop_has_a_few_blocks_since_the_shapes_have_a_common_divisor():
+    """Two blocks divide six layers as 5,120 rows, and all of them would be on the device at once."""
+    shapes = [(6, 5120, 640), (5120, 4096)]
+    params = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+
+    def step(params, grads):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    closed = jax.make_jaxpr(step)(params, params)
+    loops = plan_loops(find_updates(closed.jaxpr, [True, True, False, False]))
+    assert {loop.updates[0][0].shape for loop in loops} == set(shapes)
+    assert all(loop.count >= 8 for loop in loops)
+    whole = sum(update.local_nbytes for loop in loops for update, _ in loop.updates)
+    assert sum(loop.buffer_nbytes for loop in loops) < whole / 2

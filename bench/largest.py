@@ -1,0 +1,169 @@
+"""The largest decoder that one GPU trains, by compiled memory, with and without its state on the host.
+
+    JAX_PLATFORMS=cpu python -m bench.largest --target h100 --device-gb 78 --host-gb 128 --layers 16 32 48
+
+Nothing runs: the steps are compiled ahead of time, and no GPU is needed. All layers have the shapes of
+Qwen2.5-14B (without biases), and one sequence of 8,192 tokens is a step. A variant ends at the first model
+that does not fit. On a GPU, `--steps` times the steps:
+
+    python -m bench.largest --steps 2 --layers 48 --batch 4 --moments bfloat16 --masters none --host-gb 100
+
+AdamW with clipping, weights in bfloat16. Variants:
+
+- "device": `jax.jit`, each layer recomputed, a plain head, everything on the device;
+- "budget": `jaxoff.jit(device_bytes=, host_bytes=)` of the same step, without another change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxoff
+from bench.client_steps.decoder import decoder_loss, initialize_decoder, make_scan_block, stack
+from bench.client_steps.step import Sizes
+from bench.long import cudnn_attention, fits, time_steps
+from bench.provenance import provenance
+from jaxoff._runtime.program_memory import program_nbytes
+
+QWEN = Sizes(
+    layers=48, width=5120, hidden=13824, heads=40, kv_heads=8, head_size=128, vocabulary=152064, batch=1
+)
+VARIANTS = ("device", "budget")
+
+
+def scale_by_adam_in(dtype: Any) -> optax.GradientTransformation:
+    """Adam's scaling with both moments stored in a dtype, computed in float32."""
+    adam = optax.scale_by_adam(b2=0.95)
+
+    def narrow(state: Any) -> Any:
+        return state._replace(**{n: optax.tree.cast(getattr(state, n), dtype) for n in ("mu", "nu")})
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        wide = state._replace(**{n: optax.tree.cast(getattr(state, n), jnp.float32) for n in ("mu", "nu")})
+        updates, state = adam.update(updates, wide, params)
+        return updates, narrow(state)
+
+    return optax.GradientTransformation(lambda params: narrow(adam.init(params)), update)
+
+
+def make_step(sizes: Sizes, moments: str, masters: bool) -> tuple[Callable[..., Any], Any]:
+    """The step, and structs of its arguments: the state and a batch of tokens.
+
+    Args:
+      sizes: the decoder's.
+      moments: the dtype of AdamW's moments.
+      masters: whether float32 masters of the weights are in the state. Otherwise the weights themselves are
+        updated, in float32, and rounded to the nearest.
+    """
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        scale_by_adam_in(moments),
+        optax.add_decayed_weights(0.1),
+        optax.scale(-1e-4),
+    )
+    block = make_scan_block(sizes, None, "cudnn")
+
+    def loss_of(weights, tokens):
+        return decoder_loss(lambda x, layers: jax.lax.scan(block, x, layers)[0], weights, tokens)
+
+    def step(state, tokens):
+        weights, *rest, optimizer_state = state
+        loss, grads = jax.value_and_grad(loss_of)(weights, tokens)
+        grads = optax.tree.cast(grads, jnp.float32)
+        wide = rest[0] if masters else optax.tree.cast(weights, jnp.float32)
+        updates, optimizer_state = optimizer.update(grads, optimizer_state, wide)
+        wide = optax.apply_updates(wide, updates)
+        weights = optax.tree.cast(wide, jnp.bfloat16)
+        return (weights, *([wide] if masters else []), optimizer_state), loss
+
+    def initialize(key):
+        wide = initialize_decoder(sizes, stack, key)
+        return optax.tree.cast(wide, jnp.bfloat16), *([wide] if masters else []), optimizer.init(wide)
+
+    return step, (jax.eval_shape(initialize, jax.random.key(0)), sizes.tokens)
+
+
+def measure_variant(variant: str, sizes: Sizes, o: argparse.Namespace) -> dict[str, Any]:
+    """The row of a variant: parameters, peaks, and with `--steps` its times, or the error."""
+    step, args = make_step(sizes, o.moments, o.masters == "float32")
+    weights = args[0][0]
+    row = {"variant": variant, "layers": sizes.layers, "parameters": sum(map(math.prod, shapes(weights)))}
+    jitted: Any = jax.jit(step, donate_argnums=0)
+    if variant == "budget":
+        budget = {"device_bytes": 1e9 * o.device_gb, "host_bytes": 1e9 * o.host_gb}
+        jitted = jaxoff.jit(step, donate_argnums=0, device=jaxoff.Device.of(o.target), **budget)
+    started = time.perf_counter()
+    try:
+        if o.steps:
+            compiled = jitted.lower(*args).compile()
+        else:
+            with cudnn_attention():
+                compiled = jaxoff.target(o.target).compile(jitted, *args)
+        memory: Any = compiled.memory_analysis()
+        row |= {
+            "peak_bytes": program_nbytes(compiled),
+            "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
+        }
+        if variant == "budget":
+            row |= {"plan": str(jitted.plan), "predicted_s": 1e-3 * jitted.plan.step_ms}
+        print({k: v for k, v in row.items() if k != "plan"}, flush=True)
+        if o.steps:
+            row |= time_steps(jitted, args, sizes, o.steps)
+    except (jaxoff.BudgetError, jax.errors.JaxRuntimeError) as error:
+        row["error"] = str(error).splitlines()[0]
+    return row | {"seconds": time.perf_counter() - started}
+
+
+def shapes(tree: Any) -> list[tuple[int, ...]]:
+    """The shapes of a pytree's arrays."""
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Compiles each variant of each model, times it with `--steps`, and writes the rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="h100", help="the GPU, a name that jaxoff.target takes")
+    parser.add_argument("--device-gb", type=float, default=78.0)
+    parser.add_argument("--host-gb", type=float, default=128.0)
+    parser.add_argument("--layers", type=int, nargs="+", default=[QWEN.layers])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sequence")
+    parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--masters", choices=["float32", "none"], default="float32")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
+    parser.add_argument(
+        "--steps", type=int, default=0, help="times this many steps on the GPU of this machine"
+    )
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    for variant, layers in itertools.product(options.variants, sorted(options.layers)):
+        if any(row["variant"] == variant and not fits(row, options.device_gb) for row in rows):
+            continue
+        sizes = dataclasses.replace(QWEN, layers=layers, batch=options.batch, length=options.tokens)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows.append(measure_variant(variant, sizes, options))
+        print({k: v for k, v in rows[-1].items() if k != "plan"}, flush=True)
+        if options.out:
+            result = {"provenance": provenance(vars(options)), "sizes": dataclasses.asdict(sizes)}
+            options.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
