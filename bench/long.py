@@ -149,7 +149,7 @@ def draw_arguments(args: Any, shardings: Any) -> Any:
     def draw(path, struct, place):
         if jnp.issubdtype(struct.dtype, jnp.integer) and struct.ndim:
             value = jax.random.randint(jax.random.key(0), struct.shape, 0, 1000)
-        elif path[1:2] == (jax.tree_util.SequenceKey(2),):
+        elif path[1:2] == (jax.tree_util.SequenceKey(len(args[0]) - 1),):  # the optimizer's state
             value = jnp.zeros(struct.shape, struct.dtype)
         else:
             value = jax.random.normal(jax.random.key(0), struct.shape, struct.dtype) * 0.02

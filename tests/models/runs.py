@@ -35,6 +35,21 @@ NUMBERS: dict[str, Any] = dict(
 SETTINGS = [word for field in MODEL for word in ("--set", field)]
 SETTINGS += [word for key, value in NUMBERS.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
+# The program, killed once it has shown a step and written a checkpoint. The last argument is its folder.
+DIES_AT_A_STEP = """
+import os, pathlib, runpy, signal, sys, time
+from models.display import Display
+show_step = Display.show_step
+def show_and_die(self, step, metrics, time_ms):
+    show_step(self, step, metrics, time_ms)
+    while step == {step} and not pathlib.Path(sys.argv[-1], "checkpoints", "{saved}").exists():
+        time.sleep(0.01)
+    if step == {step}:
+        os.kill(os.getpid(), signal.SIGKILL)
+Display.show_step = show_and_die
+runpy.run_module("models.train", run_name="__main__", alter_sys=True)
+"""
+
 
 @dataclasses.dataclass
 class Ended:

@@ -18,22 +18,18 @@ from models.compare import compare as compare_twins
 from models.history import read
 from models.options import Options, parse_overrides
 from models.program import Program
-from tests.models.runs import MODEL, NUMBERS, STEPS, Ended, at_step, in_process, one_error_line, snapshot
+from tests.models.runs import (
+    DIES_AT_A_STEP,
+    MODEL,
+    NUMBERS,
+    STEPS,
+    Ended,
+    at_step,
+    in_process,
+    one_error_line,
+    snapshot,
+)
 
-# The program, killed once it has shown step 50 and written a checkpoint. The last argument is its folder.
-DIES_AT_STEP_50 = """
-import os, pathlib, runpy, signal, sys, time
-from models.display import Display
-show_step = Display.show_step
-def show_and_die(self, step, metrics, time_ms):
-    show_step(self, step, metrics, time_ms)
-    while step == 50 and not pathlib.Path(sys.argv[-1], "checkpoints", "40").exists():
-        time.sleep(0.01)
-    if step == 50:
-        os.kill(os.getpid(), signal.SIGKILL)
-Display.show_step = show_and_die
-runpy.run_module("models.train", run_name="__main__", alter_sys=True)
-"""
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
@@ -167,7 +163,7 @@ def test_a_finished_run_resumes_to_its_summary(arguments, whole: Ended):
 @pytest.mark.long
 def test_a_killed_run_resumes_bit_for_bit(arguments, whole: Ended, tmp_path: Path):
     out = tmp_path / "run"
-    command = [sys.executable, "-c", DIES_AT_STEP_50, *arguments, "--out", str(out)]
+    command = [sys.executable, "-c", DIES_AT_A_STEP.format(step=50, saved=40), *arguments, "--out", str(out)]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert read(out / "losses.jsonl")[-1]["step"] == 50
