@@ -54,8 +54,9 @@ class Checkpoints:
     """The checkpoints of a run, each with the state after a step and the run's description.
 
     A save copies the state to host memory and returns. A thread writes the copy under a temporary name, which
-    becomes the step's name once everything is on disk, checksums of the files included. Opening removes the
-    temporary files of a killed process.
+    becomes the step's name once everything is on disk, checksums of the files included. A save of state in
+    host memory makes no copy and returns once it is written. Opening removes the temporary files of a killed
+    process.
 
     Args:
       folder: directory of the checkpoints; made if missing.
@@ -129,6 +130,8 @@ class Checkpoints:
                 step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
             )
         self._newest = step
+        if any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state)):
+            self.wait()  # XLA donates no array whose memory the writing thread reads
 
     def wait(self) -> None:
         """Waits until all checkpoints are on disk.

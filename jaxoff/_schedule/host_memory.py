@@ -23,17 +23,37 @@ def peak_host_nbytes(closed: ClosedJaxpr) -> int:
 
 
 def _find_peak(jaxpr: Jaxpr) -> int:
+    places = _map_places(jaxpr)
+
+    def select(*groups: Iterable[Any]) -> set[Var]:
+        return {places.get(v, v) for v in _select_host(*groups)}
+
     loops = [_list_new_results(eqn) for eqn in jaxpr.eqns if compat.is_loop(eqn)]
-    always = _select_host(jaxpr.constvars, jaxpr.invars, *loops)
-    live = always | _select_host(jaxpr.outvars)
+    always = select(jaxpr.constvars, jaxpr.invars, *loops)
+    live = always | select(jaxpr.outvars)
     peak = size = compat.nbytes_of(live)
     for eqn in reversed(jaxpr.eqns):
-        made, read = live.intersection(eqn.outvars) - always, _select_host(eqn.invars) - live
+        made, read = live.intersection(eqn.outvars) - always, select(eqn.invars) - live
         live -= made
         live |= read
         size += compat.nbytes_of(read) - compat.nbytes_of(made)
         peak = max(peak, size + _count_inside(eqn))
     return peak
+
+
+def _map_places(jaxpr: Jaxpr) -> dict[Var, Var]:
+    """For each result of a `jax.lax.while_loop`, the operand in whose place it is.
+
+    State on the host, a donated argument, passes through a few loops: the place of all their results is its.
+    """
+    places: dict[Var, Var] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "while":
+            initial = eqn.invars[len(eqn.invars) - len(eqn.outvars) :]
+            for out, v in zip(eqn.outvars, initial, strict=True):
+                if isinstance(v, Var) and compat.is_host(v.aval):
+                    places[out] = places.get(v, v)
+    return places
 
 
 def _count_inside(eqn: JaxprEqn) -> int:
@@ -47,12 +67,8 @@ def _count_inside(eqn: JaxprEqn) -> int:
 
 
 def _list_new_results(loop: JaxprEqn) -> list[Any]:
-    """The results of a loop but for results which `jax.lax.while_loop` makes in the place of an operand."""
-    if loop.primitive.name != "while":
-        return list(loop.outvars)
-    initial = loop.invars[len(loop.invars) - len(loop.outvars) :]
-    pairs = zip(loop.outvars, initial, strict=True)
-    return [out for out, v in pairs if not (isinstance(v, Var) and compat.is_host(v.aval))]
+    """The results of a loop but for those of a `jax.lax.while_loop`, which are in the places of operands."""
+    return [] if loop.primitive.name == "while" else list(loop.outvars)
 
 
 def _select_host(*groups: Iterable[Any]) -> set[Var]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Sharding
 
 from jaxoff._jaxpr import compat
@@ -33,6 +34,10 @@ def describe_on_device(tree: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_device(leaf.sharding))
 
     return jax.tree.map(describe, tree)
+
+
+# Of XLA's error for a donated array whose memory something else shares.
+_HELD = "Donation requested for buffer with external reference"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +67,13 @@ class Hosted:
         return Hosted(jitted, arguments, on_host, results)
 
     def __call__(self, *args, **kwargs):
-        return self._apply(self.jitted, args, kwargs)
+        args, kwargs = self._move(args, kwargs)
+        try:
+            return self.jitted(*args, **kwargs)
+        except ValueError as error:
+            if _HELD not in str(error):
+                raise
+        return self.jitted(*_copy_on_host(args), **_copy_on_host(kwargs))
 
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).trace`."""
@@ -85,10 +96,13 @@ class Hosted:
         return self.jitted._cache_size()
 
     def _apply(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self._move(args, kwargs)
+        return fun(*args, **kwargs)
+
+    def _move(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, tree = jax.tree.flatten((args, kwargs))
         moved = [_put(leaf, to_host=i in self.on_host) for i, leaf in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(tree, moved)
-        return fun(*args, **kwargs)
+        return jax.tree.unflatten(tree, moved)
 
 
 def _spread_shardings(given: Any, tree: Any) -> list[Any]:
@@ -165,6 +179,23 @@ def _put(leaf: Any, *, to_host: bool) -> Any:
     if to_host:
         leaf.delete()  # a step's state is donated: the caller's array ends with the call
     return moved
+
+
+def _copy_on_host(tree: Any) -> Any:
+    """A pytree with copies of its arrays in host memory, which end here.
+
+    An array in host memory is not donated while a NumPy array shares its memory (`jax.device_get`, or a
+    checkpoint that is still being written). On the CPU, JAX makes this copy itself.
+    """
+
+    def copy(leaf: Any) -> Any:
+        if not is_on_host(leaf):
+            return leaf
+        copied = jax.device_put(np.array(leaf), leaf.sharding)
+        leaf.delete()
+        return copied
+
+    return jax.tree.map(copy, tree)
 
 
 def _first_device() -> jax.sharding.SingleDeviceSharding:

@@ -87,6 +87,14 @@ def test_a_step_within_a_budget_keeps_its_moments_on_the_host():
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state[1]) if x.ndim}
     assert kinds == {"pinned_host"}
     assert within.plan.peak_bytes <= nbytes
+    # NumPy arrays that share the memory of the state, as a checkpoint that is being written has them.
+    held = jax.device_get(state)
+    copies = jax.tree.map(np.array, held)
+    (other, expected), (after, value) = plain(other, tokens), within(state, tokens)
+    np.testing.assert_allclose(value, expected, rtol=2e-3)
+    jax.tree.map(np.testing.assert_array_equal, held, copies)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(after[1]) if x.ndim} == {"pinned_host"}
+    assert np.any(np.asarray(jax.tree.leaves(after[1])[-1]) != jax.tree.leaves(held[1])[-1])
 
 
 @pytest.mark.multi_gpu(2)

@@ -107,6 +107,20 @@ def test_of_branches_the_larger_counts_and_of_other_loops_a_turn():
     assert needed(lambda x: lax.while_loop(lambda x: x[0] < 9, lambda x: moves(x, 2), x), x) == 2048
 
 
+def test_state_that_passes_through_loops_has_one_place():
+    def grow(h):
+        def body(h):
+            row = jax.device_put(h[0], DEVICE) + 1
+            return h.at[0].set(jax.device_put(row, HOST))
+
+        for _ in range(3):
+            h = lax.while_loop(lambda h: jax.device_put(h[0, 0], DEVICE) < 9, body, h)
+        return h
+
+    state = jax.device_put(jnp.zeros((256, 4)), HOST)
+    assert 4096 <= needed(grow, state) < 4096 + 64
+
+
 def test_a_pool_that_is_too_small_is_refused_with_what_to_set():
     with pytest.raises(RuntimeError) as caught:
         refuse_small_pool(80 * GIB + 1, {}, "gpu")
