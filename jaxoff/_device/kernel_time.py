@@ -77,7 +77,7 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
     if not is_compute(eqn):
         if eqn.primitive.name == "dynamic_update_slice":
             return device.pass_ms(compat.nbytes(eqn.invars[1].aval))
-        reads = graph.reads[i]
+        reads, between = graph.find_loads(i)
         if eqn.primitive.name == "optimization_barrier":  # it stores what was not stored, and moves nothing
             given = set(variables(eqn))
             made, reads = compat.nbytes_of(given.difference(reads)), [v for v in reads if v not in given]

@@ -61,6 +61,26 @@ class KernelGraph:
                 todo += variables(self.eqns[j])
         self.reads[i], self.fused[i] = list(reads), sorted(fused)
 
+    def find_loads(self, i: int) -> tuple[list[Var], list[JaxprEqn]]:
+        """Finds the variables of `reads` with bytes that kernel `i` loads, and the equations between.
+
+        Kernel `i` runs after all operands of a barrier before it, and loads the operand of the value it takes.
+        """
+        if not any(self.eqns[j].primitive.name == "optimization_barrier" for j in self.fused[i]):
+            return self.reads[i], [self.eqns[j] for j in self.fused[i]]
+        around, loads = frozenset(self.fused[i]), dict[Var, None]()
+        between, seen, todo = set[int](), set[Var](), list(variables(self.eqns[i]))
+        while todo:
+            v = todo.pop()
+            j = self.maker.get(v)
+            if j is None or j not in around:
+                loads[v] = None
+            elif v not in seen:
+                seen.add(v)
+                between.add(j)
+                todo += dict(list_results(self.eqns[j]))[v]
+        return list(loads), [self.eqns[j] for j in sorted(between)]
+
     def find_makers(self, v: Var) -> Iterator[int]:
         """Finds the kernels on the path of `trace_to_kernel`, from the last kernel to the first."""
         return (i for _, i in trace_to_kernel(v, self.maker, self.eqns) if i in self.reads)

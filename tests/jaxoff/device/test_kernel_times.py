@@ -351,3 +351,24 @@ def test_a_barrier_takes_time_only_where_it_stores_what_a_kernel_would_compute(p
     )
     nbytes = passes * 4 * ROWS * HIDDEN
     assert found == pytest.approx(nbytes / DEVICE.memory_gbps / 1e6)
+
+
+def test_a_kernel_behind_a_barrier_loads_one_of_its_operands():
+    """It waits for all of them: a plan's recomputations wait for a cotangent by a barrier over many values."""
+
+    def fun(large, small, *, waits):
+        large, small = (jnp.sin(large), jnp.sin(small)) if waits else (large, small)
+        if waits:
+            large, small = lax.optimization_barrier((large, small))
+        return jnp.sum(jnp.cos(small), 0), jnp.sum(large, 0)
+
+    def sum_ms(waits):
+        args = jax.ShapeDtypeStruct((1 << 16, 1024), "float32"), jax.ShapeDtypeStruct((64, 1024), "float32")
+        program = jax.make_jaxpr(functools.partial(fun, waits=waits))(*args).jaxpr
+        graph = KernelGraph(program.eqns, frozenset(program.outvars))
+        (i,) = (i for i in graph.kernels if program.eqns[i].outvars[0] is program.outvars[0])
+        return len(graph.reads[i]), step_kernel_ms(graph, i, DEVICE)
+
+    (read, alone), (waiting, behind) = sum_ms(waits=False), sum_ms(waits=True)
+    assert (read, waiting) == (1, 2)
+    assert behind == alone
