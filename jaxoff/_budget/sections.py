@@ -85,7 +85,8 @@ def cut_stretches(
     needed = find_stored(needed, eqns)
     nbytes = np.array([compat.nbytes_of(v for v in eqn.outvars if v in needed) for eqn in eqns])
     total = sum(n for eqn, n in zip(eqns, nbytes, strict=True) if not is_transposed(eqn))
-    in_layers = max((sum(nbytes[i] for i in run.layer(run.count // 2)) for run in runs), default=0)
+    in_layers = [sum(nbytes[i] for i in run.layer(run.count // 2)) for run in runs]
+    in_layers += [n / max(1, loop.length) for eqn, n in zip(eqns, nbytes, strict=True) if (loop := compat.scan_in(eqn))]
     forward = [i for i, eqn in enumerate(eqns) if not is_transposed(eqn)]
     last_reads = {v: i for i in forward for v in variables(eqns[i])}
     found: list[Run] = []
@@ -97,7 +98,7 @@ def cut_stretches(
             for i in range(stretch.start, stretch.end)
             for v in eqns[i].outvars
         ]
-        found += cut_stretch(stretch, reads, nbytes, in_layers)
+        found += cut_stretch(stretch, reads, nbytes, max(in_layers, default=0))
     return found
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 import jaxoff
 from jaxoff._budget.choose import choose_placements, saved_nbytes
@@ -110,6 +111,23 @@ def test_the_first_layer_behind_the_data_is_a_section():
     assert section.position == 0
     assert not section.carried
     assert sum(eqn.primitive.name == "dot_general" for eqn in section.eqns) == 2
+
+
+def test_a_layer_ahead_of_a_loop_over_layers_is_one_section():
+    """Its values are not the peak: those of an iteration of the loop take as much memory."""
+
+    def layer(x, w):
+        h = jnp.sin(x @ w)
+        x = x + jax.nn.softmax(h @ h.T) @ h
+        return x + jnp.tanh(x @ w[:, :4]) @ w[:4]
+
+    def loss(params, x):
+        x = layer(x, params["first"])
+        return lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])[0].var()
+
+    params = {"first": jnp.eye(8), "layers": jnp.ones((4, 8, 8))}
+    graphs = graphs_of(jax.value_and_grad(loss), (params, jnp.ones((16, 8))))
+    assert sorted(graph.count for graph in graphs) == [1, 4]
 
 
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
