@@ -86,7 +86,8 @@ def cut_stretches(
     nbytes = np.array([compat.nbytes_of(v for v in eqn.outvars if v in needed) for eqn in eqns])
     total = sum(n for eqn, n in zip(eqns, nbytes, strict=True) if not is_transposed(eqn))
     in_layers = [sum(nbytes[i] for i in run.layer(run.count // 2)) for run in runs]
-    in_layers += [n / max(1, loop.length) for eqn, n in zip(eqns, nbytes, strict=True) if (loop := compat.scan_in(eqn))]
+    loops = ((compat.scan_in(eqn), n) for eqn, n in zip(eqns, nbytes, strict=True))
+    in_layers += [n / max(1, loop.length) for loop, n in loops if loop is not None]
     forward = [i for i, eqn in enumerate(eqns) if not is_transposed(eqn)]
     last_reads = {v: i for i in forward for v in variables(eqns[i])}
     found: list[Run] = []

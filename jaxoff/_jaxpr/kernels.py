@@ -64,7 +64,7 @@ class KernelGraph:
     def find_loads(self, i: int) -> tuple[list[Var], list[JaxprEqn]]:
         """Finds the variables of `reads` with bytes that kernel `i` loads, and the equations between.
 
-        Kernel `i` runs after all operands of a barrier before it, and loads the operand of the value it takes.
+        Kernel `i` runs after all operands of a barrier before it, and loads that of the value it takes.
         """
         if not any(self.eqns[j].primitive.name == "optimization_barrier" for j in self.fused[i]):
             return self.reads[i], [self.eqns[j] for j in self.fused[i]]

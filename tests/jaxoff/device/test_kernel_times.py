@@ -354,7 +354,7 @@ def test_a_barrier_takes_time_only_where_it_stores_what_a_kernel_would_compute(p
 
 
 def test_a_kernel_behind_a_barrier_loads_one_of_its_operands():
-    """It waits for all of them: a plan's recomputations wait for a cotangent by a barrier over many values."""
+    """It waits for all: a plan's recomputations wait for a cotangent by a barrier over many values."""
 
     def fun(large, small, *, waits):
         large, small = (jnp.sin(large), jnp.sin(small)) if waits else (large, small)
