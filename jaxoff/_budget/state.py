@@ -146,8 +146,8 @@ class State:
             text = (
                 "No donated argument is state that may rest on the host: of "
                 f"{format_nbytes(LEAST_NBYTES)} or more, read by an elementwise update alone that replaces "
-                "it, outside of conditions (optax.MultiSteps, optax.apply_if_finite), and on several devices "
-                "with a NamedSharding."
+                "it, returned in the order of the arguments, outside of conditions (optax.MultiSteps, "
+                "optax.apply_if_finite), and on several devices with a NamedSharding."
                 if self.is_donated
                 else "No argument is donated (donate_argnums), so no state may rest on the host."
             )

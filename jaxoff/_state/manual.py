@@ -15,7 +15,7 @@ from jaxoff._jaxpr.dataflow import count_reads
 from jaxoff._jaxpr.inline import inline_program, resolve
 from jaxoff._jaxpr.primitives import is_shard_map
 from jaxoff._state.stream import stream_updates
-from jaxoff._state.updates import Update, find_updates
+from jaxoff._state.updates import Update, find_updates, pair_donated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +49,16 @@ class ManualStep:
         program = self.closed.jaxpr
         reads = count_reads(program.eqns, program.outvars)
         results = {v for v in program.outvars if isinstance(v, Var) and reads[v] == 1}
+        pairs = pair_donated(program, donated)
         free = {v for v, may in zip(program.invars, donated, strict=True) if may and reads[v] == 1}
         inside = [isinstance(v, Var) and v in free for v in self.eqn.invars]
         outs = dict(zip(self.inner.outvars, self.eqn.outvars, strict=True))
+
+        def is_in_place(state: Var, out: Var) -> bool:
+            return outs[out] in results and pairs.get(self.argument_of[state]) is outs[out]
+
         updates = find_updates(self.inner, inside)
-        return [update for update in updates if all(outs[out] in results for _, out in update.states)]
+        return [update for update in updates if all(is_in_place(*pair) for pair in update.states)]
 
     @functools.cached_property
     def argument_of(self) -> dict[Var, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, Sharding
@@ -26,8 +26,9 @@ class Update:
     Attributes:
       shape: of all arrays.
       states: the arguments to rest on the host, each with the result in its place.
-      replaced: arguments on the device, each with the result in its place: the parameters.
-        The update need not read such an argument: parameters in bfloat16 are made of masters.
+      replaced: arguments on the device, each with the result in its place: the parameters. The update need
+        not read such an argument: parameters in bfloat16 are made of masters. Without such an argument the
+        loop of an update makes an array for a result.
       read: other operands of the shape: gradients, and parameters without a result.
       scalars: other operands.
       eqns: the equations, in order. Other equations may read their results `late`, and no others.
@@ -75,9 +76,10 @@ def find_updates(program: Jaxpr, donated: Sequence[bool]) -> list[Update]:
     """Finds the updates of a program whose arguments may rest on the host, in program order.
 
     An argument may rest if it is donated, if a chain of elementwise equations alone reads it, up to results
-    of the program, and if one of these results can take its place. A chain with a reduction or a product (a
-    norm of the update, factored moments) keeps its arguments on the device, as does a loop. Other equations
-    may read results of the program that stay on the device, if no update needs what they compute.
+    of the program, and if one of these results gets its memory (`pair_donated`). A chain with a reduction or
+    a product (a norm of the update, factored moments) keeps its arguments on the device, as does a loop.
+    Other equations may read results of the program that stay on the device, if no update needs what they
+    compute.
 
     Args:
       program: a program with its calls inlined.
@@ -95,7 +97,25 @@ def find_updates(program: Jaxpr, donated: Sequence[bool]) -> list[Update]:
             chain = _Chain([*group.states, *chain.states], chain.eqns | group.eqns, chain.late | group.late)
         groups.append(chain)
     found = [update for chain in groups if (update := level.describe(chain)) is not None]
-    return level.find_replaced(level.drop_needed(found))
+    return level.drop_needed(found)
+
+
+def pair_donated(program: Jaxpr, donated: Sequence[bool]) -> dict[Var, Any]:
+    """For each donated argument the result that gets its memory: `jax.jit` pairs those of a type in order.
+
+    Args:
+      program: the program.
+      donated: for each argument, whether the program may reuse its memory.
+    """
+    arguments: dict[Any, list[Var]] = {}
+    for v, may in zip(program.invars, donated, strict=True):
+        if may:
+            arguments.setdefault(_type_of(v), []).append(v)
+    pairs: dict[Var, Any] = {}
+    for out in program.outvars:
+        if left := arguments.get(_type_of(out)):
+            pairs[left.pop(0)] = out
+    return pairs
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,15 +132,14 @@ class _Level:
         self._eqns = program.eqns
         self._readers, self._makers = index_readers(program.eqns), map_makers(program.eqns)
         self._index = {id(eqn): i for i, eqn in enumerate(program.eqns)}
-        outs = [v for v in program.outvars if isinstance(v, Var)]
-        counts = collections.Counter(outs)
+        counts = collections.Counter(v for v in program.outvars if isinstance(v, Var))
         self._all_outs, self._outs = set(counts), {v for v, count in counts.items() if count == 1}
-        self._donated_in_order = [v for v, may in zip(program.invars, donated, strict=True) if may]
-        self._donated, self._outs_in_order = set(self._donated_in_order), outs
+        self._pairs = pair_donated(program, donated)
+        self._argument_of = {out: v for v, out in self._pairs.items() if isinstance(out, Var)}
         self.arguments = [
             v
             for v in program.invars
-            if v in self._donated
+            if v in self._pairs
             and getattr(v.aval, "ndim", 0)
             and not compat.is_host(v.aval)
             and compat.nbytes(v.aval) >= LEAST_NBYTES
@@ -159,23 +178,26 @@ class _Level:
         if not outs or not self._outs.issuperset(outs):
             return None
         arrays = [v for v in operands if compat.shape_of(v.aval) == shape]
-        reached = {v: self._find_reached(v, eqns) for v in arrays}
-        free = [v for v in arrays if v in self._donated and v not in chain.states and v not in self._all_outs]
-        place = _match(chain.states, free, reached, outs, chain.late)
+        given = [(v, out) for v in arrays if (out := self._pairs.get(v)) in outs]
+        if not all(_depends(out, v, body) for v, out in given):  # results in another order than arguments
+            return None
         # Without a result of its own, as moments whose norm is taken, a state stays on the device.
-        states = [v for v in chain.states if v in place]
-        if not states:
+        place = {v: out for v, out in given if v in chain.states and out not in chain.late}
+        if not place:
             return None
         order = {v: i for i, eqn in enumerate(body) for v in eqn.outvars}
-        own = {*states, *(v for v in free if v in place)}
+        outs = sorted(outs, key=lambda v: order[v])
+        others = ((self._argument_of.get(out), out) for out in outs if out not in place.values())
+        replaced = [(v, out) for v, out in others if v is not None and v not in self._all_outs]
+        own = {*place, *(v for v, _ in replaced)}
         return Update(
             shape,
-            tuple((v, place[v]) for v in states),
-            tuple((v, place[v]) for v in free if v in place),
+            tuple(place.items()),
+            tuple(replaced),
             tuple(v for v in arrays if v not in own),
             tuple(v for v in operands if compat.shape_of(v.aval) != shape),
             tuple(body),
-            tuple(sorted(outs, key=lambda v: order[v])),
+            tuple(outs),
             frozenset(chain.late),
         )
 
@@ -192,30 +214,6 @@ class _Level:
             for v in eqn.outvars
         }
         return [update for update in updates if not update.late] if made & needed else list(updates)
-
-    def find_replaced(self, updates: Sequence[Update]) -> list[Update]:
-        """The updates, with the arguments whose memory `jax.jit` gives to their other results.
-
-        `jax.jit` pairs the donated arguments and the results of a type in order. Without such an argument the
-        loop of an update makes an array for the result.
-        """
-        states = {v for update in updates for pair in update.states for v in pair}
-        taken = {v for update in updates for v, _ in update.replaced} | self._all_outs
-        pairs: dict[Var, Var] = {}
-        arguments: dict[Any, list[Var]] = {}
-        for v in self._donated_in_order:
-            if v not in states:
-                arguments.setdefault(_type_of(v), []).append(v)
-        for out in self._outs_in_order:
-            left = arguments.get(_type_of(out), [])
-            if out not in states and left and (argument := left.pop(0)) not in taken:
-                pairs[out] = argument
-        found = []
-        for update in updates:
-            own = {out for _, out in (*update.states, *update.replaced)}
-            more = [(pairs[out], out) for out in update.outs if out not in own and out in pairs]
-            found.append(dataclasses.replace(update, replaced=(*update.replaced, *more)))
-        return found
 
     def _add_makers(self, chain: set[int], shape: tuple[int, ...]) -> tuple[set[int], list[Var]]:
         """Adds the elementwise equations before a chain with a single array among their operands.
@@ -260,56 +258,15 @@ class _Level:
             arrays |= {w for w in variables(eqn) if compat.shape_of(w.aval) == shape}
         return eqns
 
-    def _find_reached(self, v: Var, eqns: set[int]) -> set[Var]:
-        """The results of equations with a variable among their ancestors."""
-        found, todo = set(), [v]
-        while todo:
-            for i in self._readers.get(todo.pop(), ()):
-                if i in eqns:
-                    new = [out for out in self._eqns[i].outvars if out not in found]
-                    found.update(new)
-                    todo += new
-        return found
+
+def _depends(out: Any, v: Var, eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether a result of equations is computed from a variable."""
+    found = mark_dependents(eqns, {v})
+    return any(out in eqn.outvars for eqn, does in zip(eqns, found, strict=True) if does)
 
 
-def _match(
-    states: Sequence[Var],
-    free: Sequence[Var],
-    reached: Mapping[Var, set[Var]],
-    outs: Sequence[Var],
-    late: Collection[Var],
-) -> dict[Var, Var]:
-    """Gives each argument a result of its type in its place, a state none of `late`, as far as there are.
-
-    An augmenting path at a time, states first. Arguments with fewer results to choose from go first.
-    """
-    choices = {
-        v: [
-            out
-            for out in outs
-            if out in reached[v] and _type_of(v) == _type_of(out) and not (v in states and out in late)
-        ]
-        for v in (*states, *free)
-    }
-    taken: dict[Var, Var] = {}  # result -> argument
-
-    def place(v: Var, seen: set[Var]) -> bool:
-        for out in choices[v]:
-            if out not in seen:
-                seen.add(out)
-                if out not in taken or place(taken[out], seen):
-                    taken[out] = v
-                    return True
-        return False
-
-    # Parameters first: with a single result to choose from, they leave the others to the moments.
-    for v in sorted((*free, *states), key=lambda v: len(choices[v])):
-        place(v, set())
-    return {v: out for out, v in taken.items()}
-
-
-def _type_of(v: Var) -> Any:
-    """The shape and dtype of a variable; None for a variable other than an array."""
+def _type_of(v: Any) -> Any:
+    """The shape and dtype of a variable or literal; None for another than an array."""
     is_array = hasattr(v.aval, "shape")
     return (compat.shape_of(v.aval), compat.struct_of(v.aval).dtype) if is_array else None
 

@@ -229,6 +229,30 @@ def test_arrays_of_several_shapes_share_a_loop_where_one_number_of_blocks_divide
     assert {update.shape for update, _ in loop.updates} == {(4, 16, 16), (64, 16)}
 
 
+def test_state_keeps_the_place_of_its_argument_among_the_results():
+    """A parameter may be read otherwise than as it is: its result is no place for the moments."""
+    optimizer = optax.adamw(1e-3)
+
+    def step(params, state, x):
+        read = jax.tree.map(lambda p: p.T.T, params)  # as NNX reads stacked parameters
+        changes, state = optimizer.update(jax.grad(loss)(read, x), state, read)
+        return optax.apply_updates(read, changes), state
+
+    params = initialize()
+    args = params, optimizer.init(params), jnp.arange(8)
+    closed, found, paths = find(step, args)
+    places = dict(zip(closed.jaxpr.invars, closed.jaxpr.outvars, strict=False))
+    assert paths == MOMENTS
+    assert all(places[v] is out for update in found for v, out in (*update.states, *update.replaced))
+    assert [len(update.replaced) for update in found] == [1, 1]
+
+    def returned_in_another_order(params, state, x):
+        params, state = step(params, state, x)
+        return state, params
+
+    assert find(returned_in_another_order, args)[2] == []
+
+
 def test_gradients_are_clipped_in_blocks_and_stay_in_their_dtype():
     """`optax.clip_by_global_norm` reads a gradient twice: to scale it, and to choose it or the scaled one."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
