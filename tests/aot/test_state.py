@@ -1,5 +1,6 @@
 """State on the host in the program compiled for a GPU: copies by the link's engines, in place."""
 
+import json
 import re
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxoff
+from bench import largest
 
 pytestmark = pytest.mark.aot
 
@@ -60,3 +62,14 @@ def test_moments_rest_on_the_host_and_are_copied_in_place_by_dma(devices):
     assert sum(copy.nbytes * copy.count for copy in in_loops) == (1 + 15 / 16) * of_a_device
     whole = rf"f32\[{LAYERS},{WIDTH // devices},{WIDTH}\]\{{2,1,0:S\(5\)\}} copy"
     assert not re.findall(whole, str(compiled.as_text()))
+
+
+@pytest.mark.long
+def test_the_benchmark_of_the_largest_decoder_ends_at_the_first_that_does_not_fit(tmp_path):
+    out = tmp_path / "largest.json"
+    largest.main(["--layers", "1", "2", "3", "--tokens", "1024", "--device-gb", "30", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    found = [(row["variant"], row["layers"], row["peak_bytes"] <= 30e9) for row in rows]
+    without = [("device", 1, True), ("device", 2, False)]
+    assert found == without + [("budget", layers, True) for layers in (1, 2, 3)]
+    assert rows[-1]["host_bytes"] > 0
