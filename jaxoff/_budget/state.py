@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from jax.sharding import Sharding
 
@@ -16,7 +17,7 @@ from jaxoff._budget.report import PlacedValue, Plan
 from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr, Var
+from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.progress import Progress
@@ -142,27 +143,11 @@ class State:
         Raises:
           BudgetError: if no program fits, or if there is no state that may rest on the host.
         """
-        if not self.updates:
-            text = (
-                "No donated argument is state that may rest on the host: of "
-                f"{format_nbytes(LEAST_NBYTES)} or more, read by an elementwise update alone that replaces "
-                "it, returned in the order of the arguments, outside of conditions (optax.MultiSteps, "
-                "optax.apply_if_finite), and on several devices with a NamedSharding."
-                if self.is_donated
-                else "No argument is donated (donate_argnums), so no state may rest on the host."
-            )
-            raise error.extend(text) from None
-        everything = _count_nbytes(self.updates)
-        if everything < min(_LEAST_OF_MISSING * missing_nbytes, _LEAST_OF_PROGRAM * error.least_bytes()):
-            text = (
-                f"The state that may rest on the host takes {format_nbytes(everything)}, and "
-                f"{format_nbytes(int(missing_nbytes))} are missing."
-            )
-            raise error.extend(text) from None
+        self._refuse_hopeless(error, missing_nbytes)
         most = _choose_within(self.updates, budget.host_nbytes)
         if len(most) < len(self.updates):
-            text = f"{format_nbytes(everything)} of state would rest on the host, beyond host_bytes."
-            error = error.extend(text)
+            nbytes = format_nbytes(_count_nbytes(self.updates))
+            error = error.extend(f"{nbytes} of state would rest on the host, beyond host_bytes.")
 
         def find_with(chosen: Sequence[Update]) -> tuple[Tried[P], HostedState]:
             nbytes = _count_nbytes(chosen)
@@ -170,43 +155,67 @@ class State:
             program = self.manual.stream(chosen) if self.manual else stream_updates(self.closed, chosen)
             left = None if budget.host_nbytes is None else budget.host_nbytes - nbytes
             found = find(program, dataclasses.replace(budget, host_nbytes=left))
-            names = dict(zip(self.closed.jaxpr.invars, paths, strict=True))
-            states = [(update, state) for update in chosen for state, _ in update.states]
-            values = tuple(self._describe(update, state, names) for update, state in states)
-            return found, HostedState(values, _estimate_ms(nbytes, device))
+            return found, HostedState(tuple(self._list_values(chosen, paths)), _estimate_ms(nbytes, device))
 
-        wanted, too_few = (1 + _SPARE) * missing_nbytes, 0.0
+        wanted, too_few = (1 + _SPARE) * missing_nbytes, 0
         for attempt in range(_TRIES if most else 0):
             chosen = _choose(most, wanted) if attempt < _TRIES - 1 else most
             try:
-                found, hosted = find_with(chosen)
+                found = find_with(chosen)
             except BudgetError as latest:
                 rest = f"{format_nbytes(_count_nbytes(chosen))} of state rest on the host."
-                missing_nbytes = latest.least_bytes() - budget.device_nbytes
-                if latest.least_bytes() <= error.least_bytes():
-                    error = latest.extend(rest)
-                else:
-                    error = error.extend(f"It takes more where {rest}")
+                is_less = latest.least_bytes() <= error.least_bytes()
+                error = latest.extend(rest) if is_less else error.extend(f"It takes more where {rest}")
                 if len(chosen) == len(most):
                     break
                 too_few = _count_lowered(chosen)
-                wanted = too_few + (1 + _SPARE) * missing_nbytes
+                wanted = too_few + (1 + _SPARE) * (latest.least_bytes() - budget.device_nbytes)
                 continue
-            spare = (1 - CLOSE_ENOUGH) * budget.device_nbytes - found.nbytes
+            spare = (1 - CLOSE_ENOUGH) * budget.device_nbytes - found[0].nbytes
             fewer = _choose(most, _count_lowered(chosen) - spare)
-            is_worth_it = _count_nbytes(fewer) < _FEWER * _count_nbytes(chosen)
-            if found.is_fastest and is_worth_it and _count_lowered(fewer) > too_few:
+            is_less = _count_nbytes(fewer) < _FEWER * _count_nbytes(chosen)
+            if found[0].is_fastest and is_less and _count_lowered(fewer) > too_few:
                 with contextlib.suppress(BudgetError):
-                    return find_with(fewer)
-            return found, hosted
+                    found = min(found, find_with(fewer), key=_sum_ms)
+            return found
         raise error from None
 
-    def _describe(self, update: Update, state: Var, names: Mapping[Var, str]) -> PlacedValue:
-        """The row of an update's state, with the bytes of all devices' parts; `names` of the arguments."""
-        argument = self.manual.argument_of[state] if self.manual else state
-        nbytes = self.devices * nbytes_on_device(state.aval, update.sharding)
-        text, source = format_type(argument.aval), "state, updated in blocks"
-        return PlacedValue(names[argument], text, 1, nbytes, "offload", source)
+    def _refuse_hopeless(self, error: BudgetError, missing_nbytes: float) -> None:
+        """Raises the error of the search before, where there is no state, or far too little."""
+        nbytes = _count_nbytes(self.updates)
+        if self.updates:
+            if nbytes >= min(_LEAST_OF_MISSING * missing_nbytes, _LEAST_OF_PROGRAM * error.least_bytes()):
+                return
+            text = (
+                f"The state that may rest on the host takes {format_nbytes(nbytes)}, and "
+                f"{format_nbytes(int(missing_nbytes))} are missing."
+            )
+        elif self.is_donated:
+            text = (
+                "No donated argument is state that may rest on the host: of "
+                f"{format_nbytes(LEAST_NBYTES)} or more, read by an elementwise update alone that replaces "
+                "it, returned in the order of the arguments, outside of conditions (optax.MultiSteps, "
+                "optax.apply_if_finite), and on several devices with a NamedSharding."
+            )
+        else:
+            text = "No argument is donated (donate_argnums), so no state may rest on the host."
+        raise error.extend(text) from None
+
+    def _list_values(self, chosen: Iterable[Update], paths: Sequence[str]) -> Iterator[PlacedValue]:
+        """The rows of updates' states, with the bytes of all devices' parts; `paths` of the arguments."""
+        names = dict(zip(self.closed.jaxpr.invars, paths, strict=True))
+        for update in chosen:
+            for state, _ in update.states:
+                argument = self.manual.argument_of[state] if self.manual else state
+                nbytes = self.devices * nbytes_on_device(state.aval, update.sharding)
+                text, source = format_type(argument.aval), "state, updated in blocks"
+                yield PlacedValue(names[argument], text, 1, nbytes, "offload", source)
+
+
+def _sum_ms(found: tuple[Tried[Any], HostedState]) -> float:
+    """The time of a step, by the model."""
+    tried, hosted = found
+    return tried.base_ms + tried.added_ms + hosted.milliseconds
 
 
 def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:
