@@ -42,11 +42,15 @@ def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compil
         return
     total, left = _sum_nbytes(asked) // devices, _sum_nbytes(moved)
     has_host_arguments = any(compat.is_host(v.aval) for v in jaxpr.invars)  # which may move in parts
-    gone = {} if devices > 1 or has_host_arguments else {n: k for n, k in asked.items() if n not in moved}
+    left_out = {} if devices > 1 or has_host_arguments else asked - moved
+    gone = {n: k for n, k in left_out.items() if n not in moved}
     nbytes = max(total - left, _sum_nbytes(gone))
     if left >= (1 - _TOLERANCE) * total and _sum_nbytes(gone) < _LEAST_SHARE * total:
         return
-    labels = ", ".join(dict.fromkeys(repr(label) for n, label in _list_sent(jaxpr) if n in gone))
+    if not moved.keys() <= asked.keys():  # XLA moves some values in parts or together
+        left_out = gone
+    sent = ((n, repr(label)) for n, label in _list_sent(jaxpr) if n in left_out)
+    labels = ", ".join(dict.fromkeys(label if n in gone else f"some of {label}" for n, label in sent))
     which = f"{format_nbytes(nbytes)} of them on the device{labels and f': {labels}'}"
     yield Finding(
         FindingCode.OFFLOAD_VANISHED,
