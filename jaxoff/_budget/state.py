@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -225,13 +226,10 @@ def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:
     """
     chosen: list[Update] = []
     left = sorted(updates, key=lambda update: -update.local_nbytes)
-    while left:
-        enough = [update for update in left if _count_lowered([*chosen, update]) >= nbytes]
-        chosen.append(enough[-1] if enough else left[0])
-        if enough:
-            break
-        left = left[1:]
-    return chosen
+    while left and _count_lowered([*chosen, left[0]]) < nbytes:
+        chosen.append(left.pop(0))
+    enough = (update for update in reversed(left) if _count_lowered([*chosen, update]) >= nbytes)
+    return [*chosen, *itertools.islice(enough, 1)]
 
 
 def _choose_within(updates: Sequence[Update], host_nbytes: float | None) -> list[Update]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -105,15 +105,20 @@ def plan_loops(updates: Iterable[Update]) -> list[UpdateLoop]:
 
 def _divide_into(updates: Sequence[Update], wanted: int, least: int) -> UpdateLoop | None:
     """The loop of the most bytes with at least a number of blocks, the wanted number if possible."""
-    count = max(range(least, _MOST_BLOCKS + 1), key=functools.partial(_rank, updates, wanted))
+    sizes: collections.Counter[tuple[int, ...]] = (
+        collections.Counter()
+    )  # by shape: layers in a list are alike
+    for update in updates:
+        sizes[update.local_shape] += update.local_nbytes
+
+    def rank(count: int) -> tuple[int, float]:
+        """The bytes divisible into a number of blocks, and how near the number is to the wanted number."""
+        fitting = sum(nbytes for shape, nbytes in sizes.items() if Blocks.of(shape, count))
+        return fitting, -abs(math.log(count / wanted))
+
+    count = max(range(least, _MOST_BLOCKS + 1), key=rank)
     found = tuple((u, blocks) for u in updates if (blocks := Blocks.of(u.local_shape, count)))
     return UpdateLoop(count, found) if found else None
-
-
-def _rank(updates: Sequence[Update], wanted: int, count: int) -> tuple[int, float]:
-    """The bytes divisible into a number of blocks, and how near the number is to the wanted number."""
-    fitting = sum(update.local_nbytes for update in updates if Blocks.of(update.local_shape, count))
-    return fitting, -abs(math.log(count / wanted))
 
 
 def stream_updates(closed: ClosedJaxpr, updates: Sequence[Update]) -> ClosedJaxpr:
