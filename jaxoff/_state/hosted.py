@@ -182,18 +182,14 @@ def _put(leaf: Any, *, to_host: bool) -> Any:
 
 
 def _copy_on_host(tree: Any) -> Any:
-    """A pytree with copies of its arrays in host memory, which end here.
+    """A pytree with copies of its arrays in host memory.
 
     An array in host memory is not donated while a NumPy array shares its memory (`jax.device_get`, or a
     checkpoint that is still being written). On the CPU, JAX makes this copy itself.
     """
 
     def copy(leaf: Any) -> Any:
-        if not is_on_host(leaf):
-            return leaf
-        copied = jax.device_put(np.array(leaf), leaf.sharding)
-        leaf.delete()
-        return copied
+        return jax.device_put(np.array(leaf), leaf.sharding) if is_on_host(leaf) else leaf
 
     return jax.tree.map(copy, tree)
 
