@@ -72,7 +72,7 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
       device: rates and calibration.
       rows: values that a loop slices out of stacks: an opaque kernel reads a copy of such a row.
     """
-    eqn, between = graph.eqns[i], [graph.eqns[j] for j in graph.fused[i]]
+    eqn = graph.eqns[i]
     made = compat.nbytes_of(eqn.outvars)
     if not is_compute(eqn):
         if eqn.primitive.name == "dynamic_update_slice":
@@ -85,7 +85,7 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
         sizes = (compat.nbytes(v.aval) for v in reads)
         nbytes = made + sum(min(n, made) if sliced else n for n in sizes)
         return max(_traffic_ms(nbytes, device), _drawing_ms(eqn, device))
-    copies = _copies_ms(eqn, between, rows, device)
+    copies = _copies_ms(eqn, [graph.eqns[j] for j in graph.fused[i]], rows, device)
     if compat.control_flow(eqn) is not None or is_shard_map(eqn):
         return copies + programs_ms(eqn, device)
     if is_collective(eqn):
