@@ -18,25 +18,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
-import json
-import math
-import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-import jaxoff
 from bench.client_steps.decoder import decoder_loss, initialize_decoder, make_scan_block, stack
 from bench.client_steps.step import Sizes
-from bench.long import cudnn_attention, fits, time_steps
-from bench.provenance import provenance
-from jaxoff._runtime.program_memory import program_nbytes
+from bench.long import add_arguments, jit_within, measure_in_turn, measure_step
 
 QWEN = Sizes(
     layers=48, width=5120, hidden=13824, heads=40, kv_heads=8, head_size=128, vocabulary=152064, batch=1
@@ -99,37 +90,10 @@ def make_step(sizes: Sizes, moments: str, masters: bool) -> tuple[Callable[..., 
 def measure_variant(variant: str, sizes: Sizes, o: argparse.Namespace) -> dict[str, Any]:
     """The row of a variant: parameters, peaks, and with `--steps` its times, or the error."""
     step, args = make_step(sizes, o.moments, o.masters == "float32")
-    weights = args[0][0]
-    row = {"variant": variant, "layers": sizes.layers, "parameters": sum(map(math.prod, shapes(weights)))}
-    jitted: Any = jax.jit(step, donate_argnums=0)
-    if variant == "budget":
-        budget = {"device_bytes": 1e9 * o.device_gb, "host_bytes": 1e9 * o.host_gb}
-        jitted = jaxoff.jit(step, donate_argnums=0, device=jaxoff.Device.of(o.target), **budget)
-    started = time.perf_counter()
-    try:
-        if o.steps:
-            compiled = jitted.lower(*args).compile()
-        else:
-            with cudnn_attention():
-                compiled = jaxoff.target(o.target).compile(jitted, *args)
-        memory: Any = compiled.memory_analysis()
-        row |= {
-            "peak_bytes": program_nbytes(compiled),
-            "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
-        }
-        if variant == "budget":
-            row |= {"plan": str(jitted.plan), "predicted_s": 1e-3 * jitted.plan.step_ms}
-        print({k: v for k, v in row.items() if k != "plan"}, flush=True)
-        if o.steps:
-            row |= time_steps(jitted, args, sizes, o.steps)
-    except (jaxoff.BudgetError, jax.errors.JaxRuntimeError) as error:
-        row["error"] = str(error).splitlines()[0]
-    return row | {"seconds": time.perf_counter() - started}
-
-
-def shapes(tree: Any) -> list[tuple[int, ...]]:
-    """The shapes of a pytree's arrays."""
-    return [leaf.shape for leaf in jax.tree.leaves(tree)]
+    jitted = jit_within(step, o) if variant == "budget" else jax.jit(step, donate_argnums=0)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(args[0][0]))
+    row = {"variant": variant, "layers": sizes.layers, "parameters": parameters}
+    return row | measure_step(jitted, args, sizes, o)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -137,8 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", default="h100", help="the GPU, a name that jaxoff.target takes")
-    parser.add_argument("--device-gb", type=float, default=78.0)
+    add_arguments(parser)
     parser.add_argument("--host-gb", type=float, default=128.0)
     parser.add_argument("--layers", type=int, nargs="+", default=[QWEN.layers])
     parser.add_argument("--batch", type=int, default=1)
@@ -146,23 +109,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--masters", choices=["float32", "none"], default="float32")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
-    parser.add_argument(
-        "--steps", type=int, default=0, help="times this many steps on the GPU of this machine"
-    )
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    rows: list[dict[str, Any]] = []
-    for variant, layers in itertools.product(options.variants, sorted(options.layers)):
-        if any(row["variant"] == variant and not fits(row, options.device_gb) for row in rows):
-            continue
-        sizes = dataclasses.replace(QWEN, layers=layers, batch=options.batch, length=options.tokens)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            rows.append(measure_variant(variant, sizes, options))
-        print({k: v for k, v in rows[-1].items() if k != "plan"}, flush=True)
-        if options.out:
-            result = {"provenance": provenance(vars(options)), "sizes": dataclasses.asdict(sizes)}
-            options.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    sizes = dataclasses.replace(QWEN, batch=options.batch, length=options.tokens)
+    cases = [dataclasses.replace(sizes, layers=layers) for layers in sorted(options.layers)]
+    measure_in_turn(measure_variant, cases, options)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,36 +180,73 @@ def time_steps(jitted: Any, args: Any, sizes: Sizes, steps: int) -> dict[str, An
     }
 
 
-def measure_variant(
-    variant: str, sizes: Sizes, target: jaxoff.Target, device: jaxoff.Device, o: argparse.Namespace
-) -> dict[str, Any]:
-    """The row of a variant: its peaks, and with `--steps` its times, or the error."""
-    row: dict[str, Any] = {"variant": variant, "tokens": sizes.length}
+def measure_step(jitted: Any, args: Any, sizes: Sizes, o: argparse.Namespace) -> dict[str, Any]:
+    """The peaks of a step's function, its plan, and with `--steps` its times; or the error."""
+    row: dict[str, Any] = {}
     started = time.perf_counter()
     attention = contextlib.nullcontext() if o.steps else cudnn_attention()
     with attention, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step, args = make_step(sizes, variant)
-        jitted: Any = jax.jit(step, donate_argnums=0)
-        if has_budget := variant in WITHIN_BUDGET:
-            budget = {"device_bytes": 1e9 * o.device_gb, "host_bytes": 1e9 * o.host_gb}
-            jitted = jaxoff.jit(step, donate_argnums=0, device=device, **budget)
         try:
-            compiled = jitted.lower(*args).compile() if o.steps else target.compile(jitted, *args)
+            if o.steps:
+                compiled = jitted.lower(*args).compile()
+            else:
+                compiled = jaxoff.target(o.target).compile(jitted, *args)
             memory: Any = compiled.memory_analysis()
             row |= {
                 "peak_bytes": program_nbytes(compiled),
                 "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
                 "seconds": time.perf_counter() - started,
             }
-            if has_budget:
-                row |= {"plan": str(jitted.plan), "predicted_s": 1e-3 * jitted.plan.step_ms}
-            print({k: v for k, v in row.items() if k != "plan"}, flush=True)
+            if (plan := getattr(jitted, "plan", None)) is not None:
+                row |= {"plan": str(plan), "predicted_s": 1e-3 * plan.step_ms}
             if o.steps:
+                print({k: v for k, v in row.items() if k != "plan"}, flush=True)
                 row |= time_steps(jitted, args, sizes, o.steps)
         except (jaxoff.BudgetError, jax.errors.JaxRuntimeError) as error:
             return row | {"error": str(error).splitlines()[0], "seconds": time.perf_counter() - started}
     return row
+
+
+def jit_within(step: Callable[..., Any], o: argparse.Namespace) -> Any:
+    """The step within the budget of the options."""
+    budget = {"device_bytes": 1e9 * o.device_gb, "host_bytes": 1e9 * o.host_gb}
+    return jaxoff.jit(step, donate_argnums=0, device=jaxoff.Device.of(o.target), **budget)
+
+
+def measure_variant(variant: str, sizes: Sizes, o: argparse.Namespace) -> dict[str, Any]:
+    """The row of a variant: its peaks, and with `--steps` its times, or the error."""
+    step, args = make_step(sizes, variant)
+    jitted = jit_within(step, o) if variant in WITHIN_BUDGET else jax.jit(step, donate_argnums=0)
+    return {"variant": variant, "tokens": sizes.length} | measure_step(jitted, args, sizes, o)
+
+
+def measure_in_turn(
+    measure: Callable[[str, Sizes, argparse.Namespace], dict[str, Any]],
+    cases: Sequence[Sizes],
+    o: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """The rows of all variants, each up to the first of the growing cases that does not fit."""
+    rows: list[dict[str, Any]] = []
+    for variant, sizes in itertools.product(o.variants, cases):
+        if any(row["variant"] == variant and not fits(row, o.device_gb) for row in rows):
+            continue
+        rows.append(measure(variant, sizes, o))
+        print({k: v for k, v in rows[-1].items() if k != "plan"}, flush=True)
+        if o.out:
+            result = {"provenance": provenance(vars(o)), "sizes": dataclasses.asdict(sizes)}
+            o.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    return rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `measure_in_turn` and `measure_step`."""
+    parser.add_argument("--target", default="h100", help="the GPU, a name that jaxoff.target takes")
+    parser.add_argument("--device-gb", type=float, default=78.0)
+    parser.add_argument(
+        "--steps", type=int, default=0, help="times this many steps on the GPU of this machine"
+    )
+    parser.add_argument("--out", type=Path)
 
 
 def fits(row: dict[str, Any], device_gb: float) -> bool:
@@ -243,32 +280,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", default="h100", help="the GPU, a name that jaxoff.target takes")
-    parser.add_argument("--device-gb", type=float, default=78.0)
+    add_arguments(parser)
     parser.add_argument("--host-gb", type=float, default=300.0)
     parser.add_argument("--model", choices=MODELS, default="llama3_8b")
     parser.add_argument("--layers", type=int, help="as many layers instead of the model's")
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
-    parser.add_argument(
-        "--steps", type=int, default=0, help="times this many steps on the GPU of this machine"
-    )
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--figure", type=Path, help="a picture of the longest sequences")
     options = parser.parse_args(arguments)
-    target, device = jaxoff.target(options.target), jaxoff.Device.of(options.target)
     model = MODELS[options.model]
     model = dataclasses.replace(model, layers=options.layers or model.layers)
-    rows: list[dict[str, Any]] = []
-    for variant, tokens in itertools.product(options.variants, sorted(options.tokens)):
-        if any(row["variant"] == variant and not fits(row, options.device_gb) for row in rows):
-            continue
-        sizes = dataclasses.replace(model, length=tokens)
-        rows.append(measure_variant(variant, sizes, target, device, options))
-        print({k: v for k, v in rows[-1].items() if k != "plan"}, flush=True)
-        if options.out:
-            result = {"provenance": provenance(vars(options)), "sizes": dataclasses.asdict(sizes)}
-            options.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    cases = [dataclasses.replace(model, length=tokens) for tokens in sorted(options.tokens)]
+    rows = measure_in_turn(measure_variant, cases, options)
     if options.figure:
         draw_longest(rows, options)
 
