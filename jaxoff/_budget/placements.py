@@ -239,15 +239,18 @@ def _write_backward(
     run = compat.jaxpr_as_fun(ClosedJaxpr(body, ()))
 
     def step(consts, carry, rows):
-        arrived = [jax.device_put(v, jax.memory.Space.Device) if compat.is_host(v.aval) else v for v in rows]
-        restored = unpack(arrived[num_rows:], kept, compressed)
-        values = run(*consts, *carry, *arrived[:num_rows], *restored)
+        of_kept = rows[num_rows:]
+        arrived = [
+            jax.device_put(v, jax.memory.Space.Device) if compat.is_host(v.aval) else v for v in of_kept
+        ]
+        values = run(*consts, *carry, *rows[:num_rows], *unpack(arrived, kept, compressed))
         return tuple(values[: own.num_carry]), tuple(values[own.num_carry :])
 
     left = iter(stacks)
     stacks_of = {v: [next(left) for _ in range(1 + is_compressed)] for v, is_compressed in flags.items()}
     all_rows = [*(operand_of[v] for v in rows), *(stack for v in kept for stack in stacks_of[v])]
     initial = [operand_of[v] for v in carry]
+    fills = fills or any(compat.is_host(v.aval) for v in all_rows)  # state updated in the loop
     return _trace_scan(step, [operand_of[v] for v in consts], initial, all_rows, pair.backward, fills=fills)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from jaxoff._budget.labels import format_type
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import PlacedValue, Plan
 from jaxoff._budget.tried import Tried
+from jaxoff._device.kernel_time import program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
@@ -23,6 +25,7 @@ from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
+from jaxoff._state.backward import EarlyUpdates, find_early
 from jaxoff._state.manual import ManualStep
 from jaxoff._state.stream import list_streamable, plan_loops, stream_updates
 from jaxoff._state.updates import LEAST_NBYTES, Update, find_updates
@@ -30,6 +33,9 @@ from jaxoff._state.updates import LEAST_NBYTES, Update, find_updates
 # Part of the link's rate, both directions at a time, that a loop over blocks reaches (bench/LOG.md,
 # "2026-11-26: state on the host").
 _STREAMED_SHARE = 0.9
+# Part of a loop's compute with the copies of state beside, and the least part of the copies with none: a
+# decoder's eight layers with 13 GB of state (bench/LOG.md, "updates in the backward pass").
+_HIDING_SHARE, _EXPOSED_SHARE = 0.9, 0.37
 # Bytes to win beyond the missing bytes, as a part of these: kernels' workspaces differ between programs.
 _SPARE = 0.05
 # State is worth programs with state on the host if it takes this part of the missing bytes, since updates in
@@ -150,15 +156,25 @@ class State:
             nbytes = format_nbytes(_count_nbytes(self.updates))
             error = error.extend(f"{nbytes} of state would rest on the host, beyond host_bytes.")
 
-        def find_with(chosen: Sequence[Update]) -> tuple[Tried[P], HostedState]:
+        def find_with(chosen: Sequence[Update], *, early: bool = False) -> tuple[Tried[P], HostedState]:
             nbytes = _count_nbytes(chosen)
             progress.say(f"the next programs keep {format_nbytes(nbytes)} of state on the host")
-            program = self.manual.stream(chosen) if self.manual else stream_updates(self.closed, chosen)
+            stream = functools.partial(stream_updates, early=self._find_early(chosen) if early else ())
+            program = self.manual.stream(chosen, stream) if self.manual else stream(self.closed, chosen)
             left = None if budget.host_nbytes is None else budget.host_nbytes - nbytes
             found = find(program, dataclasses.replace(budget, host_nbytes=left))
-            return found, HostedState(tuple(self._list_values(chosen, paths)), _estimate_ms(nbytes, device))
+            added_ms = self._estimate_added_ms(chosen, found, device, early=early)
+            values = self._list_values(chosen, paths, early=early)
+            return found, HostedState(tuple(values), added_ms)
 
         wanted, too_few = (1 + _SPARE) * missing_nbytes, 0
+        # Beside the backward pass copies take the least time. Its few rows are large, and may not fit.
+        first = [update for each in self._find_early(most) for update in each.updates]
+        in_turn = sorted(most, key=lambda update: update not in first)
+        early = _choose_in_turn(in_turn, wanted, self._count_lowered_early) if first else []
+        if early and self._count_lowered_early(early) >= wanted:
+            with contextlib.suppress(BudgetError):
+                return find_with(early, early=True)
         for attempt in range(_TRIES if most else 0):
             chosen = _choose(most, wanted) if attempt < _TRIES - 1 else most
             try:
@@ -202,14 +218,58 @@ class State:
             text = "No argument is donated (donate_argnums), so no state may rest on the host."
         raise error.extend(text) from None
 
-    def _list_values(self, chosen: Iterable[Update], paths: Sequence[str]) -> Iterator[PlacedValue]:
+    def _find_early(self, chosen: Sequence[Update]) -> list[EarlyUpdates]:
+        return find_early(self.manual.inner if self.manual else self.closed.jaxpr, chosen)
+
+    def _count_lowered_early(self, chosen: Sequence[Update]) -> int:
+        """As `_count_lowered`, with updates in backward passes wherever they can be.
+
+        There are rows of the state on their way from the host, in use and on their way back, new rows of the
+        weights, and no stacks of gradients.
+        """
+        early = [(u.shape[0], u) for each in self._find_early(chosen) for u in each.updates]
+        left = [update for update in chosen if not any(update is other for _, other in early)]
+        lowered = _count_lowered(left)
+        for length, update in early:
+            replaced = compat.nbytes_of(v for v, _ in update.replaced)
+            rows = (3 * update.local_nbytes + 2 * replaced) // length
+            lowered += update.local_nbytes + compat.nbytes_of(update.read) - rows
+        return lowered
+
+    def _estimate_added_ms(
+        self, chosen: Sequence[Update], found: Tried[Any], device: Device, *, early: bool
+    ) -> float:
+        """The time that the copies of updates add to a step of a program.
+
+        Copies in the loop of a backward pass run beside it, together with reloads of residuals.
+        """
+        groups = self._find_early(chosen) if early else []
+        inside = {id(update) for each in groups for update in each.updates}
+        left = [update for update in chosen if id(update) not in inside]
+        reloaded = sum(value.nbytes for value in found.list_values() if value.placement == "offload")
+        added_ms = _estimate_ms(_count_nbytes(left), device)
+        for each in groups:
+            copies_ms, length = _estimate_ms(_count_nbytes(each.updates), device), each.updates[0].shape[0]
+            body_ms = program_ms(each.loop.params["jaxpr"].jaxpr, device)
+            others = (found.added_ms - device.h2d_ms(reloaded)) / len(groups)
+            room = _HIDING_SHARE * length * body_ms + others
+            added_ms += max(_EXPOSED_SHARE * copies_ms, copies_ms - room)
+        return added_ms
+
+    def _list_values(
+        self, chosen: Sequence[Update], paths: Sequence[str], *, early: bool
+    ) -> Iterator[PlacedValue]:
         """The rows of updates' states, with the bytes of all devices' parts; `paths` of the arguments."""
+        groups = self._find_early(chosen) if early else []
+        inside = {id(update) for each in groups for update in each.updates}
         names = dict(zip(self.closed.jaxpr.invars, paths, strict=True))
         for update in chosen:
             for state, _ in update.states:
                 argument = self.manual.argument_of[state] if self.manual else state
                 nbytes = self.devices * nbytes_on_device(state.aval, update.sharding)
-                text, source = format_type(argument.aval), "state, updated in blocks"
+                text = format_type(argument.aval)
+                way = "the backward pass" if id(update) in inside else "blocks"
+                source = f"state, updated in {way}"
                 yield PlacedValue(names[argument], text, 1, nbytes, "offload", source)
 
 
@@ -232,6 +292,17 @@ def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:
     return [*chosen, *itertools.islice(enough, 1)]
 
 
+def _choose_in_turn(
+    updates: Sequence[Update], nbytes: float, count: Callable[[Sequence[Update]], int]
+) -> list[Update]:
+    """The first updates that lower the memory by a number of bytes, as `count` says; all if no fewer do."""
+    low, high = 0, len(updates)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if count(updates[:middle]) >= nbytes else (middle + 1, high)
+    return list(updates[:low])
+
+
 def _choose_within(updates: Sequence[Update], host_nbytes: float | None) -> list[Update]:
     """The most updates, large ones first, whose state is within a budget of host memory."""
     chosen: list[Update] = []
@@ -252,5 +323,4 @@ def _count_lowered(updates: Sequence[Update]) -> int:
 
 def _estimate_ms(nbytes: int, device: Device) -> float:
     """The time to bring bytes to the device and back, both at a time."""
-    both_gbps = device.both_gbps or device.d2h_gbps + device.h2d_gbps
-    return 2 * nbytes / (_STREAMED_SHARE * both_gbps * 1e6)
+    return device.both_ms(nbytes) / _STREAMED_SHARE

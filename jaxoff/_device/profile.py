@@ -191,6 +191,11 @@ class Device:
         """The time of a copy to the host, in ms."""
         return nbytes / self.d2h_gbps / 1e6
 
+    def both_ms(self, nbytes: int) -> float:
+        """The time of copies of `nbytes` to the host and as many from the host, at the same time, in ms."""
+        both_gbps = self.both_gbps or self.d2h_gbps + self.h2d_gbps
+        return 2 * nbytes / both_gbps / 1e6
+
 
 # The default device of `explain`, `jit`, `scan` and `plan` without a GPU.
 H200 = Device.of("h200")

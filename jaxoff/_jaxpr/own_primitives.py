@@ -32,6 +32,14 @@ def change_in_place(function: Callable[..., jax.Array], value: jax.Array, *opera
     return _changed_p.bind(value, *operands, function=function)
 
 
+def write_over(old: jax.Array, new: jax.Array) -> jax.Array:
+    """The value `new`, for the memory of `old`: in a loop over rows of a stack, the row's place there.
+
+    Without a reader of this mark, the value is in memory of its own.
+    """
+    return written_over_p.bind(new, old)
+
+
 def _fill(scalar, *, shape, sharding):
     return jax.lax.broadcast(scalar, shape, out_sharding=sharding)
 
@@ -54,3 +62,4 @@ _changed_p = define_primitive(
     lambda value, *operands, function: value,
     lambda value, *operands, function: function(value, *operands),
 )
+written_over_p = define_primitive("written_over", lambda new, old: new, lambda new, old: new)

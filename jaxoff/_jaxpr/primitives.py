@@ -35,7 +35,7 @@ _OTHER_FUSED_NAMES = """
 bessel_i0e bessel_i1e bitcast_convert_type broadcast_in_dim clz complex conj digamma expand_dims igamma
 igammac imag iota lgamma log2 mulhi name one_minus_square optimization_barrier pad polygamma
 population_count pvary real regularized_incomplete_beta reshape sharding_constraint slice split squeeze
-transpose zeta
+transpose written_over zeta
 """
 # XLA computes these equations inside the kernels that read their result.
 _FUSED = ELEMENTWISE.union(_OTHER_FUSED_NAMES.split())

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,16 +31,25 @@ from jaxoff._jaxpr.dataflow import count_reads, index_makers, mark_dependents
 from jaxoff._jaxpr.inline import Renamed, inline_calls, resolve, trace_call
 from jaxoff._jaxpr.kernels import trace_to_kernel
 from jaxoff._jaxpr.primitives import is_compute
-from jaxoff._jaxpr.provenance import Scope, trace_origin
 from jaxoff._jaxpr.stack_slices import StackSlices
 from jaxoff._schedule.collectives import cast_before_gathers
-from jaxoff._schedule.decide import decide, estimate_copies
+from jaxoff._schedule.decide import decide
 from jaxoff._schedule.dependency_kernels import copy_aside
 from jaxoff._schedule.emit import emit
 from jaxoff._schedule.flat_rows import find_flat, flatten
 from jaxoff._schedule.host_stack import HostStack
 from jaxoff._schedule.loop_shardings import LoopShardings, pin
 from jaxoff._schedule.problem import OrderProblem, SpareRow
+from jaxoff._schedule.updated_rows import (
+    UpdatedRows,
+    UpdatedStack,
+    exchange_beside,
+    find_updated_stacks,
+    read_row,
+    reload_rows,
+    send_rows,
+    write_row,
+)
 
 # The loop counter starts here, above all row offsets, so that the index of a row never equals the counter
 # plus 1. XLA would merge the two equal values, and copy insertion would place the index after all readers of
@@ -55,12 +64,14 @@ class Loop:
     Attributes:
       eqn: equation of the scan.
       layout: numbers of constants and carried values among the scan's operands, and further parameters.
-      body: jaxpr of the scan's body, its calls inlined.
+      body: jaxpr of the scan's body, its calls inlined. The rows of `updated` are on the device.
+      updated: the stacks whose rows the loop replaces in place.
     """
 
     eqn: JaxprEqn
     layout: ScanLayout
     body: Jaxpr
+    updated: Sequence[UpdatedStack] = ()
 
     @staticmethod
     def find(eqn: JaxprEqn) -> Loop | None:
@@ -74,7 +85,10 @@ class Loop:
         if compat.has_side_effects(body):
             return None
         eqns = cast_before_gathers(eqns, [resolve(renamed, v) for v in body.outvars], renamed)
-        return Loop(eqn, layout, body.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in body.outvars]))
+        body = body.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in body.outvars])
+        rows = body.invars[layout.num_consts + layout.num_carry :]
+        updated, body = find_updated_stacks(body, rows, layout.num_carry)
+        return Loop(eqn, layout, body, updated)
 
     @property
     def step(self) -> int:
@@ -132,43 +146,6 @@ class Loop:
         return OrderProblem(tuple(self.body.eqns), results, tuple(in_order), waits_for_sends=False)
 
 
-def find_host_stacks(
-    loops: Mapping[int, Loop], eqns: list[JaxprEqn], outvars: Iterable[Any], device: Device, large_nbytes: int
-) -> Iterator[HostStack]:
-    """Finds the host stacks from one loop to another without further readers."""
-    uses = count_reads(eqns, outvars)
-    written = {
-        loop.eqn.outvars[loop.layout.num_carry + k]: (i, k)
-        for i, loop in loops.items()
-        for k in loop.find_sends()
-    }
-    late_sends = {
-        i: estimate_copies(loop.to_problem(), device, large_nbytes).find_late_sends()
-        for i, loop in loops.items()
-        if any(writer == i for writer, _ in written.values())
-    }
-    for i, loop in loops.items():
-        reloads = loop.find_reloads()
-        late: list[Var] = []
-        if reloads:
-            late = estimate_copies(loop.to_problem(), device, large_nbytes).find_reloads_to_prefetch()
-        for k, v in enumerate(loop.split(loop.eqn.invars)[2]):
-            if k not in reloads or v not in written or uses[v] != 1:
-                continue
-            writer, ys = written[v]
-            if loops[writer].step == loop.step or loops[writer].layout.length != loop.layout.length:
-                continue
-            sent = loops[writer].find_sends()[ys].outvars[0]
-            send_deferred, overwrites = sent in late_sends[writer], late_sends[writer].get(sent, False)
-            prefetched = send_deferred or reloads[k].outvars[0] in late
-            # A prefetching reader reads the row after its last row. Another reader writes into the previous
-            # iteration's row, and needs a row before its first row.
-            is_spare_first = (loop.step < 0) == prefetched
-            value = trace_origin(Scope(loops[writer].body), loops[writer].find_sends()[ys].invars[0])
-            row_offset = int(is_spare_first)
-            yield HostStack(writer, ys, i, k, prefetched, send_deferred, overwrites, row_offset, value)
-
-
 def write_out(
     loop: Loop,
     operands: list[Any],
@@ -206,23 +183,41 @@ def write_out(
 
     def run(consts, carry, xs, initial_stacks, first_rows):
         ys = iteration.list_ys()
+        initial_stacks |= {stack.ys: xs[stack.xs] for stack in loop.updated}
         stacks = [
             initial_stacks[k] if k in initial_stacks else empty(v.aval, rows, is_divided=is_divided)
             for k, (v, rows) in enumerate(ys)
         ]
+        rows = UpdatedRows.of_first(loop.updated, xs, loop.first)
         stacks, xs = flatten(stacks, iteration.flat_ys), flatten(xs, iteration.flat_xs)
         retained = [empty(v.aval, None, is_divided=is_divided) for v in iteration.retained_vars]
         host_stacks = [xs[k] for k in reloaded_stacks]
         count = jnp.int32(iteration.first_count)
-        state = _State(count, carry, stacks, retained, host_stacks, first_rows)
+        state = _State(count, carry, stacks, retained, host_stacks, first_rows, rows)
         body = iteration.order(consts, xs, state, device, large_nbytes)
+        body = body.replace(jaxpr=exchange_beside(body.jaxpr, [*map(jax.typeof, rows.arrived)], device))
+
+        def advance(state, copied):
+            leaves, structure = jax.tree.flatten(state)
+            outs = compat.jaxpr_as_fun(body)(*consts, *xs, *leaves, *copied)
+            return jax.tree.unflatten(structure, outs[: len(leaves)]), outs[len(leaves) :]
 
         def step(state):
-            leaves, structure = jax.tree.flatten(state)
-            return jax.tree.unflatten(structure, compat.jaxpr_as_fun(body)(*consts, *xs, *leaves))
+            if not loop.updated:
+                return advance(state, [])[0]
+            previous, following = iteration.rows_beside(state)
+            stacks = state.updated.write_on_device(loop.updated, state.stacks, previous)
+            arriving = reload_rows(loop.updated, stacks, following)
+            copied = [*arriving, *state.updated.list_sent(loop.updated)]
+            new, copied = advance(state._replace(stacks=stacks), copied)
+            arriving, sent = copied[: len(arriving)], copied[len(arriving) :]
+            stacks, rows = send_rows(loop.updated, new.stacks, previous, sent, arriving)
+            return new._replace(stacks=stacks, updated=new.updated._replace(arrived=rows))
 
         end = iteration.first_count + loop.layout.length
         state = lax.while_loop(lambda state: state.count < end, step, state)
+        last = loop.first + loop.step * (loop.layout.length - 1)
+        state = state._replace(stacks=state.updated.write_last(loop.updated, state.stacks, last))
         for k in iteration.flat_ys:
             state.stacks[k] = state.stacks[k].reshape(ys[k][1], *ys[k][0].aval.shape)
         return state
@@ -244,6 +239,7 @@ class _State(NamedTuple):
       retained: the latest values of the ys whose last value stays on the device.
       host_stacks: the host stacks which another loop has written.
       prefetched: the rows reloaded for the next iteration.
+      updated: the rows of the stacks that are replaced in place.
     """
 
     count: Any
@@ -252,6 +248,7 @@ class _State(NamedTuple):
     retained: list[Any]
     host_stacks: list[Any]
     prefetched: list[Any]
+    updated: UpdatedRows
 
 
 class _Iteration:
@@ -282,8 +279,9 @@ class _Iteration:
         self.retained = [k for k, stack in sent_stacks.items() if stack.prefetched]
         self._read_inside = loop.find_ys_read_inside()
         self._rows, values = loop.split(loop.body.invars)[2], loop.body.outvars[loop.layout.num_carry :]
-        self.flat_xs = find_flat(self._rows, reloaded_stacks, is_divided=shardings is not None)
-        self.flat_ys = find_flat(values, sent_stacks, is_divided=shardings is not None)
+        flat_xs, flat_ys = ({getattr(stack, way) for stack in loop.updated} for way in ("xs", "ys"))
+        self.flat_xs = find_flat(self._rows, flat_xs.union(reloaded_stacks), is_divided=shardings is not None)
+        self.flat_ys = find_flat(values, flat_ys.union(sent_stacks), is_divided=shardings is not None)
         self.retained_vars: list[Any] = [loop.find_sends()[k].invars[0] for k in self.retained]
 
     def list_ys(self) -> list[tuple[Any, int]]:
@@ -292,6 +290,11 @@ class _Iteration:
         length = self._loop.layout.length
         rows = dict.fromkeys(self._sent_stacks, length + 1) | {k: w.rows for k, w in written.items()}
         return [(v, rows.get(k, length)) for k, v in enumerate(values)]
+
+    def rows_beside(self, state: _State) -> tuple[Any, Any]:
+        """The indices of the rows of the iterations before and behind the one that begins with a state."""
+        index = self._offset_row(0) + self._loop.step * state.count
+        return index - self._loop.step, index + self._loop.step
 
     def order(
         self, consts: list[Any], xs: list[Any], state: _State, device: Device, large_nbytes: int
@@ -365,13 +368,18 @@ class _Iteration:
         loop, index = self._loop, self._offset_row(0) + self._loop.step * state.count
         host_stacks = dict(zip(self._reloaded_stacks, state.host_stacks, strict=True))
         offsets, written = self._pieces.offsets, self._pieces.written
-        inputs: dict[int, Any] = {
-            k: _read_row(x, index + offsets.get(k, 0)) for k, x in enumerate(xs) if k not in host_stacks
+        arrived = (stack.xs for stack in loop.updated if stack.on_host)
+        inputs: dict[int, Any] = dict(zip(arrived, state.updated.arrived, strict=True))
+        inputs |= {u.xs: read_row(state.stacks[u.ys], index) for u in loop.updated if not u.on_host}
+        inputs |= {
+            k: read_row(x, index + offsets.get(k, 0))
+            for k, x in enumerate(xs)
+            if k not in host_stacks and k not in inputs
         }
         for k, stack in host_stacks.items():
             if k not in self.prefetched:
                 with self._reloaded_stacks[k].copying():
-                    inputs[k] = _read_row(stack, index + self._reloaded_stacks[k].row_offset)
+                    inputs[k] = read_row(stack, index + self._reloaded_stacks[k].row_offset)
         for k in self.flat_xs:
             inputs[k] = inputs[k].reshape(self._rows[k].aval.shape)
         pinned, rows = self._shardings or LoopShardings(), zip(self.prefetched, state.prefetched, strict=True)
@@ -387,7 +395,10 @@ class _Iteration:
         for j, k in enumerate(self.retained):
             if k in deferred and not self._sent_stacks[k].overwrites:
                 retained[j] = copy_aside(retained[j], state.count)
+        waiting = {stack.ys: out[stack.ys] for stack in loop.updated}
         for k, y in enumerate(out[: len(stacks)]):
+            if k in waiting:
+                continue
             sent = self._sent_stacks.get(k)
             at = index + (sent.row_offset if sent else 0)
             at += written[k].offset if k in written else 0
@@ -397,13 +408,14 @@ class _Iteration:
                 if k in deferred:  # the first iteration writes arbitrary contents into the spare row
                     value = state.retained[self.retained.index(k)]
                     y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
-                stacks[k] = _write_row(stacks[k], y.reshape(-1) if k in self.flat_ys else y, at)
+                stacks[k] = write_row(stacks[k], y.reshape(-1) if k in self.flat_ys else y, at)
         prefetched = []
         for k in self.prefetched:
             with (stack := self._reloaded_stacks[k]).copying():
-                row = _read_row(host_stacks[k], index + loop.step + stack.row_offset)
+                row = read_row(host_stacks[k], index + loop.step + stack.row_offset)
                 prefetched.append(jax.device_put(row, jax.memory.Space.Device))
-        new_state = _State(state.count + 1, carry, stacks, retained, state.host_stacks, prefetched)
+        updated = UpdatedRows([*waiting.values()], state.updated.arrived)
+        new_state = _State(state.count + 1, carry, stacks, retained, state.host_stacks, prefetched, updated)
         return new_state, list(copies.values())
 
 
@@ -435,11 +447,3 @@ def _hide_count(value: Any) -> Any:
     """
     is_count = not value.ndim and jnp.issubdtype(value.dtype, jnp.integer)
     return lax.optimization_barrier(value) if is_count else value
-
-
-def _read_row(stack, index):
-    return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False, allow_negative_indices=False)
-
-
-def _write_row(stack, value, index):
-    return lax.dynamic_update_index_in_dim(stack, value, index, 0, allow_negative_indices=False)

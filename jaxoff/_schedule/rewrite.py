@@ -34,8 +34,10 @@ from jaxoff._schedule.collectives import chain_collectives
 from jaxoff._schedule.decide import LARGE_NBYTES, decide
 from jaxoff._schedule.emit import emit
 from jaxoff._schedule.fills import delay_fills, find_last_loop_result
+from jaxoff._schedule.host_stack import HostStack
+from jaxoff._schedule.host_stacks_between import find_host_stacks
 from jaxoff._schedule.loop_shardings import LoopShardings
-from jaxoff._schedule.loops import HostStack, Loop, find_host_stacks, write_out
+from jaxoff._schedule.loops import Loop, write_out
 from jaxoff._schedule.problem import OrderProblem
 
 

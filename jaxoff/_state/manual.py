@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -69,9 +69,11 @@ class ManualStep:
         """The arguments of the program that are an update's states."""
         return {self.argument_of[state] for state, _ in update.states}
 
-    def stream(self, updates: Sequence[Update]) -> ClosedJaxpr:
-        """The program with the states of updates among its arguments and results in host memory."""
-        inner = stream_updates(ClosedJaxpr(self.inner, ()), updates).jaxpr
+    def stream(
+        self, updates: Sequence[Update], stream: Callable[..., ClosedJaxpr] = stream_updates
+    ) -> ClosedJaxpr:
+        """The program with the states of updates in host memory, by `stream_updates` of the inner program."""
+        inner = stream(ClosedJaxpr(self.inner, ()), updates).jaxpr
         moved: dict[Any, Var] = {
             outside: Var(outside.aval.update(memory_space=jax.memory.Space.Host))
             for own, places in ((inner.invars, self.eqn.invars), (inner.outvars, self.eqn.outvars))

@@ -14,9 +14,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead, mark_dependents
 from jaxoff._jaxpr.inline import resolve, trace_call
+from jaxoff._state.backward import EarlyUpdates, write_early
 from jaxoff._state.updates import Update
 
 # Bytes of all states of a loop in a block. Several blocks are on the device at a time; smaller ones make
@@ -121,42 +122,60 @@ def _divide_into(updates: Sequence[Update], wanted: int, least: int) -> UpdateLo
     return UpdateLoop(count, found) if found else None
 
 
-def stream_updates(closed: ClosedJaxpr, updates: Sequence[Update]) -> ClosedJaxpr:
+def stream_updates(
+    closed: ClosedJaxpr, updates: Sequence[Update], *, early: Sequence[EarlyUpdates] = ()
+) -> ClosedJaxpr:
     """The program with the states of updates among its arguments and results in host memory.
 
     Args:
       closed: a program for one device or divided by the compiler, with its calls inlined.
       updates: from `find_updates` of this program.
+      early: those of `updates` that run in the loops of backward passes, from `find_early`.
     """
     program = closed.jaxpr
-    host: dict[Var, Any] = {
+    renamed: dict[Var, Any] = {
         state: Var(state.aval.update(memory_space=jax.memory.Space.Host))
         for update in updates
         for state, _ in update.states
     }
+    invars = [resolve(renamed, v) for v in program.invars]
     late = mark_dependents(program.eqns, {v for update in updates for v in update.late})
-    eqns = [eqn for eqn, is_late in zip(program.eqns, late, strict=True) if not is_late]
-    renamed: dict[Var, Any] = {}
-    for loop in plan_loops(updates):
-        made, results = _write_loop(loop, host)
+    in_loops = {id(found.loop): found for found in early}
+    eqns: list[JaxprEqn] = []
+    placed: set[int] = set()
+
+    def place(eqn: JaxprEqn) -> None:
+        if id(eqn) not in placed:
+            placed.add(id(eqn))
+            eqns.append(eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars]))
+
+    for eqn, is_late in zip(program.eqns, late, strict=True):
+        if id(eqn) in in_loops:
+            for other in in_loops[id(eqn)].before:
+                place(other)
+            made, results = write_early(in_loops[id(eqn)], renamed)
+            eqns += made
+            renamed |= results
+        elif not is_late:
+            place(eqn)
+    done = {id(update) for found in early for update in found.updates}
+    for loop in plan_loops(update for update in updates if id(update) not in done):
+        made, results = _write_loop(loop, renamed)
         eqns += made
         renamed |= results
-    eqns += [
-        eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars])
-        for eqn, is_late in zip(program.eqns, late, strict=True)
-        if is_late and not set(eqn.outvars) & renamed.keys()
-    ]
+    for eqn, is_late in zip(program.eqns, late, strict=True):
+        if is_late and not set(eqn.outvars) & renamed.keys():
+            place(eqn)
     outs = [resolve(renamed, v) for v in program.outvars]
-    invars = [host.get(v, v) for v in program.invars]
     return closed.replace(jaxpr=drop_dead(program.replace(eqns=eqns, outvars=outs, invars=invars)))
 
 
-def _write_loop(loop: UpdateLoop, host: dict[Var, Any]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
+def _write_loop(loop: UpdateLoop, renamed: dict[Var, Any]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
     """The equations of a loop, and the program's results among theirs."""
     like = loop.updates[0][0].eqns[0]
-    operands = [_Operands.of(update, host) for update, _ in loop.updates]
+    operands = [_Operands.of(update, renamed) for update, _ in loop.updates]
     made, results = trace_call(_divide(loop), operands, like)
-    places = [out for update, _ in loop.updates for out in _list_outs(update)]
+    places = [out for update, _ in loop.updates for out in update.list_results()]
     return made, dict(zip(places, results, strict=True))
 
 
@@ -171,7 +190,9 @@ def _divide(loop: UpdateLoop) -> Callable[..., list[jax.Array]]:
     if not shardings:
         return run
     outs = [
-        sharding.spec for update, sharding in zip(updates, shardings, strict=True) for _ in _list_outs(update)
+        sharding.spec
+        for update, sharding in zip(updates, shardings, strict=True)
+        for _ in update.list_results()
     ]
     specs = tuple(map(_list_specs, updates, shardings))
     return jax.shard_map(run, mesh=shardings[0].mesh, in_specs=specs, out_specs=outs, check_vma=False)
@@ -180,12 +201,6 @@ def _divide(loop: UpdateLoop) -> Callable[..., list[jax.Array]]:
 def _list_specs(update: Update, sharding: NamedSharding) -> _Operands:
     states, replaced, read = ([sharding.spec] * len(v) for v in (update.states, update.replaced, update.read))
     return _Operands(states, replaced, read, [PartitionSpec()] * len(update.scalars))
-
-
-def _list_outs(update: Update) -> list[Var]:
-    """The results of an update: of the states, of the replaced arguments, others."""
-    own = [out for _, out in (*update.states, *update.replaced)]
-    return own + [out for out in update.outs if out not in own]
 
 
 class _Operands(NamedTuple):
@@ -197,13 +212,10 @@ class _Operands(NamedTuple):
     scalars: list[Any]
 
     @staticmethod
-    def of(update: Update, host: dict[Var, Any]) -> _Operands:
-        return _Operands(
-            [host[state] for state, _ in update.states],
-            [v for v, _ in update.replaced],
-            list(update.read),
-            list(update.scalars),
-        )
+    def of(update: Update, renamed: dict[Var, Any]) -> _Operands:
+        states, replaced = ([v for v, _ in pairs] for pairs in (update.states, update.replaced))
+        parts = (states, replaced, update.read, update.scalars)
+        return _Operands(*([resolve(renamed, v) for v in part] for part in parts))
 
 
 def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
@@ -216,7 +228,7 @@ def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
     blocks = [blocks for _, blocks in loop.updates]
 
     def compute(stacks, current, i):
-        """The results of block i: a list for each update, in the order of `_list_outs`."""
+        """The results of block i: a list for each update, in the order of `Update.list_results`."""
         found = []
         for update, b, stack, states, arrays in zip(updates, blocks, stacks, current, given, strict=True):
             values = dict(zip((v for v, _ in update.states), states, strict=True))
@@ -224,7 +236,7 @@ def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
             values |= {v: b.read(x, i) for (v, _), x in zip(update.replaced, stack[first:], strict=False)}
             values |= {v: b.read(x, i) for v, x in zip(update.read, arrays.read, strict=True)}
             values |= dict(zip(update.scalars, arrays.scalars, strict=True))
-            found.append(_evaluate(update, values, b.shape))
+            found.append(update.compute(values, b.shape))
         return found
 
     def fetch(stacks, i):
@@ -271,29 +283,14 @@ def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
 
 
 def _make_stacks(update: Update, given: _Operands) -> list[Any]:
-    """The arrays for the results of an update, in the order of `_list_outs`."""
+    """The arrays for the results of an update, in the order of `Update.list_results`."""
     own = [*given.states, *given.replaced]
-    others = _list_outs(update)[len(own) :]
+    others = update.list_results()[len(own) :]
     return own + [_fill_like(own[0], update.local_shape, compat.struct_of(v.aval).dtype) for v in others]
 
 
 def _fill_like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return compat.vary_like(jnp.zeros(shape, dtype), jax.typeof(x))
-
-
-def _evaluate(update: Update, values: dict[Any, Any], shape: tuple[int, ...]) -> list[Any]:
-    """The results of an update of blocks, in the order of `_list_outs`."""
-    for eqn in update.eqns:
-        operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        if eqn.primitive.name == "broadcast_in_dim":
-            made = [
-                jnp.broadcast_to(jnp.asarray(operands[0], compat.struct_of(eqn.outvars[0].aval).dtype), shape)
-            ]
-        else:
-            made = eqn.primitive.bind(*operands, **eqn.params)
-            made = made if eqn.primitive.multiple_results else [made]
-        values.update(zip(eqn.outvars, made, strict=True))
-    return [values[v] for v in _list_outs(update)]
 
 
 def _to_device(x: jax.Array) -> jax.Array:

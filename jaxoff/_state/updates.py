@@ -7,10 +7,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import index_readers, map_makers, mark_dependents, variables
 from jaxoff._jaxpr.primitives import ELEMENTWISE
 from jaxoff._jaxpr.shares import nbytes_on_device
@@ -57,6 +58,25 @@ class Update:
     def local_nbytes(self) -> int:
         """Bytes of a device's parts of the arguments to rest on the host."""
         return sum(nbytes_on_device(state.aval, self.sharding) for state, _ in self.states)
+
+    def list_results(self) -> list[Var]:
+        """The results: of the states, of the replaced arguments, others."""
+        own = [out for _, out in (*self.states, *self.replaced)]
+        return own + [out for out in self.outs if out not in own]
+
+    def compute(self, given: Mapping[Any, Any], shape: tuple[int, ...]) -> list[Any]:
+        """The results, in the order of `list_results`, of the operands' parts of a shape."""
+        values = dict(given)
+        for eqn in self.eqns:
+            operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+            if eqn.primitive.name == "broadcast_in_dim":
+                dtype = compat.struct_of(eqn.outvars[0].aval).dtype
+                made = [jnp.broadcast_to(jnp.asarray(operands[0], dtype), shape)]
+            else:
+                made = eqn.primitive.bind(*operands, **eqn.params)
+                made = made if eqn.primitive.multiple_results else [made]
+            values.update(zip(eqn.outvars, made, strict=True))
+        return [values[v] for v in self.list_results()]
 
     def has_mesh_of(self, other: Update) -> bool:
         """Whether the states of two divided updates are over the same mesh."""

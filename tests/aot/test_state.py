@@ -64,6 +64,41 @@ def test_moments_rest_on_the_host_and_are_copied_in_place_by_dma(devices):
     assert not re.findall(whole, str(compiled.as_text()))
 
 
+def test_moments_are_copied_beside_the_backward_pass_where_nothing_clips_the_gradients():
+    layers, optimizer = 16, optax.adamw(1e-3)
+
+    def step(state, x):
+        def loss(w):
+            layer = jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w.astype(h.dtype)), None))
+            return jax.lax.scan(layer, x, w)[0].astype(jnp.float32).var()
+
+        w, optimizer_state = state
+        value, grads = jax.value_and_grad(loss)(w)
+        changes, optimizer_state = optimizer.update(grads, optimizer_state, w)
+        return (optax.apply_updates(w, changes), optimizer_state), value
+
+    w = jax.ShapeDtypeStruct((layers, WIDTH, WIDTH), jnp.float32)
+    args = (w, jax.eval_shape(optimizer.init, w)), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    row = WIDTH * WIDTH * 4
+    budget = 2.2 * layers * row  # the state takes three
+    within = jaxoff.jit(step, donate_argnums=0, device_bytes=budget)
+    compiled = jaxoff.target("h100").compile(within, *args)
+    facts = jaxoff.verify(compiled, compiler_options=within.options)
+    assert facts.device_peak_bytes <= budget
+    assert within.plan.host_bytes == 2 * layers * row
+    memory = compiled.memory_analysis()
+    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == 2 * layers * row
+    assert memory.host_temp_size_in_bytes == 0
+    rows = [copy for copy in facts.copies if copy.loop and copy.nbytes == row]
+    assert {(copy.direction, copy.count) for copy in rows if copy.count > 1} == {
+        ("D2H", layers),
+        ("H2D", layers),
+    }
+    assert {copy.via for copy in rows} == {"dma"}
+    whole = rf"f32\[{layers},{WIDTH},{WIDTH}\]\{{2,1,0:S\(5\)\}} copy"
+    assert not re.findall(whole, str(compiled.as_text()))
+
+
 @pytest.mark.long
 def test_the_benchmark_of_the_largest_decoder_ends_at_the_first_that_does_not_fit(tmp_path):
     out = tmp_path / "largest.json"
