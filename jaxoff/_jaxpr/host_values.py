@@ -12,7 +12,7 @@ import jax
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.inline import Renamed, resolve, separate_calls
+from jaxoff._jaxpr.inline import Renamed, resolve, separate_calls, write_otherwise
 
 # Levels of control flow that no value in host memory leaves in a program that XLA compiles.
 _REFUSED_LEVELS = 2
@@ -146,7 +146,30 @@ def move_to_device(jaxpr: Jaxpr, moves: Callable[[Var], bool]) -> Jaxpr:
         operands = [resolve(renamed, v) for v in eqn.invars]
         eqns.append(eqn.replace(invars=operands, outvars=[move(v) for v in eqn.outvars]))
     outs = [resolve(renamed, v) for v in jaxpr.outvars]
-    return jaxpr.replace(invars=invars, eqns=eqns, outvars=outs)
+    return _forward_rows(jaxpr.replace(invars=invars, eqns=eqns, outvars=outs))
+
+
+def _forward_rows(jaxpr: Jaxpr) -> Jaxpr:
+    """A program whose scans return no copy of a stack that they take; the program itself where none does.
+
+    A scan that copied the rows of a stack returns them as they are when the copies are gone: a second stack
+    in memory.
+    """
+
+    def forward(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
+        layout = compat.scan_in(eqn)
+        if layout is None:
+            return eqn
+        body, xs_start = compat.as_open(eqn.params["jaxpr"]), layout.num_consts + layout.num_carry
+        stacks = dict(zip(body.invars[xs_start:], eqn.invars[xs_start:], strict=True))
+        outs: list[Any] = list(eqn.outvars)
+        for k in range(layout.num_carry, len(outs)):
+            y = body.outvars[k]
+            if isinstance(y, Var) and y in stacks and stacks[y].aval == outs[k].aval:
+                outs[k] = stacks[y]
+        return eqn if outs == eqn.outvars else ([eqn], outs)
+
+    return write_otherwise(jaxpr, forward)
 
 
 def _list_programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any], int]]:

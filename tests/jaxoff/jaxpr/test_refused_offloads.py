@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoff
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.refused_offloads import save_refused
+from jaxoff._jaxpr.saved_twin import build_saved_twin
 
 W, X = jnp.ones((3, 8, 8)), jnp.ones((4, 8))
 
@@ -33,6 +34,19 @@ def list_host_shapes(jaxpr):
         yield from (v.aval.shape for v in eqn.outvars if compat.is_host(v.aval))
         for inner in compat.sub_jaxprs(eqn):
             yield from list_host_shapes(inner)
+
+
+def list_passed_rows(jaxpr):
+    """The results of scans that are rows which the scan takes, as they are, and that are read."""
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, compat.Var)} | set(jaxpr.outvars)
+    for eqn in jaxpr.eqns:
+        if (layout := compat.scan_in(eqn)) is not None:
+            body = compat.as_open(eqn.params["jaxpr"])
+            xs = body.invars[layout.num_consts + layout.num_carry :]
+            ys = zip(body.outvars[layout.num_carry :], eqn.outvars[layout.num_carry :], strict=True)
+            yield from (out for y, out in ys if y in xs and out in read)
+        for inner in compat.sub_jaxprs(eqn):
+            yield from list_passed_rows(inner)
 
 
 @pytest.mark.parametrize("offload", [["inner"], ["outer", "inner"]])
@@ -107,3 +121,35 @@ def test_values_of_an_inner_loop_are_found_in_a_shard_map():
     found, refused = save_refused(jax.make_jaxpr(mapped)(W, X))
     assert len(refused) == 1
     assert set(list_host_shapes(found.jaxpr)) == {(3, 4, 8), (4, 8)}
+
+
+def checkpointed_loop(w, x):
+    """A scan in one `jax.checkpoint`: the backward pass reloads all of its rows in a scan of their own."""
+
+    def step(x, w):
+        act = jaxoff.name(x @ w, "act")
+        return act * jnp.sin(act), None
+
+    def run(w, x):
+        return lax.scan(step, x, w)[0]
+
+    return jax.checkpoint(run, policy=jaxoff.policy(offload=["act"]), prevent_cse=False)(w, x)
+
+
+def loop_of_loops(w, x):
+    return lax.scan(lambda x, w: (checkpointed_loop(w, x), None), x, w[None])[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "move"),
+    [(loop_of_loops, lambda closed: save_refused(closed)[0]), (checkpointed_loop, build_saved_twin)],
+    ids=["refused", "twin"],
+)
+def test_stacks_without_copies_are_read_where_a_scan_returned_their_rows(run, move):
+    w = W * jnp.linspace(0.1, 0.2, 8)
+    closed = jax.make_jaxpr(jax.grad(lambda w, x: run(w, x).sum()))(w, X)
+    found = move(closed)
+    assert "<host>" not in str(found)
+    assert not [*list_passed_rows(found.jaxpr)]
+    for a, b in zip(compat.jaxpr_as_fun(closed)(w, X), compat.jaxpr_as_fun(found)(w, X), strict=True):
+        assert jnp.array_equal(a, b)
