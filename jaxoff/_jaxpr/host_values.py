@@ -5,8 +5,9 @@ A value has a variable at each level of the program: a row of a stack inside of 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,8 +15,34 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.inline import Renamed, resolve, separate_calls, write_otherwise
 
-# Levels of control flow that no value in host memory leaves in a program that XLA compiles.
-_REFUSED_LEVELS = 2
+
+class _Level(enum.Enum):
+    """A level of control flow."""
+
+    LOOP = enum.auto()
+    CONDITION = enum.auto()
+
+    @staticmethod
+    def of(eqn: JaxprEqn) -> list[_Level]:
+        """The levels that an equation adds around its programs: one or none."""
+        return [_Level.LOOP] if compat.is_loop(eqn) else [_Level.CONDITION] if _is_condition(eqn) else []
+
+
+class _Chosen(NamedTuple):
+    """A result in host memory of a condition.
+
+    Attributes:
+      result: its variable.
+      is_manual: as `jaxoff._jaxpr.compat.is_manual` of the condition.
+      is_copied: whether every branch copies it to the host.
+    """
+
+    result: Var
+    is_manual: bool | None
+    is_copied: bool
+
+
+type _Levels = tuple[_Level, ...]  # around a variable, the outermost first
 
 
 class HostValues:
@@ -35,26 +62,33 @@ class HostValues:
     def _read_all(self) -> None:
         self._are_shared = False  # JAX traces a program of several calls once
         self._parents: dict[Var, Var] = {}
-        self._levels: dict[Var, int] = {}  # variable -> levels of control flow around
+        self._levels: dict[Var, _Levels] = {}
+        self._chosen: list[_Chosen] = []
         self._sends: dict[int, JaxprEqn] = {}  # by id, as an equation may belong to several calls
-        self._read(self.program, 0)
+        self._read(self.program, ())
 
-    def _read(self, jaxpr: Jaxpr, level: int) -> None:
+    def _read(self, jaxpr: Jaxpr, levels: _Levels) -> None:
         """Reads a program under some levels of control flow."""
         for v in (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)):
             if compat.is_host(v.aval):
                 self._are_shared |= v in self._levels
-                self._levels[v] = min(level, self._levels.get(v, level))
+                self._levels[v] = min(levels, self._levels.get(v, levels), key=len)
                 self._parents.setdefault(v, v)
         for eqn in jaxpr.eqns:
             way = compat.transfer_in(eqn)
             if way == "D2H":
                 self._sends[id(eqn)] = eqn
             inner = list(_list_programs(eqn))
-            for program, operands, levels in inner:
-                self._read(program, level + levels)
+            added = _Level.of(eqn)
+            for program, operands in inner:
+                self._read(program, (*levels, *added))
                 self._join_all(zip(operands, program.invars, strict=True))
                 self._join_all(zip(eqn.outvars, program.outvars, strict=True))
+            if _is_condition(eqn):
+                manual, branches = compat.is_manual(eqn), [program for program, _ in inner]
+                for k, v in enumerate(eqn.outvars):
+                    if compat.is_host(v.aval):
+                        self._chosen.append(_Chosen(v, manual, all(_is_copied(b, k) for b in branches)))
             if way is None and not inner:
                 host = [v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and v in self._parents]
                 self._join_all((host[0], v) for v in host[1:])
@@ -64,18 +98,27 @@ class HostValues:
         """The copies to the host."""
         return list(self._sends.values())
 
-    def list_refused(self) -> list[JaxprEqn]:
-        """The copies to the host whose results leave too many levels of control flow."""
+    def list_refused(self, *, one_device: bool) -> list[JaxprEqn]:
+        """The copies to the host whose results XLA does not compile, or gathers by computing on the host.
+
+        They leave a loop around another level, a condition in which another branch has no such value, or a
+        condition whose values the compiler may divide over devices.
+        """
         outermost: dict[Var, int] = {}
-        for v, level in self._levels.items():
+        for v, levels in self._levels.items():
             group = self._find(v)
-            outermost[group] = min(level, outermost.get(group, level))
-        return [
-            eqn
-            for eqn in self._sends.values()
-            if (v := eqn.outvars[0]) in self._parents
-            and self._levels[v] - outermost[self._find(v)] >= _REFUSED_LEVELS
-        ]
+            outermost[group] = min(len(levels), outermost.get(group, len(levels)))
+        refused = {
+            self._find(v)
+            for v, is_manual, is_copied in self._chosen
+            if not (is_copied and (one_device if is_manual is None else is_manual))
+        }
+
+        def is_refused(v: Var) -> bool:
+            left = self._levels[v][outermost[self._find(v)] :]
+            return self._find(v) in refused or _Level.LOOP in left[:-1]
+
+        return [e for e in self._sends.values() if (v := e.outvars[0]) in self._parents and is_refused(v)]
 
     def collect(self, values: Iterable[Var]) -> set[Var]:
         """All variables of some values."""
@@ -172,14 +215,31 @@ def _forward_rows(jaxpr: Jaxpr) -> Jaxpr:
     return write_otherwise(jaxpr, forward)
 
 
-def _list_programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any], int]]:
-    """The programs in an equation with its operands for arguments; the operands, and the levels added."""
+def _is_condition(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "cond"
+
+
+def _is_copied(program: Jaxpr, index: int) -> bool:
+    """Whether a result of a program is copied to the host in it, or is an argument.
+
+    The fill that JAX takes for a value that only another branch has is neither: for XLA it is on the device.
+    """
+    v = program.outvars[index]
+    for eqn in program.eqns:
+        if v in eqn.outvars:
+            inner = [program for program, _ in _list_programs(eqn)]
+            if not inner:
+                return compat.transfer_in(eqn) == "D2H"
+            return all(_is_copied(program, eqn.outvars.index(v)) for program in inner)
+    return v in program.invars
+
+
+def _list_programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+    """The programs in an equation with its operands for arguments, and the operands."""
     if eqn.primitive.name == "while":
-        yield eqn.params["body_jaxpr"].jaxpr, eqn.invars[eqn.params["cond_nconsts"] :], 1
+        yield eqn.params["body_jaxpr"].jaxpr, eqn.invars[eqn.params["cond_nconsts"] :]
         return
-    layout, is_condition = compat.scan_in(eqn), eqn.primitive.name == "cond"
-    levels = _REFUSED_LEVELS if is_condition else 0 if layout is None else 1
-    operands = eqn.invars[1:] if is_condition else eqn.invars
+    operands = eqn.invars[1:] if _is_condition(eqn) else eqn.invars
     for program in compat.sub_jaxprs(eqn):
         if len(program.invars) == len(operands) and len(program.outvars) == len(eqn.outvars):
-            yield program, operands, levels
+            yield program, operands

@@ -1,8 +1,9 @@
 """Offloads refused by XLA's GPU compiler, saved on the device instead.
 
 XLA compiles copies to the host in a loop, whose stacks stay on the host until a later loop reads the rows.
-XLA refuses a stack in host memory leaving two levels of control flow (a loop inside of a loop), or a
-condition.
+XLA refuses a value in host memory that leaves a loop around another loop or a condition, and one that leaves
+a condition in which another branch has no such value. What leaves a condition whose values the compiler
+divides over devices it gathers on the host.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn
 from jaxoff._jaxpr.host_values import HostValues, move_to_device
 
 
-def save_refused(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[JaxprEqn]]:
-    """A program without the offloads refused by XLA, and the removed copies to the host."""
+def save_refused(closed: ClosedJaxpr, *, one_device: bool) -> tuple[ClosedJaxpr, list[JaxprEqn]]:
+    """A program without the offloads refused by XLA, and the removed copies to the host.
+
+    Args:
+      closed: the program.
+      one_device: whether it runs on a single device.
+    """
     values = HostValues(closed.jaxpr)
-    refused = values.list_refused()
+    refused = values.list_refused(one_device=one_device)
     if not refused:
         return closed, []
     moves = values.collect(eqn.outvars[0] for eqn in refused)

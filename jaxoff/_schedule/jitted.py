@@ -435,7 +435,7 @@ class Jitted:
                 with watch:
                     shown, shown_named = drop_statics(args, kwargs)
                     closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*shown, **shown_named)
-                closed, findings = prepare(closed, watch, on_gpus=place.are_gpus)
+                closed, findings = prepare(closed, watch, place)
                 if setting is None:
                     raise ProbedError(signature, closed, shapes, findings)
                 program, faults = rewrite_safely(closed, self._share_link(place.devices), place, None)

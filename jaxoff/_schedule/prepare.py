@@ -24,6 +24,7 @@ from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import format_nbytes
 from jaxoff._residuals.findings.finding import Entry
 from jaxoff._runtime.garbage import collector_paused
+from jaxoff._schedule.call import Place
 from jaxoff._schedule.faults import FAULTS, describe_fault
 from jaxoff._schedule.requests import Named, Requests, Watch
 
@@ -41,23 +42,23 @@ def watch_rounding(on_rounding: OnRounding) -> Iterator[None]:
 
 
 @collector_paused()
-def prepare(closed: ClosedJaxpr, watch: Watch, *, on_gpus: bool) -> tuple[ClosedJaxpr, tuple[Finding, ...]]:
+def prepare(closed: ClosedJaxpr, watch: Watch, place: Place) -> tuple[ClosedJaxpr, tuple[Finding, ...]]:
     """A traced program ready to be rewritten, and findings of unmet requests.
 
     Args:
       closed: the program.
       watch: the context of its trace.
-      on_gpus: whether the program runs on GPUs.
+      place: where the program runs.
     """
     closed = split_copies(lift_constants(closed))
-    if on_gpus:
+    if place.are_gpus:
         closed = roll_loops_with_copies(choose_known_branches(closed, "cuda"))
     requests = Requests.read(compat.as_open(closed))
     findings = list(watch.find(requests))
     closed, unmet = _store_by_policies(closed, requests)
     closed = merge_nested_loops(closed, with_copies=True)
-    if on_gpus and requests.has_copies:
-        closed, refused = save_refused(closed)
+    if place.are_gpus and requests.has_copies:
+        closed, refused = save_refused(closed, one_device=place.devices == 1)
         unmet += [_describe_refused(refused, requests.named)] if refused else []
     return closed, (*findings, *unmet)
 
@@ -72,7 +73,7 @@ def _describe_refused(sends: list[JaxprEqn], named: Iterable[Named]) -> Finding:
         FindingCode.OFFLOAD_IN_NESTED_SCAN,
         f"{labels}{total}, to be offloaded, stay on the device: XLA does not compile offloads in a loop "
         "inside of a loop (offload values of the outer loop, or write the inner layers as a Python loop) or "
-        "in a condition (name its operands instead).",
+        "in a condition of which not every branch has such a value (name its operands instead).",
         compat.source_line(found[0].eqn if found else sends[0]),
     )
 

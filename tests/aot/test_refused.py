@@ -85,6 +85,47 @@ def test_copies_in_control_flow_that_is_settled_compile(layer, run):
     assert facts.d2h_bytes in [2 * layers * X_NBYTES for layers in (LAYERS - 1, LAYERS)]
 
 
+def layer_with_either(x, w):
+    def active(x):
+        return x + jaxoff.name(jnp.tanh(x @ w), "inner") @ w.T
+
+    def other(x):
+        return x * jnp.sin(jaxoff.name(x @ w, "inner"))
+
+    return jax.lax.cond(x[0, 0] > 0, active, other, jaxoff.name(x, "x_in")), None
+
+
+def run_list(body, w, x):
+    for row in w:
+        x, _ = body(x, row)
+    return x
+
+
+def run_list_within_a_branch(body, w, x):
+    return jax.lax.cond(x[0, 0] > 1, lambda w: run_list(body, w, x), lambda w: run_list(body, w * 2, x), w)
+
+
+def run_scans_within_branches(body, w, x):
+    either = (lambda w: scan_layers(body, w, x)), (lambda w: scan_layers(body, w * 2, x))
+    return jax.lax.cond(x[0, 0] > 1, *either, w)
+
+
+@pytest.mark.parametrize(
+    ("layer", "run"),
+    [
+        (layer_with_either, run_list),
+        (layer_with_either, run_list_within_a_branch),
+        (plain_layer, run_scans_within_branches),
+    ],
+    ids=["layers", "nested", "scans"],
+)
+def test_copies_in_every_branch_of_a_condition_compile(layer, run):
+    ours = jaxoff.jit(make_step(layer, run), compiler_options=QUICK, recipe="ordered")
+    compiled = jaxoff.target("h200").compile(ours, *ARGUMENTS)
+    assert FindingCode.OFFLOAD_IN_NESTED_SCAN not in {finding.code for finding in ours.findings}
+    assert compiled.memory_analysis().host_temp_size_in_bytes >= (LAYERS - 1) * X_NBYTES
+
+
 @pytest.mark.parametrize("layer", [layer_with_a_loop, layer_with_a_condition])
 def test_what_xla_refuses_is_saved_and_the_rest_is_offloaded(layer):
     args, target, step = ARGUMENTS, jaxoff.target("h200"), make_step(layer, scan_layers)

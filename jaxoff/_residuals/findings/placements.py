@@ -23,13 +23,13 @@ from jaxoff._residuals.residuals import Analysis, Row, find_site
 def find_refused_offloads(analysis: Analysis) -> Iterator[Finding]:
     """Finds offloads on which XLA's GPU compiler dies with INTERNAL.
 
-    In a scan(unroll > 1), in a scan inside a scan, and in a branch of a cond.
+    In a scan(unroll > 1), in a scan inside a scan, and in a branch of a cond, wherever it stands.
     """
     for row in list_offloaded(analysis):
         for code, where, fix in _find_refusals(row.origin.scope):
             yield Finding(
                 code,
-                f"{describe_row(row)} is offloaded {where}, which does not compile on a GPU. {fix}",
+                f"{describe_row(row)} is offloaded {where}, which does not compile on a GPU{fix}",
                 row.residual.source,
             )
 
@@ -43,7 +43,8 @@ def _find_refusals(scope: Scope | None) -> Iterator[tuple[FindingCode, str, str]
             yield (
                 FindingCode.OFFLOAD_IN_COND,
                 "from a branch of lax.cond",
-                "Put jax.checkpoint around the cond, and name the inputs or outputs of the cond.",
+                " in a loop, or if another branch offloads no such value. Put jax.checkpoint around "
+                "the cond, and name the inputs or outputs of the cond.",
             )
         scope = scope.parent
     for loop in around:
@@ -51,13 +52,13 @@ def _find_refusals(scope: Scope | None) -> Iterator[tuple[FindingCode, str, str]
             yield (
                 FindingCode.OFFLOAD_IN_UNROLLED_SCAN,
                 f"inside lax.scan(unroll={loop.unroll})",
-                "Use unroll=1; jaxoff.jit does.",
+                ". Use unroll=1; jaxoff.jit does.",
             )
     if len(around) > 1:
         yield (
             FindingCode.OFFLOAD_IN_NESTED_SCAN,
             "in a scan inside another scan",
-            "Scan once over all layers, or offload in the outer body only.",
+            ". Scan once over all layers, or offload in the outer body only.",
         )
 
 
