@@ -37,6 +37,7 @@ from jax.interpreters.partial_eval import convert_constvars_jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
 
 from jaxoff._jaxpr.meshes import explicit_mesh
+from jaxoff._jaxpr.number_bits import bits_of
 
 name_p = _primitives.name_p
 remat_p = _primitives.remat_p
@@ -89,7 +90,7 @@ def shape_of(aval: Any) -> tuple[int, ...]:
 
 def nbytes(aval: Any) -> int:
     """Bytes of an abstract array; 0 for a value that is no array."""
-    return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") else 0
+    return (math.prod(aval.shape) * bits_of(aval.dtype) + 7) // 8 if hasattr(aval, "shape") else 0
 
 
 def nbytes_of(values: Iterable[Any]) -> int:

@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 import jaxoff
+from jaxoff._jaxpr import compat
 from jaxoff._runtime.pinned_pool import POOL_VARIABLE, refuse_small_pool
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from tests.jaxoff.policy import placement
@@ -28,6 +29,21 @@ def test_it_is_what_all_layers_move(flat):
     assert placement.nbytes(placement.host_arrays(step, *arguments())) == MOVED
     assert needed(step, *arguments()) == MOVED
     assert needed(jax.jit(step), *arguments()) == MOVED
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"),
+    [
+        *[(dtype, 12) for dtype in (jnp.int2, jnp.uint2)],  # 45 numbers
+        *[(dtype, 23) for dtype in (jnp.int4, jnp.uint4, jnp.float4_e2m1fn)],
+        *[(dtype, 45) for dtype in (jnp.int8, jnp.bool_, jnp.float8_e4m3fn)],
+        (jnp.bfloat16, 90),
+    ],
+    ids=str,
+)
+def test_numbers_of_less_than_a_byte_share_bytes(dtype, nbytes):
+    assert compat.nbytes(jax.core.ShapedArray((9, 5), dtype)) == nbytes
+    assert needed(lambda x: jax.device_put(x.astype(dtype), HOST), jnp.ones((9, 5))) == nbytes
 
 
 @pytest.mark.parametrize("block", [1, LAYERS])
