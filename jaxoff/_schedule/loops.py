@@ -77,7 +77,7 @@ class Loop:
     def find(eqn: JaxprEqn) -> Loop | None:
         """Returns the scan of an equation, or None if no scan can be written out."""
         layout = compat.scan_in(eqn)
-        if layout is None or layout.unroll not in (1, False) or eqn.params["jaxpr"].consts:
+        if not (layout and layout.length) or layout.unroll not in (1, False) or eqn.params["jaxpr"].consts:
             return None
         body = eqn.params["jaxpr"].jaxpr
         renamed: Renamed = {}

@@ -68,6 +68,21 @@ def test_results_keep_their_bits(device, reverse):
     assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
 
 
+def test_loops_beside_one_without_iterations_are_written_out():
+    checkpointed = jax.checkpoint(layer, policy=BOTH, prevent_cse=False)
+
+    def stages(w, x):
+        for stage in (w, jax.tree.map(lambda leaf: leaf[:0], w)):
+            x = lax.scan(checkpointed, x, stage)[0]
+        return jnp.sum(x)
+
+    args, step = arguments(), jax.value_and_grad(stages, (0, 1))
+    program = program_of(step, *args)
+    assert len(loops(program)) == 2
+    got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves(args))
+    assert_equal(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)))
+
+
 @pytest.mark.parametrize("device", [SLOW, INSTANT, EVEN], ids=["slow", "instant", "even"])
 @pytest.mark.some_cases(2)
 def test_no_result_depends_on_what_a_stack_held_before(device, monkeypatch):
