@@ -259,8 +259,13 @@ class Draft:
             return all(self._graph.maker.get(v, -1) in self._placed for v in reads)
         if is_compute(eqn) or not is_chained(eqn, self._large_nbytes) or not self._are_available(reads):
             return False
-        unread = self._chain.unread
-        freed = sum(compat.nbytes(v.aval) for v in reads if v in self._graph.maker and unread[v] == 1)
+        ending = [v for v in reads if self._chain.unread[v] == 1]
+        freed = sum(compat.nbytes(v.aval) for v in ending if v in self._graph.maker)
+        if self._problem.donates:
+            replaced = [v.aval for v in eqn.outvars if v in self._problem.outs]
+            freed += sum(
+                compat.nbytes(v.aval) for v in ending if v not in self._graph.maker and v.aval in replaced
+            )
         return new_nbytes(eqn) <= freed
 
     def _is_ready_to_send(self, i: int) -> bool:

@@ -40,6 +40,7 @@ class OrderProblem:
         several devices the compiler may gather a weight for each.
       by_barriers: whether a reload waits for a value by a barrier on its host stack, for XLA's schedule, and
         not by a write into the spare row, which a CUDA graph with edges by the use of data needs.
+      donates: whether a result may take the memory of an argument of its type whose last reader makes it.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -54,3 +55,4 @@ class OrderProblem:
     is_divided: bool = False
     shares_fused: bool = False
     by_barriers: bool = False
+    donates: bool = False

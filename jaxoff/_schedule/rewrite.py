@@ -336,7 +336,14 @@ class _Rewriter:
         results = frozenset(v for v in jaxpr.outvars if isinstance(v, Var))
         may_gather = not self._one_device and not any(map(compat.is_manual, eqns))
         problem = OrderProblem(
-            tuple(eqns), results, tuple(in_order), waits_for_sends, shares_fused=may_gather
+            tuple(eqns),
+            results,
+            tuple(in_order),
+            waits_for_sends,
+            shares_fused=may_gather,
+            donates=any(
+                compat.is_host(v.aval) for v in jaxpr.invars
+            ),  # state on the host, and what it updates
         )
         eqns, _ = emit(decide(problem, self._device, self._large_nbytes), problem)
         return jaxpr.replace(eqns=eqns)

@@ -32,28 +32,50 @@ class Blocks:
 
     Attributes:
       shape: of a block.
-      per_row: blocks of a row, where blocks are parts of rows; else 0.
+      lead: the sizes of the axes ahead of the divided one. A block has one index of each.
+      parts: the number of blocks along the divided axis.
+      first: index of the first block's first element along this axis.
+      left: elements along this axis behind the last block.
     """
 
     shape: tuple[int, ...]
-    per_row: int
+    lead: tuple[int, ...]
+    parts: int
+    first: int = 0
+    left: int = 0
 
     @staticmethod
     def of(shape: tuple[int, ...], count: int) -> Blocks | None:
-        """Divides arrays of a shape into `count` blocks: of whole rows, or of a part of a row each."""
-        rows = shape[0]
-        if rows % count == 0:
-            return Blocks((rows // count, *shape[1:]), 0)
-        per_row, left = divmod(count, rows)
-        if left or len(shape) < 2 or shape[1] % per_row:
-            return None
-        return Blocks((1, shape[1] // per_row, *shape[2:]), per_row)
+        """Divides arrays of a shape into `count` blocks and a rest no larger than a block, if it can.
+
+        Axes ahead of the divided one are divided into single indices, and leave no rest.
+        """
+        for axis, size in enumerate(shape):
+            lead, behind = shape[:axis], shape[axis + 1 :]
+            parts, remainder = divmod(count, math.prod(lead))
+            if remainder or not parts:
+                return None
+            each, left = divmod(size, parts)
+            if each and (not left or (left <= each and math.prod(lead) == 1)):
+                return Blocks((*(1 for _ in lead), each, *behind), lead, parts, left=left)
+        return None
+
+    def get_rest(self) -> Blocks | None:
+        """The rest of the arrays as a single block, or None."""
+        axis = len(self.lead)
+        shape = (*self.shape[:axis], self.left, *self.shape[axis + 1 :])
+        return Blocks(shape, self.lead, 1, self.parts * self.shape[axis]) if self.left else None
 
     def _start(self, i: Any) -> tuple[Any, ...]:
-        zeros = (0,) * (len(self.shape) - 1)
-        if not self.per_row:
-            return (i * self.shape[0], *zeros)
-        return (i // self.per_row, i % self.per_row * self.shape[1], *zeros[1:])
+        axis, part = len(self.lead), i
+        indices: list[Any] = []
+        if math.prod(self.lead) > 1:
+            part, i = i % self.parts, i // self.parts
+            for size in reversed(self.lead):
+                indices.insert(0, i % size)
+                i = i // size
+        indices = indices or [0] * axis
+        return (*indices, self.first + part * self.shape[axis], *(0 for _ in self.shape[axis + 1 :]))
 
     def read(self, array: jax.Array, i: Any) -> jax.Array:
         """Block `i` of an array."""
@@ -112,10 +134,11 @@ def _divide_into(updates: Sequence[Update], wanted: int, least: int) -> UpdateLo
     for update in updates:
         sizes[update.local_shape] += update.local_nbytes
 
-    def rank(count: int) -> tuple[int, float]:
-        """The bytes divisible into a number of blocks, and how near the number is to the wanted number."""
-        fitting = sum(nbytes for shape, nbytes in sizes.items() if Blocks.of(shape, count))
-        return fitting, -abs(math.log(count / wanted))
+    def rank(count: int) -> tuple[int, int, float]:
+        """The bytes that a number of blocks divides, those without a rest, and how near the number is."""
+        found = [(nbytes, b) for shape, nbytes in sizes.items() if (b := Blocks.of(shape, count))]
+        whole = sum(nbytes for nbytes, blocks in found if not blocks.left)
+        return sum(nbytes for nbytes, _ in found), whole, -abs(math.log(count / wanted))
 
     count = max(range(least, _MOST_BLOCKS + 1), key=rank)
     found = tuple((u, blocks) for u in updates if (blocks := Blocks.of(u.local_shape, count)))
@@ -227,10 +250,13 @@ def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
     updates = [update for update, _ in loop.updates]
     blocks = [blocks for _, blocks in loop.updates]
 
-    def compute(stacks, current, i):
+    def compute(stacks, current, i, blocks=blocks):
         """The results of block i: a list for each update, in the order of `Update.list_results`."""
         found = []
         for update, b, stack, states, arrays in zip(updates, blocks, stacks, current, given, strict=True):
+            if b is None:
+                found.append([])
+                continue
             values = dict(zip((v for v, _ in update.states), states, strict=True))
             first = len(update.states)
             values |= {v: b.read(x, i) for (v, _), x in zip(update.replaced, stack[first:], strict=False)}
@@ -239,15 +265,17 @@ def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
             found.append(update.compute(values, b.shape))
         return found
 
-    def fetch(stacks, i):
+    def fetch(stacks, i, blocks=blocks):
         return [
-            [_to_device(b.read(x, i)) for x in stack[: len(update.states)]]
+            [_to_device(b.read(x, i)) for x in stack[: len(update.states)]] if b else []
             for update, b, stack in zip(updates, blocks, stacks, strict=True)
         ]
 
-    def store(stacks, results, i):
+    def store(stacks, results, i, blocks=blocks):
         return [
             [b.write(x, _to_memory_of(x, block), i) for x, block in zip(stack, values, strict=True)]
+            if b
+            else stack
             for b, stack, values in zip(blocks, stacks, results, strict=True)
         ]
 
@@ -274,11 +302,20 @@ def _run(loop: UpdateLoop, given: Sequence[_Operands]) -> list[jax.Array]:
     )
     last = loop.count - 1
     i, stacks, current = lax.while_loop(lambda state: state[0] < last, iterate, (jnp.int32(0), stacks, first))
-    _, stacks = lax.while_loop(
+    i, stacks = lax.while_loop(
         lambda state: state[0] < loop.count,
         lambda state: (state[0] + 1, store(state[1], compute(state[1], current, state[0]), state[0])),
         (i, stacks),
     )
+    rests = [b.get_rest() for b in blocks]
+
+    def finish(state):
+        i, stacks = state
+        results = compute(stacks, fetch(stacks, 0, rests), 0, rests)
+        return i + 1, store(stacks, results, 0, rests)
+
+    if any(rests):
+        _, stacks = lax.while_loop(lambda state: state[0] <= loop.count, finish, (i, stacks))
     return [x for stack in stacks for x in stack]
 
 

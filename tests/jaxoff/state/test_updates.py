@@ -214,12 +214,50 @@ def test_blocks_are_disjoint_and_whole(shape, count):
     if blocks is None:
         return
     x = np.arange(np.prod(shape), dtype="int32").reshape(shape)
-    read = np.concatenate([np.asarray(blocks.read(x, i)).ravel() for i in range(count)])
+    each = [(blocks, i) for i in range(count)]
+    if (rest := blocks.get_rest()) is not None:
+        assert np.prod(rest.shape) <= np.prod(blocks.shape)
+        each.append((rest, 0))
+    read = np.concatenate([np.asarray(part.read(x, i)).ravel() for part, i in each])
     np.testing.assert_array_equal(read, x.ravel())  # neighbouring elements, in order
     written = jnp.zeros(shape, "int32")
-    for i in range(count):
-        written = blocks.write(written, blocks.read(x, i), i)
+    for part, i in each:
+        written = part.write(written, part.read(x, i), i)
     np.testing.assert_array_equal(written, x)
+
+
+def test_a_rest_is_updated_behind_its_loop():
+    optimizer = optax.adamw(1e-2)
+
+    def step(params, state, grads):
+        changes, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, changes), state
+
+    params = {"odd": jnp.linspace(0, 1, 8191 * 64).reshape(8191, 64), "even": jnp.ones((1, 1, 1024, 512))}
+    args = params, optimizer.init(params), jax.tree.map(jnp.sin, params)
+    closed, found, _ = find(step, args)
+    (loop,) = plan_loops(found)
+    assert sorted(blocks.left > 0 for _, blocks in loop.updates) == [False, True]
+    program = stream_updates(closed, found)
+    host = [compat.is_host(v.aval) for v in program.jaxpr.invars]
+    leaves = jax.tree.leaves(args)
+    moved = [
+        jax.device_put(x, jax.memory.Space.Host) if is_host else x
+        for x, is_host in zip(leaves, host, strict=True)
+    ]
+    got = jax.jit(compat.jaxpr_as_fun(program))(*moved)
+    for x, y in zip(got, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6)
+    assert sum(host) == 6  # parameters, too: nothing else reads them here
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"), [((1, 1, 512, 16), 64), ((3, 3, 64, 8), 72), ((51866, 8), 200), ((8351593, 2), 512)]
+)
+def test_kernels_of_convolutions_and_odd_vocabularies_are_divided(shape, count):
+    blocks = Blocks.of(shape, count)
+    assert blocks is not None
+    assert np.prod(blocks.shape) * count <= np.prod(shape)
 
 
 def test_arrays_of_several_shapes_share_a_loop_where_one_number_of_blocks_divides_them():
@@ -279,7 +317,7 @@ def test_no_loop_has_a_few_blocks_since_the_shapes_have_a_common_divisor():
 
     closed = jax.make_jaxpr(step)(params, params)
     loops = plan_loops(find_updates(closed.jaxpr, [True, True, False, False]))
-    assert {loop.updates[0][0].shape for loop in loops} == set(shapes)
+    assert {update.shape for loop in loops for update, _ in loop.updates} == set(shapes)
     assert all(loop.count >= 8 for loop in loops)
     whole = sum(update.local_nbytes for loop in loops for update, _ in loop.updates)
     assert sum(loop.buffer_nbytes for loop in loops) < whole / 2
