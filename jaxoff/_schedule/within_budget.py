@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.fit import find_estimated, find_fitting
 from jaxoff._budget.forms import step_ms
+from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import estimate_nbytes
 from jaxoff._budget.report import Plan, make_plan_as_written
@@ -39,6 +40,8 @@ type _Made = tuple[Setting, Any]
 _OUT_OF_ORDER = 1.1
 # The same where the estimate is over the budget, too, and only the error's least memory is at stake.
 _FAR_OUT_OF_ORDER = 1.25
+# A step as written is compiled where it takes less than this part of the time of a program without copies.
+_WRITTEN_WINS = 0.99
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +152,11 @@ class Search:
         """The step with all state on the device."""
         found = self._find_fitting(self.twin, self.budget)
         within = self._make_within(found)
-        if not within.plan.host_bytes or self.traced.has_copies:  # the model has no time of the copies
+        # The model has no time of the user's copies to the host, and none of the copies into stacks of loops.
+        if self.traced.has_copies or not (within.plan.host_bytes or _are_outside_loops(found.pairs)):
             return within
-        if step_ms(self.traced.given, found.pairs, self.device) >= within.plan.step_ms:
+        part = 1.0 if within.plan.host_bytes else _WRITTEN_WINS
+        if step_ms(self.traced.given, found.pairs, self.device) >= part * within.plan.step_ms:
             return within
         written = self.compile_written()
         return self._as_written(written) if written.nbytes <= self.budget.device_nbytes else within
@@ -222,6 +227,11 @@ def _count_written(error: BudgetError, written: Written) -> BudgetError:
         return error
     nbytes = math.ceil(written.nbytes)
     return error.extend(f"The step as it is written takes {format_nbytes(nbytes)}.", nbytes)
+
+
+def _are_outside_loops(layers: Sequence[JointGraph]) -> bool:
+    """Whether no layer is an iteration of a loop."""
+    return not any(layer.has_stacks for layer in layers)
 
 
 def _is_manual(program: ClosedJaxpr) -> bool:
