@@ -241,15 +241,15 @@ type _Stayed = tuple[Any, list[Named]]
 
 
 def _list_stayed(requests: Requests) -> Iterator[_Stayed]:
-    """Lists named and marked values with an explicit request, and without a copy to the host.
+    """Lists named and marked values with an explicit request, and without a copy to the host, by source line.
 
+    A line may make a value twice, and a gradient need one of them: of a student, and not of its teacher.
     Globs and defaults are no explicit requests: they may cover values without a reader in a backward pass.
     """
     groups: dict[Any, list[Named]] = {}
     for named in requests.named:
         if not named.is_in_branch:
-            line = compat.source_line(named.eqn) if named.tag.mark else ""
-            groups.setdefault((key_of_tag(named.tag), line), []).append(named)
+            groups.setdefault((key_of_tag(named.tag), compat.source_line(named.eqn)), []).append(named)
     policies = [policy for policy, backward in requests.policies if backward]
     for group in groups.values():
         if any(id(named.eqn) in requests.copied for named in group):

@@ -101,6 +101,17 @@ def test_a_listed_name_that_stays_is_said_with_its_bytes(stack, lists):
     assert codes_of(jax.grad(stack(layer, jaxoff.policy(offload=["*"]))), W, X) == []
 
 
+@LOOPS
+def test_a_name_on_two_values_of_which_one_stays_is_said_with_the_bytes_of_that_one(stack):
+    def layer(x, w):
+        a = jaxoff.name(jnp.tanh(x @ w), "a")
+        return jaxoff.name(jnp.cos(a @ w), "a")  # the next layer reads it: a result of the checkpoint
+
+    (finding,) = findings_of(jax.grad(stack(layer, OFFLOAD_A)), W, X)
+    assert finding.code is jaxoff.FindingCode.OFFLOAD_NOT_DONE
+    assert "'a' (384 B) is not offloaded" in finding.message
+
+
 def test_values_below_min_bytes_and_a_preset_without_marks_are_said_if_nothing_moves():
     (finding,) = findings_of(jax.grad(in_a_scan(layer, jaxoff.policy("te_v2"))), W, X)
     assert "Values smaller than min_bytes=524288 stay on the device" in finding.message
