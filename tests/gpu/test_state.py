@@ -122,3 +122,39 @@ def test_two_gpus_keep_their_parts_of_the_moments_on_the_host():
     assert within.plan.peak_bytes <= 1.2 * nbytes
     for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
         assert ours.sharding.with_memory_kind("device").is_equivalent_to(theirs.sharding, ours.ndim)
+
+
+@pytest.mark.gpu
+def test_moments_updated_in_the_backward_pass_are_those_of_the_step_on_the_device():
+    optimizer = optax.adamw(1e-3)  # nothing clips the gradients
+
+    def step(state, x):
+        def loss(w):
+            layer = jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w.astype(h.dtype)), None))
+            return jax.lax.scan(layer, x, w)[0].astype(jnp.float32).var()
+
+        w, optimizer_state = state
+        value, grads = jax.value_and_grad(loss)(w)
+        changes, optimizer_state = optimizer.update(grads, optimizer_state, w)
+        return (optax.apply_updates(w, changes), optimizer_state), value
+
+    def initialize():
+        w = jax.random.normal(jax.random.key(0), (16, WIDTH, WIDTH)) / WIDTH
+        return w, optimizer.init(w)
+
+    x = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+    options = {"donate_argnums": 0, "compiler_options": DETERMINISTIC}
+    plain, (state, other) = jax.jit(step, **options), (initialize(), initialize())
+    memory = plain.lower(state, x).compile().memory_analysis()
+    moments = 2 * 16 * WIDTH * WIDTH * 4
+    budget = memory.argument_size_in_bytes + memory.temp_size_in_bytes - 0.6 * moments
+    within = jaxoff.jit(step, device_bytes=budget, **options)
+    for _ in range(10):
+        (state, value), (other, expected) = within(state, x), plain(other, x)
+        np.testing.assert_allclose(value, expected, rtol=1e-4)
+    hosted = {value.source for value in within.plan.values if value.placement == "offload"}
+    assert hosted == {"state, updated in the backward pass"}
+    assert within.plan.host_bytes == moments
+    assert sum(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(state)) == 2
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-2, atol=1e-6)
