@@ -169,20 +169,19 @@ class State:
 
         wanted, too_few = (1 + _SPARE) * missing_nbytes, 0
         # Beside the backward pass copies take the least time. Its few rows are large, and may not fit.
-        first = [update for each in self._find_early(most) for update in each.updates]
-        in_turn = sorted(most, key=lambda update: update not in first)
-        early = _choose_in_turn(in_turn, wanted, self._count_lowered_early) if first else []
-        if early and self._count_lowered_early(early) >= wanted:
-            with contextlib.suppress(BudgetError):
-                return find_with(early, early=True)
+        for chosen in self._list_early_choices(most, wanted):
+            try:
+                return find_with(chosen, early=True)
+            except BudgetError as latest:
+                error = _join_errors(error, latest, chosen)
+        if self._is_best_early(most):
+            raise error from None
         for attempt in range(_TRIES if most else 0):
             chosen = _choose(most, wanted) if attempt < _TRIES - 1 else most
             try:
                 found = find_with(chosen)
             except BudgetError as latest:
-                rest = f"{format_nbytes(_count_nbytes(chosen))} of state rest on the host."
-                is_less = latest.least_bytes() <= error.least_bytes()
-                error = latest.extend(rest) if is_less else error.extend(f"It takes more where {rest}")
+                error = _join_errors(error, latest, chosen)
                 if len(chosen) == len(most):
                     break
                 too_few = _count_lowered(chosen)
@@ -220,6 +219,19 @@ class State:
 
     def _find_early(self, chosen: Sequence[Update]) -> list[EarlyUpdates]:
         return find_early(self.manual.inner if self.manual else self.closed.jaxpr, chosen)
+
+    def _is_best_early(self, most: Sequence[Update]) -> bool:
+        """Whether all state leaves the most memory if it is updated in backward passes wherever it can be."""
+        return bool(self._find_early(most)) and self._count_lowered_early(most) >= _count_lowered(most)
+
+    def _list_early_choices(self, most: Sequence[Update], nbytes: float) -> list[list[Update]]:
+        """Updates to try, early ones first: as few as may be enough, then all where that leaves most memory."""
+        first = [update for each in self._find_early(most) for update in each.updates]
+        in_turn = sorted(most, key=lambda update: not any(update is other for other in first))
+        chosen = _choose_in_turn(in_turn, nbytes, self._count_lowered_early) if first else []
+        if not chosen or self._count_lowered_early(chosen) < nbytes:
+            return [in_turn] if self._is_best_early(most) else []
+        return [chosen, *([in_turn] if len(chosen) < len(most) and self._is_best_early(most) else [])]
 
     def _count_lowered_early(self, chosen: Sequence[Update]) -> int:
         """As `_count_lowered`, with updates in backward passes wherever they can be.
@@ -271,6 +283,13 @@ class State:
                 way = "the backward pass" if id(update) in inside else "blocks"
                 source = f"state, updated in {way}"
                 yield PlacedValue(names[argument], text, 1, nbytes, "offload", source)
+
+
+def _join_errors(error: BudgetError, latest: BudgetError, chosen: Sequence[Update]) -> BudgetError:
+    """The error with the least memory, of a search before and of one with updates' state on the host."""
+    rest = f"{format_nbytes(_count_nbytes(chosen))} of state rest on the host."
+    is_less = latest.least_bytes() <= error.least_bytes()
+    return latest.extend(rest) if is_less else error.extend(f"It takes more where {rest}")
 
 
 def _sum_ms(found: tuple[Tried[Any], HostedState]) -> float:
