@@ -225,7 +225,7 @@ class State:
         return bool(self._find_early(most)) and self._count_lowered_early(most) >= _count_lowered(most)
 
     def _list_early_choices(self, most: Sequence[Update], nbytes: float) -> list[list[Update]]:
-        """Updates to try, early ones first: as few as may be enough, then all where that leaves most memory."""
+        """Updates to try, early ones first: as few as may be enough, then all where that is best."""
         first = [update for each in self._find_early(most) for update in each.updates]
         in_turn = sorted(most, key=lambda update: not any(update is other for other in first))
         chosen = _choose_in_turn(in_turn, nbytes, self._count_lowered_early) if first else []
