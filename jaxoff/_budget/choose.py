@@ -24,6 +24,9 @@ _LEAST_OFFLOADED_NBYTES = 1 << 20
 _HIDING_SHARE = 0.9
 # Buffers on the device for an offloaded value: a copy reads the first while a kernel fills the second.
 _BUFFERS = 2
+# The least part of the copies of state in the open, beside a backward loop: a decoder's eight layers with
+# 13 GB of state (bench/LOG.md, "updates in the backward pass").
+_EXPOSED_STATE_SHARE = 0.37
 # Cost of any offload in a loop for each of its kernels, beside copies in the open: kernels run in jaxoff's
 # order then, each behind the one before. Fitted to a decoder and a state space model on an H100 and an H200
 # (bench/LOG.md, "2026-11-26: plans by the compiler alone").
@@ -117,6 +120,12 @@ def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> fl
         for peak in _list_peaks(costs)
     ]
     return max(sizes, default=0.0)
+
+
+def exposed_state_ms(costs: Costs) -> float:
+    """The time of an iteration's copies of state in the open, in a layer that repeats nothing, in ms."""
+    hidden_ms = _HIDING_SHARE * costs.backward_ms
+    return max(_EXPOSED_STATE_SHARE * costs.state_ms, costs.state_ms - hidden_ms)
 
 
 def _kept_nbytes(cost: Costs, placed: Placements) -> float:
@@ -277,10 +286,14 @@ def _add_pair(
         program.cost[copying] += _ORDERED_KERNEL_MS * times_run * costs.kernels
         for move, _ in copies_back:
             program.add_lower_bound(copying, [(move, 1.0)])
+    if copies_back or costs.state_ms:
         exposed = program.add_variable(upper=float("inf"))
         program.cost[exposed] += times_run
         times = [(i, -_HIDING_SHARE * ms) for i, ms in zip(repeated, costs.equation_ms, strict=True) if ms]
-        program.add_lower_bound(exposed, [*copies_back, *times], -_HIDING_SHARE * costs.backward_ms)
+        hidden_ms = _HIDING_SHARE * costs.backward_ms
+        program.add_lower_bound(exposed, [*copies_back, *times], costs.state_ms - hidden_ms)
+        if costs.state_ms:  # reloads wait behind the state's in the link's queue
+            program.add_lower_bound(exposed, copies_back, _EXPOSED_STATE_SHARE * costs.state_ms)
         # A copy to the host starts when its value is there, and the iteration waits for its end.
         exposed = program.add_variable(upper=float("inf"))
         program.cost[exposed] += times_run

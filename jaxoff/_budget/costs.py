@@ -35,6 +35,7 @@ class Costs:
       equation_ms: index of an equation of `pair.pure` -> milliseconds of a repetition.
       ready_ms: value to keep -> the compute of a forward iteration before and in the value's kernel.
       forward_ms, backward_ms: compute of an iteration, without repetitions.
+      state_ms: copies of an iteration's rows of the state that the backward loop updates, both ways.
       kernels: the number of kernels of an iteration, forward and backward.
       segments: the parts of a layer which the backward pass may make one at a time, with the bytes of their
         values in memory then. Values between elementwise kernels are not: XLA computes them in their readers.
@@ -49,6 +50,7 @@ class Costs:
     ready_ms: dict[Var, float]
     forward_ms: float
     backward_ms: float
+    state_ms: float
     kernels: int
     segments: Segments
     compressible: Mapping[Var, int]
@@ -94,6 +96,7 @@ class Costs:
                 times[i] = device.pass_ms(compat.nbytes_of(eqn.outvars))  # a softmax's kernel
             elif in_readers or i in statistics.reductions:
                 times[i] = 0.0  # inside of its readers
+        sends = [eqn for eqn in pair.rest if compat.transfer_in(eqn) == "D2H"]
         return Costs(
             pair,
             nbytes,
@@ -102,6 +105,7 @@ class Costs:
             ready,
             sum(forward),
             sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
+            device.both_ms(sum(compat.nbytes_of(eqn.outvars) for eqn in sends)),
             len(graph.kernels) + len(rest.kernels),
             segments,
             _find_compressible(pair, nbytes, compress),

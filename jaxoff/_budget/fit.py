@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoff._budget.budget_error import BudgetError, describe_no_layers, list_largest
-from jaxoff._budget.choose import choose_placements, saved_nbytes
+from jaxoff._budget.choose import choose_placements, exposed_state_ms, saved_nbytes
 from jaxoff._budget.costs import refuse_unmatched
 from jaxoff._budget.forms import NO_COPIES, Form, join_devices, step_ms
 from jaxoff._budget.joint_graph import JointGraph, Placements
@@ -265,11 +265,15 @@ class _Search[P]:
 
     @functools.cached_property
     def _base_ms(self) -> float:
-        """The time of a step without what its placements add: that of the fastest, less what they add."""
+        """The time of a step without what its placements add: that of the fastest, less what they add.
+
+        The time of the fastest leaves out copies of state, which its placements have in theirs.
+        """
         placements, added_ms = self._whole.fastest
         left = iter(placements)
         fastest = self._whole.layered.write(lambda _: next(left))
-        return step_ms(fastest, self._whole.pairs, self._device) - added_ms
+        exposed_ms = sum(c.pair.count * c.pair.runs * exposed_state_ms(c) for c in self._whole.costs)
+        return step_ms(fastest, self._whole.pairs, self._device) + exposed_ms - added_ms
 
     def run_both(self) -> Tried[P] | None:
         """The fastest program found within the budget; None if none fits."""

@@ -17,7 +17,6 @@ from jaxoff._budget.labels import format_type
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import PlacedValue, Plan
 from jaxoff._budget.tried import Tried
-from jaxoff._device.kernel_time import program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
@@ -33,9 +32,6 @@ from jaxoff._state.updates import LEAST_NBYTES, Update, find_updates
 # Part of the link's rate, both directions at a time, that a loop over blocks reaches (bench/LOG.md,
 # "2026-11-26: state on the host").
 _STREAMED_SHARE = 0.9
-# Part of a loop's compute with the copies of state beside, and the least part of the copies with none: a
-# decoder's eight layers with 13 GB of state (bench/LOG.md, "updates in the backward pass").
-_HIDING_SHARE, _EXPOSED_SHARE = 0.9, 0.37
 # Bytes to win beyond the missing bytes, as a part of these: kernels' workspaces differ between programs.
 _SPARE = 0.05
 # State is worth programs with state on the host if it takes this part of the missing bytes, since updates in
@@ -54,7 +50,8 @@ class HostedState:
 
     Attributes:
       values: a row for each argument on the host.
-      milliseconds: the time added to a step by the state's copies, by the model.
+      milliseconds: the time added to a step by the copies of state in blocks, by the model. Copies of state
+        in backward passes are part of the time of the layers' placements.
     """
 
     values: tuple[PlacedValue, ...]
@@ -163,9 +160,9 @@ class State:
             program = self.manual.stream(chosen, stream) if self.manual else stream(self.closed, chosen)
             left = None if budget.host_nbytes is None else budget.host_nbytes - nbytes
             found = find(program, dataclasses.replace(budget, host_nbytes=left))
-            added_ms = self._estimate_added_ms(chosen, found, device, early=early)
-            values = self._list_values(chosen, paths, early=early)
-            return found, HostedState(tuple(values), added_ms)
+            in_blocks = self._list_in_blocks(chosen) if early else chosen
+            values = self._list_values(chosen, paths, in_blocks)
+            return found, HostedState(tuple(values), _estimate_ms(_count_nbytes(in_blocks), device))
 
         wanted, too_few = (1 + _SPARE) * missing_nbytes, 0
         # Beside the backward pass copies take the least time. Its few rows are large, and may not fit.
@@ -240,47 +237,29 @@ class State:
         weights, and no stacks of gradients.
         """
         early = [(u.shape[0], u) for each in self._find_early(chosen) for u in each.updates]
-        left = [update for update in chosen if not any(update is other for _, other in early)]
-        lowered = _count_lowered(left)
+        lowered = _count_lowered(self._list_in_blocks(chosen))
         for length, update in early:
             replaced = compat.nbytes_of(v for v, _ in update.replaced)
             rows = (3 * update.local_nbytes + 2 * replaced) // length
             lowered += update.local_nbytes + compat.nbytes_of(update.read) - rows
         return lowered
 
-    def _estimate_added_ms(
-        self, chosen: Sequence[Update], found: Tried[Any], device: Device, *, early: bool
-    ) -> float:
-        """The time that the copies of updates add to a step of a program.
-
-        Copies in the loop of a backward pass run beside it, together with reloads of residuals.
-        """
-        groups = self._find_early(chosen) if early else []
-        inside = {id(update) for each in groups for update in each.updates}
-        left = [update for update in chosen if id(update) not in inside]
-        reloaded = sum(value.nbytes for value in found.list_values() if value.placement == "offload")
-        added_ms = _estimate_ms(_count_nbytes(left), device)
-        for each in groups:
-            copies_ms, length = _estimate_ms(_count_nbytes(each.updates), device), each.updates[0].shape[0]
-            body_ms = program_ms(each.loop.params["jaxpr"].jaxpr, device)
-            others = (found.added_ms - device.h2d_ms(reloaded)) / len(groups)
-            room = _HIDING_SHARE * length * body_ms + others
-            added_ms += max(_EXPOSED_SHARE * copies_ms, copies_ms - room)
-        return added_ms
+    def _list_in_blocks(self, chosen: Sequence[Update]) -> list[Update]:
+        """The updates that cannot run in backward passes."""
+        early = {id(update) for each in self._find_early(chosen) for update in each.updates}
+        return [update for update in chosen if id(update) not in early]
 
     def _list_values(
-        self, chosen: Sequence[Update], paths: Sequence[str], *, early: bool
+        self, chosen: Sequence[Update], paths: Sequence[str], in_blocks: Sequence[Update]
     ) -> Iterator[PlacedValue]:
         """The rows of updates' states, with the bytes of all devices' parts; `paths` of the arguments."""
-        groups = self._find_early(chosen) if early else []
-        inside = {id(update) for each in groups for update in each.updates}
         names = dict(zip(self.closed.jaxpr.invars, paths, strict=True))
         for update in chosen:
             for state, _ in update.states:
                 argument = self.manual.argument_of[state] if self.manual else state
                 nbytes = self.devices * nbytes_on_device(state.aval, update.sharding)
                 text = format_type(argument.aval)
-                way = "the backward pass" if id(update) in inside else "blocks"
+                way = "blocks" if any(update is other for other in in_blocks) else "the backward pass"
                 source = f"state, updated in {way}"
                 yield PlacedValue(names[argument], text, 1, nbytes, "offload", source)
 

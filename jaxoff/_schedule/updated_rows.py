@@ -174,8 +174,9 @@ def send_rows(
 def exchange_beside(program: Jaxpr, rows: Sequence[Any], device: Device) -> Jaxpr:
     """An ordered iteration with the copies of rows beside its kernels.
 
-    Each reload ends between the kernels where the link is done with it, and the send to its stack begins
-    there. Otherwise XLA would do all reloads first, or all sends last.
+    Each reload ends at the first place between kernels where the link is done with it, and the send to its
+    stack and the next reload begin there. Otherwise XLA would do all reloads first, or all sends last. At a
+    nearer place, ahead of the link's end, the kernels would wait.
 
     Args:
       program: the iteration.
@@ -196,7 +197,7 @@ def exchange_beside(program: Jaxpr, rows: Sequence[Any], device: Device) -> Jaxp
         elif i in kernels and compat.transfer_in(eqn) is None:
             end += kernel_ms(graph, i, device)
     times = itertools.accumulate(device.both_ms(compat.nbytes(row)) for row in rows)
-    at = [min(places, key=lambda place: abs(place[0] - time)) for time in times if places]
+    at = [next((place for place in places if place[0] >= time), places[-1]) for time in times if places]
     reloaded, sent = [Var(row) for row in rows], [Var(row) for row in rows]
     renamed: Renamed = {}
     eqns: list[JaxprEqn] = []
