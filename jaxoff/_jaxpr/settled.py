@@ -7,17 +7,41 @@ constant.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.inline import instantiate, write_otherwise
 from jaxoff._jaxpr.primitives import holds_copies
+
+# The operations by which an index is computed, on numbers: nothing of a program runs while it is traced.
+_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "convert_element_type": np.asarray,
+    "copy": np.asarray,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "not": np.invert,
+    "or": np.bitwise_or,
+    "pvary": np.asarray,
+    "select_n": lambda which, *cases: cases[int(which)],
+    "sub": np.subtract,
+    "xor": np.bitwise_xor,
+}
 
 
 def choose_known_branches(closed: ClosedJaxpr, platform: str) -> ClosedJaxpr:
@@ -79,12 +103,13 @@ class _Choice:
 
     def _evaluate(self, eqn: JaxprEqn) -> None:
         """Notes the result of an equation of scalars whose operands are known."""
-        if len(eqn.outvars) != 1 or not _is_index(eqn.outvars[0]) or compat.sub_jaxprs(eqn):
+        operation = _OPERATIONS.get(eqn.primitive.name)
+        if operation is None or not _is_index(eqn.outvars[0]):
             return
         operands, value = [self._find_value(v) for v in eqn.invars], None
-        if operands and all(operand is not None for operand in operands):
-            with jax.ensure_compile_time_eval():
-                value = eqn.primitive.bind(*operands, **eqn.params)
+        if all(operand is not None for operand in operands):
+            with np.errstate(all="ignore"):  # integers wrap around
+                value = np.asarray(operation(*operands)).astype(compat.struct_of(eqn.outvars[0].aval).dtype)
         self._note(eqn.outvars[0], value)
 
     def _note(self, v: Var, value: Any) -> None:
@@ -95,7 +120,9 @@ class _Choice:
 
     def _find_value(self, v: Any) -> Any:
         """The value of a scalar that is computed from literals alone; None for another value."""
-        return v.val if isinstance(v, Literal) else self._values.get(v)
+        if not isinstance(v, Literal):
+            return self._values.get(v)
+        return np.asarray(v.val, compat.struct_of(v.aval).dtype) if compat.shape_of(v.aval) == () else None
 
 
 def _is_index(v: Var) -> bool:

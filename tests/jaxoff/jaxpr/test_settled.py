@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -112,3 +113,50 @@ def test_control_flow_that_changes_a_mutable_array_stays():
     closed = jax.make_jaxpr(step)(W[None], X)
     chosen = choose_known_branches(closed, "cuda")
     assert jnp.array_equal(compat.jaxpr_as_fun(chosen)(W[None], X)[2], jax.jit(step)(W[None], X)[2])
+
+
+def test_the_index_of_a_branch_may_be_computed_from_constants():
+    branches = [lambda x: x, lambda x: 2 * x, lambda x: 3 * x]
+
+    def step(x, shift):
+        index = lax.clamp(0, jnp.int32(7) - 6 * jnp.int32(2), 2) + lax.select(jnp.bool_(True), 1, 0)
+        return lax.switch(index, branches, x) + lax.switch(jnp.clip(shift, 0, 2), branches, x)
+
+    closed = jax.make_jaxpr(jax.jit(step))(3.0, 1)
+    chosen = choose_known_branches(closed, "cpu")
+    assert list(list_primitives(closed.jaxpr)).count("cond") == 2
+    assert list(list_primitives(chosen.jaxpr)).count("cond") == 1
+    assert compat.jaxpr_as_fun(chosen)(3.0, 2) == [6.0 + 9.0]
+
+
+@pytest.mark.parametrize("call", [jax.pure_callback, jax.experimental.io_callback])
+def test_nothing_of_a_program_runs_while_it_is_traced(call):
+    calls = []
+
+    def read(_):
+        calls.append(None)
+        return np.int32(3)
+
+    def step(x):
+        return x * call(read, jax.ShapeDtypeStruct((), jnp.int32), np.int32(0))
+
+    chosen = choose_known_branches(jax.make_jaxpr(step)(2.0), "cpu")
+    assert not calls
+    assert compat.jaxpr_as_fun(chosen)(2.0) == [6.0]
+
+
+def test_an_integer_beside_values_that_differ_by_device():
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("tp",))
+    spec = jax.sharding.PartitionSpec
+
+    def embed(table, tokens):
+        local = tokens - lax.axis_index("tp") * len(table)
+        mine = (local >= 0) & (local < len(table))
+        rows = table[jnp.clip(local, 0, len(table) - 1)]
+        return lax.psum(jnp.where(mine[:, None], rows, 0), "tp")
+
+    step = jax.shard_map(embed, mesh=mesh, in_specs=(spec("tp"), spec()), out_specs=spec())
+    table, tokens = jnp.arange(32.0).reshape(8, 4), jnp.array([0, 7, 3])
+    chosen = choose_known_branches(jax.make_jaxpr(step)(table, tokens), "cpu")
+    (rows,) = jax.jit(compat.jaxpr_as_fun(chosen))(table, tokens)
+    assert jnp.array_equal(rows, table[tokens])
