@@ -12,7 +12,7 @@ from jaxoff._budget.budget_error import BudgetError, describe_no_layers, list_la
 from jaxoff._budget.choose import choose_placements, exposed_state_ms, saved_nbytes
 from jaxoff._budget.costs import refuse_unmatched
 from jaxoff._budget.forms import NO_COPIES, Form, join_devices, step_ms
-from jaxoff._budget.joint_graph import JointGraph, Placements
+from jaxoff._budget.joint_graph import Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import ESTIMATE_MARGIN, argument_nbytes, estimate_nbytes
 from jaxoff._budget.narrow import narrow_stacks
@@ -202,7 +202,7 @@ class _Search[P]:
         all of their values again at once.
         """
         least = self._form.choose_least(NO_COPIES)
-        if least is None or self._is_manual or not any(map(_holds_loops, self._form.pairs)):
+        if least is None or self._is_manual or not any(pair.holds_loops for pair in self._form.pairs):
             return None
         left = iter(least[0])
         program = self._form.layered.write(lambda _: next(left))
@@ -441,13 +441,10 @@ class _Search[P]:
         nbytes = int(least.nbytes / self.devices)
         kept = describe_kept(least.list_values())
         kept += "" if self._form.pairs else describe_no_layers(is_manual=self._is_manual)
+        whole = f" (values are counted whole; {self.devices} devices divide them)" if self.devices > 1 else ""
         return BudgetError(
             f"no program fits {budget} of device memory. The least of {self._progress.programs} tried takes "
-            f"{format_nbytes(nbytes)}, with {kept}.",
+            f"{format_nbytes(nbytes)}, with {kept}{whole}.",
             nbytes,
             lambda: list_largest(self._write(self._form_of(least), least.placements), least.list_values()),
         )
-
-
-def _holds_loops(pair: JointGraph) -> bool:
-    return any(compat.scan_in(eqn) is not None for eqn in pair.eqns)

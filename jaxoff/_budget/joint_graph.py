@@ -11,6 +11,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, variables
 
@@ -65,6 +66,11 @@ class JointGraph:
     def values(self) -> tuple[Var, ...]:
         """The carried arguments and the values of the forward pass, in program order."""
         return (*self.carried, *(v for eqn in self.eqns for v in eqn.outvars))
+
+    @property
+    def holds_loops(self) -> bool:
+        """Whether the forward pass of the layer has loops."""
+        return any(compat.scan_in(eqn) is not None for eqn in self.eqns)
 
     @functools.cached_property
     def pure(self) -> tuple[JaxprEqn, ...]:

@@ -33,6 +33,12 @@ _OTHER_DEVICES = (
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
+@functools.cache
+def _describe_topology(description: str, devices: int) -> topologies.TopologyDescription:
+    """The topology of GPUs, made once: equal targets have the same devices."""
+    return topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{devices}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """GPUs of a kind to compile for, by XLA's description. See `target`.
@@ -51,7 +57,7 @@ class Target:
     num_cores: int
     description: str = dataclasses.field(repr=False)
 
-    @functools.cached_property
+    @property
     def topology(self) -> topologies.TopologyDescription:
         """The GPUs as jax's topology: programs compile for `topology.devices`, which hold no arrays.
 
@@ -59,9 +65,7 @@ class Target:
           RuntimeError: where jax could not start its CUDA plugin.
         """
         try:
-            return topologies.get_topology_desc(
-                platform="cuda", target_config=self.description, topology=f"1x1x{self.devices}"
-            )
+            return _describe_topology(self.description, self.devices)
         except NotImplementedError as error:
             raise RuntimeError(
                 "jax's CUDA plugin is installed and did not start; jax logged why. On a machine without a "

@@ -31,3 +31,9 @@ def explicit_mesh(aval: Any) -> jax.sharding.AbstractMesh | None:
     """The mesh of a type with Explicit axes, whose sharding is a part of the type; None for other types."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return mesh if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
+
+
+def is_partly_manual(eqn: Any) -> bool:
+    """Whether an equation is in a `jax.shard_map` over some axes of its mesh, and not over all."""
+    mesh = eqn.ctx.cur_abstract_mesh
+    return bool(mesh.manual_axes) and not mesh.are_all_axes_manual

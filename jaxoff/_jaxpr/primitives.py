@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn
@@ -116,11 +117,13 @@ def is_pallas(eqn: JaxprEqn) -> bool:
 
 
 def num_shards(eqn: JaxprEqn) -> int:
-    """The number of devices of a `jax.shard_map` equation; 1 for another equation.
+    """The number of shards of a `jax.shard_map` equation, on each of which its jaxpr runs; 1 for another.
 
-    Each device runs the jaxpr in the equation on its shard of the arrays.
+    Over the axes of the mesh that are not manual the compiler divides the shards.
     """
-    return eqn.params["mesh"].size if is_shard_map(eqn) else 1
+    if not is_shard_map(eqn):
+        return 1
+    return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
 
 
 def holds_copies(program: Jaxpr) -> bool:

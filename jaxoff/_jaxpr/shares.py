@@ -56,8 +56,8 @@ def apply_to_shares(
         return arguments[0].sharding if follows_first else NamedSharding(mesh, P())
 
     def partition(mesh, arguments, shape):
-        shardings = tuple(_strip_memory_kind(argument.sharding) for argument in arguments)
-        sharding = shardings[0] if follows_first else _strip_memory_kind(shape.sharding)
+        shardings = tuple(_find_shares(argument) for argument in arguments)
+        sharding = shardings[0] if follows_first else _find_shares(shape)
         share = sharding.shard_shape(shape.shape)
 
         def apply(*shares):
@@ -76,6 +76,22 @@ def apply_to_shares(
         ),
     )
     return applied(*operands)
+
+
+def _find_shares(value: Any) -> NamedSharding:
+    """The sharding of a value without its memory, and without mesh axes that do not divide the value's.
+
+    The compiler pads what does not divide; JAX has no type for a padded share.
+    """
+    sharding = value.sharding
+    sizes = sharding.mesh.shape
+
+    def keep(axes: Any, size: int) -> Any:
+        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        return axes if size % math.prod(sizes[name] for name in names) == 0 else None
+
+    spec = (keep(axes, size) for axes, size in zip(sharding.spec, value.shape, strict=False))
+    return NamedSharding(sharding.mesh, P(*spec))
 
 
 def _strip_memory_kind(sharding: NamedSharding) -> NamedSharding:

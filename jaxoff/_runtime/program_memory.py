@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,13 @@ def program_nbytes(compiled: jax.stages.Compiled) -> int:
     return held - memory.alias_size_in_bytes
 
 
+def describe_refusal(error: Exception) -> str:
+    """XLA's reason for a program that it does not compile, in a line: of a traceback the last error."""
+    lines = str(error).splitlines()
+    raised = [line for line in lines if re.match(r"[\w.]+Error: ", line)]
+    return raised[-1] if raised and "Traceback" in lines[0] else lines[0]
+
+
 def program_nbytes_if_compiled(
     compile_program: Callable[[], jax.stages.Compiled], refusals: list[str] | None = None
 ) -> float:
@@ -35,7 +43,7 @@ def program_nbytes_if_compiled(
         return program_nbytes(compile_program())
     except jax.errors.JaxRuntimeError as error:
         if refusals is not None:
-            refusals.append(str(error).splitlines()[0])
+            refusals.append(describe_refusal(error))
         return math.inf
 
 

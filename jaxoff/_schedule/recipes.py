@@ -24,7 +24,7 @@ from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.near_miss import near_miss
 from jaxoff._report.tables import format_nbytes
 from jaxoff._runtime.flags import PlacedBy, remember_options, remember_placement
-from jaxoff._runtime.program_memory import program_nbytes
+from jaxoff._runtime.program_memory import describe_refusal, program_nbytes
 
 # A recipe may take this part more device memory than the program as given: buffer assignment varies.
 TOLERANCE = 0.01
@@ -192,7 +192,7 @@ def _try_candidate(
         nbytes, exchanged = program_nbytes(compiled), exchanged_nbytes(module)
         return Candidate(recipe, nbytes, exchanged=exchanged, copied=copied_nbytes(module))
     except jax.errors.JaxRuntimeError as error:  # out of memory at compilation, or a program that XLA refuses
-        return Candidate(recipe, None, str(error).splitlines()[0])
+        return Candidate(recipe, None, describe_refusal(error))
 
 
 def find_fallback(chosen: Recipe, candidates: Iterable[Candidate]) -> list[Finding]:

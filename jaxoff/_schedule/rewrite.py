@@ -26,6 +26,7 @@ from jaxoff._jaxpr.inline import (
     split_scalars,
     write_otherwise,
 )
+from jaxoff._jaxpr.meshes import is_partly_manual
 from jaxoff._jaxpr.primitives import is_shard_map
 from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
 from jaxoff._jaxpr.stack_slices import find_shared_stacks, find_split_slices
@@ -393,9 +394,10 @@ def _find_layer_loops(jaxpr: Jaxpr) -> dict[int, JaxprEqn]:
 def _is_layer_scan(eqn: JaxprEqn) -> bool:
     """Whether an equation is a scan which offloads residuals, or a differentiated `jaxoff.scan`.
 
-    No residual leaves an iteration of a scan over whole steps.
+    No residual leaves an iteration of a scan over whole steps. In a partly manual `jax.shard_map` the
+    compiler names shardings without the mesh's axes, which `apply_to_shares` needs.
     """
-    if compat.scan_in(eqn) is None or is_plain_loop(eqn):
+    if compat.scan_in(eqn) is None or is_plain_loop(eqn) or is_partly_manual(eqn):
         return False
     body = eqn.params["jaxpr"].jaxpr
     offloads = bool(_find_transfers(body)) and passes_host_values(body)
