@@ -14,7 +14,7 @@ from jaxoff._budget.costs import refuse_unmatched
 from jaxoff._budget.forms import NO_COPIES, Form, join_devices, step_ms
 from jaxoff._budget.joint_graph import Placements
 from jaxoff._budget.limits import Budget
-from jaxoff._budget.memory import ESTIMATE_MARGIN, argument_nbytes, estimate_nbytes
+from jaxoff._budget.memory import argument_nbytes, estimate_nbytes
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import Region, write_in_parts, write_layers_in_parts
 from jaxoff._budget.report import describe_kept
@@ -101,48 +101,17 @@ def find_fitting[P](
             found = opened.run(copies=False)
         return found
 
-    def find_tiled() -> Tried[P] | None:
-        tiled = search.tile()
+    def find_tiled(*, copies: bool = True) -> Tried[P] | None:
+        tiled = search.tile(copies=copies)
         searches.extend([] if tiled is None else [tiled])
-        return None if tiled is None else tiled.run_both()
+        return None if tiled is None else tiled.run_both() if copies else tiled.run(copies=False)
 
-    attempts = (find_tiled, find_whole) if search.is_far_beyond else (find_whole, find_tiled)
-    found = attempts[0]() or attempts[1]()
+    found = (find_tiled() or find_whole()) if search.is_far_beyond else (find_whole() or find_tiled())
+    if found and search.is_slowed(found):
+        found = min((t for t in (found, find_tiled(copies=False)) if t), key=Tried.milliseconds)
     if found is None:
         raise min((search.make_error() for search in searches), key=BudgetError.least_bytes)
     return dataclasses.replace(found, nbytes=found.nbytes / search.devices, programs=progress.programs)
-
-
-def find_estimated(
-    closed: ClosedJaxpr,
-    device: Device,
-    budget: Budget,
-    donated: Sequence[bool],
-    *,
-    devices: int = 1,
-    is_manual: bool = False,
-) -> Tried[None]:
-    """Finds the fastest program within a budget by `estimate_nbytes`, with a part of the budget left free.
-
-    Args:
-      closed, device, budget, donated, devices, is_manual: as for `find_fitting`.
-
-    Raises:
-      BudgetError: if no program fits.
-    """
-
-    def estimate(program: ClosedJaxpr) -> tuple[float, None]:
-        return estimate_nbytes(program, donated) / devices, None
-
-    part = 1 - ESTIMATE_MARGIN
-    free = dataclasses.replace(budget, device_nbytes=part * budget.device_nbytes)
-    try:
-        return find_fitting(closed, device, free, donated, estimate, devices=devices, is_manual=is_manual)
-    except BudgetError as error:
-        limit, least = format_nbytes(int(budget.device_nbytes)), error.smallest_bytes
-        text = f"Memory is estimated; {limit} less a fifth is used."
-        error = error.extend(text, None if least is None else math.ceil(least / part))
-        raise error from None
 
 
 class _Search[P]:
@@ -190,9 +159,7 @@ class _Search[P]:
         self._is_tiled = is_tiled
         self._form, self._room = self._begin(devices if self._is_manual else None)
         self.tried: list[Tried[P]] = []
-        self._progress = progress
-        self._is_opened = is_opened
-        self._closed = closed
+        self._closed, self._is_opened, self._progress = closed, is_opened, progress
         self._settings = device, budget, donated, compile_program, devices, is_manual, progress
 
     def open(self) -> _Search[P] | None:
@@ -208,19 +175,25 @@ class _Search[P]:
         program = self._form.layered.write(lambda _: next(left))
         return _Search(program, *self._settings, is_opened=True)
 
-    def tile(self) -> _Search[P] | None:
+    def tile(self, *, copies: bool) -> _Search[P] | None:
         """A search for programs with the row-wise work of layers in parts, whose sums are in another order.
 
         None where the least program has no such work, or is still far beyond the budget.
         """
         search = _Search(self._closed, *self._settings, is_tiled=True)
-        form, host_nbytes = search._in_parts, self._budget.host_nbytes
+        form, host_nbytes = search._in_parts, self._budget.host_nbytes if copies else NO_COPIES
         least = form.choose_least(host_nbytes)
         if least is None or not (form.regions or search._list_tiles(form, least[0])):
             return None
         nbytes = search._estimate_least(form, host_nbytes)
         wins = self._is_manual or nbytes <= _TILES_WIN * self._estimate_least(self._in_parts, host_nbytes)
         return search if wins and nbytes <= _WITHIN_REACH * self._budget.device_nbytes else None
+
+    def is_slowed(self, found: Tried[P]) -> bool:
+        """Whether a program's copies add more time than the least placements without copies."""
+        least = self._form.choose_least(NO_COPIES)
+        has_copies = any(placed.offloaded for placed in found.placements)
+        return has_copies and least is not None and found.added_ms > least[1]
 
     @property
     def is_far_beyond(self) -> bool:
@@ -443,7 +416,7 @@ class _Search[P]:
         kept += "" if self._form.pairs else describe_no_layers(is_manual=self._is_manual)
         whole = f" (values are counted whole; {self.devices} devices divide them)" if self.devices > 1 else ""
         return BudgetError(
-            f"no program fits {budget} of device memory. The least of {self._progress.programs} tried takes "
+            f"no program fits {budget} of device memory. The least that was tried takes "
             f"{format_nbytes(nbytes)}, with {kept}{whole}.",
             nbytes,
             lambda: list_largest(self._write(self._form_of(least), least.placements), least.list_values()),

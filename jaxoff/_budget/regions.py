@@ -69,8 +69,9 @@ class Region:
         return self.nbytes - self.nbytes // self.parts - sums
 
     def __str__(self) -> str:
-        largest = max((v for eqn in self.eqns for v in eqn.outvars if v not in self.results), key=_nbytes)
-        where = compat.source_line(self.eqns[0])
+        made = [(v, eqn) for eqn in self.eqns for v in eqn.outvars if v not in self.results]
+        largest, eqn = max(made, key=lambda pair: _nbytes(pair[0]))
+        where = compat.source_line(eqn)
         return f"{format_type(largest.aval)}, {format_nbytes(self.nbytes)}, in {self.parts} parts: {where}"
 
 

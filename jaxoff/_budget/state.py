@@ -274,7 +274,7 @@ def _join_errors(error: BudgetError, latest: BudgetError, chosen: Sequence[Updat
 def _sum_ms(found: tuple[Tried[Any], HostedState]) -> float:
     """The time of a step, by the model."""
     tried, hosted = found
-    return tried.base_ms + tried.added_ms + hosted.milliseconds
+    return tried.milliseconds() + hosted.milliseconds
 
 
 def _choose(updates: Sequence[Update], nbytes: float) -> list[Update]:

@@ -47,6 +47,10 @@ class Tried[P]:
     program: P
     tiles: tuple[Region, ...] = ()
 
+    def milliseconds(self) -> float:
+        """The time of a step, by the model."""
+        return self.base_ms + self.added_ms
+
     def list_values(self) -> tuple[PlacedValue, ...]:
         """The values of all layers with their placements."""
         pairs = zip(self.pairs, self.placements, strict=True)
@@ -59,7 +63,7 @@ class Tried[P]:
             device_bytes=budget.device_nbytes,
             peak_bytes=self.nbytes,
             host_bytes=sum(v.nbytes for v in values if v.placement == "offload"),
-            step_ms=self.base_ms + self.added_ms,
+            step_ms=self.milliseconds(),
             device=device.name,
             is_compiled=is_compiled,
             programs=self.programs,

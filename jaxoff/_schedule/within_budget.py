@@ -11,7 +11,8 @@ from typing import Any
 from jax.sharding import Sharding
 
 from jaxoff._budget.budget_error import BudgetError
-from jaxoff._budget.fit import find_estimated, find_fitting
+from jaxoff._budget.estimated import find_estimated
+from jaxoff._budget.fit import find_fitting
 from jaxoff._budget.forms import step_ms
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.limits import Budget

@@ -188,7 +188,7 @@ def test_layers_that_all_differ_take_no_more_than_with_a_checkpoint_of_each(coun
 
 @pytest.mark.long
 def test_a_budget_that_nothing_fits_says_the_least():
-    with pytest.raises(jaxoff.BudgetError, match=r"no program fits 1\.00 MB.*The least of \d tried takes"):
+    with pytest.raises(jaxoff.BudgetError, match=r"no program fits 1\.00 MB.*The least that was tried takes"):
         compile_within(jaxoff.target("h100"), step, arguments(), 1e6)
 
 

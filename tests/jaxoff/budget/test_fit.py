@@ -13,7 +13,8 @@ import jaxoff
 from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.choose import choose_placements, saved_nbytes
 from jaxoff._budget.costs import Costs
-from jaxoff._budget.fit import TRIES, find_estimated, find_fitting
+from jaxoff._budget.estimated import find_estimated
+from jaxoff._budget.fit import TRIES, find_fitting
 from jaxoff._budget.forms import step_ms
 from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import Placements, list_recomputed
@@ -132,7 +133,7 @@ def test_a_program_traced_again_has_the_same_integer_program(monkeypatch):
 
 def test_what_nothing_fits_is_an_error_with_the_least(closed):
     with pytest.raises(
-        BudgetError, match=r"no program fits 9\.00 MB of device memory. The least of \d"
+        BudgetError, match=r"no program fits 9\.00 MB of device memory. The least that"
     ) as error:
         find_fitting(closed, H200, Budget(9e6), DONATED, Compiler(10e6, 1.0))
     assert error.value.smallest_bytes is not None

@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from bench.client_steps import PROGRAMS
-from jaxoff._budget import regions
-from jaxoff._budget.fit import find_estimated
+from jaxoff._budget import choose, fit, regions
+from jaxoff._budget.estimated import find_estimated
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.parts import write_layers_in_parts
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.primitives import holds_copies
 from tests.jaxoff.budget.test_parts import list_shapes
 
 LAYERS, WIDTH, HIDDEN, HEADS, VOCABULARY = 3, 32, 192, 4, 64
@@ -213,7 +214,7 @@ def test_a_search_takes_parts_of_layers_where_no_placements_fit(form, monkeypatc
     donated = [True] * len(closed.jaxpr.invars)
     device = jaxoff.Device.of("h100")
     with monkeypatch.context() as patch:
-        patch.setattr("jaxoff._budget.fit._Search.tile", lambda search: None)
+        patch.setattr("jaxoff._budget.fit._Search.tile", lambda search, copies: None)
         with pytest.raises(jaxoff.BudgetError) as error:
             find_estimated(closed, device, Budget(1e6, None), donated)
     least = error.value.smallest_bytes
@@ -233,3 +234,26 @@ def test_each_process_writes_the_same_program(form):
         return str(write_layers_in_parts(jax.make_jaxpr(lambda *args: step(*args))(*args), 1e5)[0])
 
     assert len({write() for _ in range(4)}) == 1
+
+
+def test_a_search_takes_parts_of_layers_where_copies_are_slower(monkeypatch):
+    """By a compiler that gets within the budget with copies, or with layers in parts."""
+    closed = jax.make_jaxpr(step)(*jax.eval_shape(lambda: arguments(1, 4096)))
+    donated = [True] * len(closed.jaxpr.invars)
+    tile, searches = fit._Search.tile, []
+
+    def note(search, **options):
+        searches.append(tile(search, **options))
+        return searches[-1]
+
+    monkeypatch.setattr(fit._Search, "tile", note)
+    monkeypatch.setattr(choose, "_LEAST_OFFLOADED_NBYTES", 0)  # a layer's input takes half a megabyte
+
+    def compile_program(program):
+        fits = bool(searches) or holds_copies(program.jaxpr)
+        return (0.99 if fits else 1.3) * budget, None
+
+    budget = 0.8 * 1.0143e9  # of what the least program takes, by the estimate
+    device = dataclasses.replace(jaxoff.Device.of("h100"), d2h_gbps=0.5, h2d_gbps=0.5)
+    found = fit.find_fitting(closed, device, Budget(budget), donated, compile_program)
+    assert not any(placed.offloaded for placed in found.placements) and found.tiles
