@@ -1,6 +1,6 @@
 """Turns results of `bench.moe` into a page with a markdown table.
 
-python -m bench.moe_table bench/results/moe/layer_*.json --markdown docs/moe-layer.md
+python -m bench.moe_table bench/results/moe/layer_h100_*.json --markdown docs/moe-layer.md
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def sparkline(values: Sequence[float], *, width: int = 60, blocks: str = BLOCKS)
     edges = [len(values) * i // count for i in range(count + 1)]
     means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(blocks[round((mean - low) * scale)] for mean in means)
+    spread = (high - low) or 1.0
+    return "".join(blocks[round((mean - low) / spread * (len(blocks) - 1))] for mean in means)
 
 
 def draw(path: Path, train: Curve, held_out: Curve, byte_frequency: float, title: str) -> None:

@@ -26,7 +26,7 @@ _HIDING_SHARE = 0.9
 _BUFFERS = 2
 # The least part of the copies of state in the open, beside a backward loop: a decoder's eight layers with
 # 13 GB of state (bench/LOG.md, "updates in the backward pass").
-_EXPOSED_STATE_SHARE = 0.37
+_EXPOSED_STATE_SHARE = 0.52
 # Cost of any offload in a loop for each of its kernels, beside copies in the open: kernels run in jaxoff's
 # order then, each behind the one before. Fitted to a decoder and a state space model on an H100 and an H200
 # (bench/LOG.md, "2026-11-26: plans by the compiler alone").

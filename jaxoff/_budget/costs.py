@@ -23,6 +23,10 @@ from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, index_betw
 from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_compute, is_fused
 from jaxoff._report.near_miss import near_miss
 
+# Part of the link's rate, both directions at a time, that a loop over blocks of state reaches (bench/LOG.md,
+# "2026-11-26: state on the host").
+STREAMED_SHARE = 0.9
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
@@ -105,7 +109,7 @@ class Costs:
             ready,
             sum(forward),
             sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
-            device.both_ms(sum(compat.nbytes_of(eqn.outvars) for eqn in sends)),
+            device.both_ms(sum(compat.nbytes_of(eqn.outvars) for eqn in sends)) / STREAMED_SHARE,
             len(graph.kernels) + len(rest.kernels),
             segments,
             _find_compressible(pair, nbytes, compress),

@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import Sharding
 
 from jaxoff._budget.budget_error import BudgetError
+from jaxoff._budget.costs import STREAMED_SHARE
 from jaxoff._budget.fit import CLOSE_ENOUGH
 from jaxoff._budget.labels import format_type
 from jaxoff._budget.limits import Budget
@@ -29,9 +30,6 @@ from jaxoff._state.manual import ManualStep
 from jaxoff._state.stream import list_streamable, plan_loops, stream_updates
 from jaxoff._state.updates import LEAST_NBYTES, Update, find_updates
 
-# Part of the link's rate, both directions at a time, that a loop over blocks reaches (bench/LOG.md,
-# "2026-11-26: state on the host").
-_STREAMED_SHARE = 0.9
 # Bytes to win beyond the missing bytes, as a part of these: kernels' workspaces differ between programs.
 _SPARE = 0.05
 # State is worth programs with state on the host if it takes this part of the missing bytes, since updates in
@@ -321,4 +319,4 @@ def _count_lowered(updates: Sequence[Update]) -> int:
 
 def _estimate_ms(nbytes: int, device: Device) -> float:
     """The time to bring bytes to the device and back, both at a time."""
-    return device.both_ms(nbytes) / _STREAMED_SHARE
+    return device.both_ms(nbytes) / STREAMED_SHARE

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -28,6 +28,7 @@ def test_the_sparkline_averages_what_does_not_fit():
 
 @settings(deadline=None)
 @given(LOSSES, st.integers(1, 80))
+@example([0.0, -1e-308], 2)  # whose reciprocal is infinite
 def test_any_losses_make_a_sparkline(values, width):
     line = sparkline(values, width=width)
     assert len(line) == min(width, len(values))

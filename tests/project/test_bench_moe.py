@@ -59,11 +59,12 @@ def test_operations_are_those_of_the_products():
     assert "tiny" not in MEASURED
 
 
-def test_the_page_is_that_of_the_results():
+@pytest.mark.parametrize(("device", "name"), [("h100", "moe-layer.md"), ("h200", "moe-layer-h200.md")])
+def test_the_page_is_that_of_the_results(device, name):
     root = Path(__file__).parents[2]
-    found = sorted((root / "bench" / "results" / "moe").glob("layer_*.json"))
+    found = sorted((root / "bench" / "results" / "moe").glob(f"layer_{device}_*.json"))
     page = moe_table.markdown(json.loads(path.read_text()) for path in found)
-    assert (root / "docs" / "moe-layer.md").read_text() == page
+    assert (root / "docs" / name).read_text() == page
 
 
 def test_a_slower_case_is_bold_and_a_missing_peer_is_left_out():
