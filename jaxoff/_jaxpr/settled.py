@@ -104,7 +104,7 @@ class _Choice:
     def _evaluate(self, eqn: JaxprEqn) -> None:
         """Notes the result of an equation of scalars whose operands are known."""
         operation = _OPERATIONS.get(eqn.primitive.name)
-        if operation is None or not _is_index(eqn.outvars[0]):
+        if operation is None or len(eqn.outvars) != 1 or not _is_index(eqn.outvars[0]):
             return
         operands, value = [self._find_value(v) for v in eqn.invars], None
         if all(operand is not None for operand in operands):
