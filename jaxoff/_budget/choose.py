@@ -25,7 +25,7 @@ _HIDING_SHARE = 0.9
 # Buffers on the device for an offloaded value: a copy reads the first while a kernel fills the second.
 _BUFFERS = 2
 # The least part of the copies of state in the open, beside a backward loop: a decoder's eight layers with
-# 13 GB of state (bench/LOG.md, "updates in the backward pass").
+# 14 GB of state (bench/LOG.md, "reloads of residuals beside state").
 _EXPOSED_STATE_SHARE = 0.52
 # Cost of any offload in a loop for each of its kernels, beside copies in the open: kernels run in jaxoff's
 # order then, each behind the one before. Fitted to a decoder and a state space model on an H100 and an H200

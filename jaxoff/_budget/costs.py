@@ -25,7 +25,7 @@ from jaxoff._report.near_miss import near_miss
 
 # Part of the link's rate, both directions at a time, that a loop over blocks of state reaches (bench/LOG.md,
 # "2026-11-26: state on the host").
-STREAMED_SHARE = 0.9
+_STREAMED_SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +109,17 @@ class Costs:
             ready,
             sum(forward),
             sum(step_kernel_ms(rest, i, device) for i in rest.kernels),
-            device.both_ms(sum(compat.nbytes_of(eqn.outvars) for eqn in sends)) / STREAMED_SHARE,
+            streamed_ms(sum(compat.nbytes_of(eqn.outvars) for eqn in sends), device),
             len(graph.kernels) + len(rest.kernels),
             segments,
             _find_compressible(pair, nbytes, compress),
             statistics.sums,
         )
+
+
+def streamed_ms(nbytes: int, device: Device) -> float:
+    """The time to bring bytes of state to the device and back, both at a time."""
+    return device.both_ms(nbytes) / _STREAMED_SHARE
 
 
 def _label_compressible(pair: JointGraph, values: Iterable[Var]) -> Iterator[tuple[Var, str]]:

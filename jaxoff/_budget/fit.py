@@ -103,11 +103,16 @@ def find_fitting[P](
 
     def find_tiled(*, copies: bool = True) -> Tried[P] | None:
         tiled = search.tile(copies=copies)
-        searches.extend([] if tiled is None else [tiled])
-        return None if tiled is None else tiled.run_both() if copies else tiled.run(copies=False)
+        if tiled is None:
+            return None
+        searches.append(tiled)
+        return tiled.run_both() if copies else tiled.run(copies=False)
 
-    found = (find_tiled() or find_whole()) if search.is_far_beyond else (find_whole() or find_tiled())
-    if found and search.is_slowed(found):
+    if search.is_far_beyond:
+        found = find_tiled() or find_whole()
+    elif (found := find_whole()) is None:
+        found = find_tiled()
+    elif search.is_slowed(found):
         found = min((t for t in (found, find_tiled(copies=False)) if t), key=Tried.milliseconds)
     if found is None:
         raise min((search.make_error() for search in searches), key=BudgetError.least_bytes)

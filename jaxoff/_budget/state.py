@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import Sharding
 
 from jaxoff._budget.budget_error import BudgetError
-from jaxoff._budget.costs import STREAMED_SHARE
+from jaxoff._budget.costs import streamed_ms
 from jaxoff._budget.fit import CLOSE_ENOUGH
 from jaxoff._budget.labels import format_type
 from jaxoff._budget.limits import Budget
@@ -160,7 +160,7 @@ class State:
             found = find(program, dataclasses.replace(budget, host_nbytes=left))
             in_blocks = self._list_in_blocks(chosen) if early else chosen
             values = self._list_values(chosen, paths, in_blocks)
-            return found, HostedState(tuple(values), _estimate_ms(_count_nbytes(in_blocks), device))
+            return found, HostedState(tuple(values), streamed_ms(_count_nbytes(in_blocks), device))
 
         wanted, too_few = (1 + _SPARE) * missing_nbytes, 0
         # Beside the backward pass copies take the least time. Its few rows are large, and may not fit.
@@ -315,8 +315,3 @@ def _count_nbytes(updates: Iterable[Update]) -> int:
 def _count_lowered(updates: Sequence[Update]) -> int:
     """Bytes by which updates in blocks lower the memory on the device."""
     return _count_nbytes(updates) - sum(loop.buffer_nbytes for loop in plan_loops(updates))
-
-
-def _estimate_ms(nbytes: int, device: Device) -> float:
-    """The time to bring bytes to the device and back, both at a time."""
-    return device.both_ms(nbytes) / STREAMED_SHARE
