@@ -38,7 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxoff
 from bench.client_steps.decoder import initialize_decoder, normalize, stack
-from bench.client_steps.step import OPTIMIZER, Sizes, offload
+from bench.client_steps.step import Sizes, offload
 from bench.provenance import provenance
 from jaxoff._runtime.program_memory import program_nbytes
 
@@ -122,14 +122,14 @@ def make_step(sizes: Sizes, variant: str) -> tuple[Callable[..., Any], Any]:
         weights, masters, optimizer_state = state
         loss, grads = jax.value_and_grad(loss_of)(weights, tokens)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        updates, optimizer_state = OPTIMIZER.update(grads, optimizer_state, masters)
+        updates, optimizer_state = sizes.optimizer.update(grads, optimizer_state, masters)
         masters = optax.apply_updates(masters, updates)
         weights = jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters)
         return (weights, masters, optimizer_state), loss
 
     def initialize(key):
         masters = initialize_decoder(sizes, list if variant == "list" else stack, key)
-        return jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters), masters, OPTIMIZER.init(masters)
+        return jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters), masters, sizes.optimizer.init(masters)
 
     return step, (jax.eval_shape(initialize, jax.random.key(0)), sizes.tokens)
 

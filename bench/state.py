@@ -102,6 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sizes", choices=["full", "tiny"], default="full")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--microbatches", type=int, help="each of two sequences; for accumulation")
+    parser.add_argument("--unclipped", action="store_true", help="AdamW on gradients as they are")
     parser.add_argument("--divide", choices=DIVISIONS, help="state and batch over all devices, each as large")
     parser.add_argument("--device-gb", type=float, nargs="*", default=[])
     parser.add_argument("--variants", nargs="*", choices=["device", "edges"], default=["device", "edges"])
@@ -115,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     changes: dict[str, int] = {"layers": options.layers} if options.layers else {}
     if options.microbatches:
         changes |= {"microbatches": options.microbatches, "batch": 2 * options.microbatches}
-    sizes = dataclasses.replace(program.sizes, **changes)
+    sizes = dataclasses.replace(program.sizes, **changes, clipped=not options.unclipped)
     if options.divide:
         sizes = dataclasses.replace(sizes, batch=sizes.batch * jax.device_count())
     step = program.build(sizes, attention="cudnn" if jax.default_backend() == "gpu" else "xla")

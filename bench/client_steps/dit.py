@@ -14,7 +14,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from bench.client_steps.encoder_decoder import make_waves
-from bench.client_steps.step import OPTIMIZER, ClientStep, Sizes
+from bench.client_steps.step import ClientStep, Sizes
 from bench.client_steps.vit import initialize_linear, linear
 
 CHANNELS = 16
@@ -53,7 +53,7 @@ def build_dit(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> ClientS
             "out": initialize_linear(keys[4], s.width, CHANNELS),
         }
         average = jax.tree.map(jnp.copy, params)
-        return {"params": params, "ema": average, "opt": OPTIMIZER.init(params), "step": jnp.zeros((), int)}
+        return {"params": params, "ema": average, "opt": s.optimizer.init(params), "step": jnp.zeros((), int)}
 
     def layer(w, x, condition):
         x = checkpoint_name(x, "dit.in")
@@ -92,7 +92,7 @@ def build_dit(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> ClientS
     def step(state, batch):
         key = jax.random.fold_in(jax.random.key(0), state["step"])
         loss, grads = jax.value_and_grad(loss_of)(state["params"], batch, key)
-        updates, moments = OPTIMIZER.update(grads, state["opt"], state["params"])
+        updates, moments = s.optimizer.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         average = optax.incremental_update(params, state["ema"], 1 - DECAY)
         return {"params": params, "ema": average, "opt": moments, "step": state["step"] + 1}, loss

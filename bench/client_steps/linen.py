@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
-from bench.client_steps.step import OPTIMIZER, ClientStep, Sizes
+from bench.client_steps.step import ClientStep, Sizes
 
 
 class Block(nn.Module):
@@ -74,7 +74,7 @@ def build_linen(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> Clien
 
     def initialize(key):
         params = model.init(key, jnp.zeros((1, sizes.length), jnp.int32))["params"]
-        return TrainState.create(apply_fn=None, params=params, tx=OPTIMIZER)
+        return TrainState.create(apply_fn=None, params=params, tx=sizes.optimizer)
 
     def step(state, tokens):
         def loss_of(params):

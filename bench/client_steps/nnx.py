@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from bench.client_steps.step import OPTIMIZER, ClientStep, Sizes
+from bench.client_steps.step import ClientStep, Sizes
 
 
 class Block(nnx.Module):
@@ -103,7 +103,7 @@ def build_nnx_step(make_model: Callable[[nnx.Rngs], Any], sizes: Sizes) -> Clien
 
     def make(key):
         model = make_model(nnx.Rngs(params=key))
-        return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+        return model, nnx.Optimizer(model, sizes.optimizer, wrt=nnx.Param)
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(jax.random.key(0))))
 

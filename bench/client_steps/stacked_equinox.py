@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
-from bench.client_steps.step import OPTIMIZER, ClientStep, Sizes
+from bench.client_steps.step import ClientStep, Sizes
 
 
 class Block(eqx.Module):
@@ -105,7 +105,7 @@ def build_equinox(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> Cli
 
     def initialize(key):
         arrays = eqx.filter(make(key), eqx.is_array)
-        return arrays, OPTIMIZER.init(arrays)
+        return arrays, sizes.optimizer.init(arrays)
 
     def loss_of(model, tokens):
         logits = model(tokens[:, :-1], policy)
@@ -115,7 +115,7 @@ def build_equinox(sizes: Sizes, policy: Any, *, attention: Any = "cudnn") -> Cli
         arrays, optimizer_state = state
         model = eqx.combine(arrays, rest)
         loss, grads = eqx.filter_value_and_grad(loss_of)(model, tokens)
-        updates, optimizer_state = OPTIMIZER.update(grads, optimizer_state, arrays)
+        updates, optimizer_state = sizes.optimizer.update(grads, optimizer_state, arrays)
         model = eqx.apply_updates(model, updates)
         return (eqx.filter(model, eqx.is_array), optimizer_state), loss
 

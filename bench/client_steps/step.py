@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+ADAMW = optax.adamw(3e-4)
+CLIPPED_ADAMW = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -27,6 +30,7 @@ class Sizes:
       microbatches: the parts of a batch, where gradients are accumulated.
       source_length: tokens of the encoder, in a model with an encoder.
       experts: the number of experts of an MLP, where MLPs have experts.
+      clipped: whether gradients are clipped by their global norm before AdamW.
     """
 
     layers: int = 8
@@ -42,6 +46,12 @@ class Sizes:
     microbatches: int = 2
     source_length: int = 0
     experts: int = 0
+    clipped: bool = True
+
+    @property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """AdamW, the same object for equal sizes: NNX compares optimizers by identity."""
+        return CLIPPED_ADAMW if self.clipped else ADAMW
 
     @property
     def tokens(self) -> jax.ShapeDtypeStruct:
@@ -107,9 +117,6 @@ class ClientStep:
         return make_all(data) | {"frozen": jax.jit(self.initialize_frozen)(key)}
 
 
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
-
-
 def build_step(
     loss_of: Callable[..., Any],
     initialize_params: Callable[..., Any],
@@ -133,12 +140,12 @@ def build_step_of_gradients(
 
     def initialize(key):
         params = initialize_params(key)
-        return params, OPTIMIZER.init(params)
+        return params, sizes.optimizer.init(params)
 
     def step(state, batch):
         params, optimizer_state = state
         loss, grads = value_and_grad(params, batch)
-        updates, optimizer_state = OPTIMIZER.update(grads, optimizer_state, params)
+        updates, optimizer_state = sizes.optimizer.update(grads, optimizer_state, params)
         return (optax.apply_updates(params, updates), optimizer_state), loss
 
     return ClientStep.of(step, initialize, batch, sizes, initialize_frozen)

@@ -153,9 +153,11 @@ class Chain:
         tied: Substitutes = {}
         if is_compute(self._eqns[i]):  # it waits for all small results
             return tied
-        kept = self.substitutes.keys() | self._problem.outs
+        outs = self._problem.outs
         ended = [
-            v for v in self._graph.reads[i] if self._is_large(v) and self.unread[v] == 1 and v not in kept
+            v
+            for v in self._graph.reads[i]
+            if self._is_large(v) and self.unread[v] == 1 and v not in self.substitutes and v not in outs
         ]
         for small in self.small_results:
             maker = self._graph.maker[small]

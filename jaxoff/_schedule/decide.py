@@ -115,17 +115,23 @@ class Draft:
         waiting = [i for i in self._graph.kernels if self._problem.in_order[i] and self._takes_turns(i)]
         while waiting:
             candidates = self._find_leading(waiting) + waiting[:_LOOKAHEAD]
-            ready = {i: self._graph.find_ready_ms(i, self._placed, self._available) for i in candidates}
-            first = next(
-                (i for i in candidates if ready[i] <= self._time), min(candidates, key=lambda i: ready[i])
-            )
-            self._time = max(self._time, ready[first])
-            self._place(first)
+            self._place(self._take_first_ready(candidates))
             waiting = [i for i in waiting if i not in self._placed]
         for i in self._graph.kernels:
             self._place(i)
         late = frozenset(self.times.find_late_reloads(self._problem.reuses_buffer_of))
         return Schedule(tuple(self._chain.actions), self._chain.renamed, late)
+
+    def _take_first_ready(self, candidates: list[int]) -> int:
+        """The first kernel that waits for no copy; where all wait, the one that waits least."""
+        ready: dict[int, float] = {}
+        for i in candidates:
+            ready[i] = self._graph.find_ready_ms(i, self._placed, self._available)
+            if ready[i] <= self._time:
+                return i
+        first = min(ready, key=ready.__getitem__)
+        self._time = ready[first]
+        return first
 
     def _takes_turns(self, i: int) -> bool:
         """Whether a kernel waits for its turn; the others run where their results are read, or at the end.
@@ -326,7 +332,7 @@ class Draft:
             chain.delay_reload(i)
         elif compat.transfer_in(eqn) == "D2H":
             self.times.add_send(i)
-        chain.actions.append(self._make_run(i, chain.substitutes | chain.renamed | behind))
+        chain.actions.append(self._make_run(i, behind))
         self.held.make(i)
         chain.append(i, behind, chained=is_chained(eqn, self._large_nbytes) if chained is None else chained)
         if self._problem.waits_for_sends:
@@ -339,10 +345,12 @@ class Draft:
             if v in self._available and not is_collective(self._eqns[self._graph.maker[v]]):
                 self.times.first_reads.setdefault(self._graph.maker[v], chain.length)
 
-    def _make_run(self, i: int, substitutes: Substitutes) -> Run:
+    def _make_run(self, i: int, behind: Substitutes) -> Run:
         equations = (*self._graph.fused[i], i)
         reads = {v for j in equations for v in self._eqns[j].invars if isinstance(v, Var)}
-        operands = {v: substitutes[v] for v in reads if v in substitutes}
+        operands: Substitutes = {}
+        for replaced in (self._chain.substitutes, self._chain.renamed, behind):
+            operands |= {v: replaced[v] for v in reads if v in replaced}
         if not is_collective(self._eqns[i]):
             return Run(equations, operands)
         bits = tuple(self._bits[j] for j in self._collectives.find_awaited(i))

@@ -34,7 +34,7 @@ from jaxoff._schedule.prepare import prepare
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import Watch, find_lost_order
 from jaxoff._schedule.rewrite import Rewritten
-from jaxoff._schedule.settings import Setting, add_without_graphs, complete, list_settings
+from jaxoff._schedule.settings import Setting, add_without_graphs, complete, list_for_cpus, list_settings
 from jaxoff._schedule.traced import ProbedError, Traced
 from jaxoff._schedule.tuning import (
     Tuning,
@@ -246,7 +246,7 @@ class Jitted:
             settings[recipe] = complete(settings[recipe], call, self._make_instance)
             return self._compile(call, traced, unmet, settings[recipe])
 
-        recipe, candidates = choose_recipe([*settings], compile_recipe, several_devices=call.devices > 1)
+        recipe, candidates = choose_recipe([*settings], compile_recipe, call.place)
         self._report([*find_fallback(recipe, candidates), *unmet.get(settings[recipe], ())])
         return settings[recipe]
 
@@ -385,7 +385,7 @@ class Jitted:
         settings = list_settings(traced.program, self._given, has_twin=has_twin)
         if self._recipe is not None:
             return [s for s in settings if s.recipe is self._recipe] or settings[:1]
-        return settings if compares else settings[:1]
+        return settings if compares else list_for_cpus(settings, call.devices)
 
     def _find_instance(self, call: Call, setting: Setting | None) -> Any:
         """The `jax.jit` function for a call's types and a setting; without a setting, a probe."""

@@ -79,6 +79,14 @@ def list_settings(
     ]
 
 
+def list_for_cpus(settings: list[Setting], devices: int) -> list[Setting]:
+    """The settings of a program on CPUs, where nothing is compared: the first that compiles.
+
+    Over several devices the second is the program as given, for one that JAX or XLA cannot divide otherwise.
+    """
+    return [settings[0], *(s for s in settings[1:] if s.recipe is Recipe.STOCK and devices > 1)]
+
+
 def add_without_graphs(settings: list[Setting], given: Mapping[str, Any]) -> list[Setting]:
     """Settings to be timed: also without CUDA graphs where a setting captures XLA's default commands.
 

@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
+from jaxoff._jaxpr import shares
 
 LAYERS, WIDTH, HEADS = 3, 24, 6
 OFFLOAD = jaxoff.policy(offload=["up"])
@@ -61,3 +63,27 @@ def test_devices_that_do_not_divide_the_heads():
     up = make_array(mesh, P(None, "tp"), LAYERS, WIDTH, 3 * WIDTH)
     down = make_array(mesh, P(None, None, "tp"), LAYERS, 3 * WIDTH, WIDTH)
     assert_like_jit(step, {"up": up, "down": down}, make_array(mesh, P(), 4, 16, WIDTH))
+
+
+def test_a_program_that_jax_cannot_divide_in_another_order_runs_as_given(monkeypatch):
+    def refuse(value):
+        raise ValueError(f"no sharding for a share of {value.shape}")
+
+    monkeypatch.setattr(shares, "_find_shares", refuse)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("tp",))
+
+    def layer(x, w):
+        return x + jax.nn.gelu(jaxoff.name(x @ w["up"], "up")) @ w["down"], None
+
+    def step(params, x):
+        def loss(params):
+            return jnp.mean(lax.scan(jax.checkpoint(layer, policy=OFFLOAD), x, params)[0] ** 2)
+
+        return jax.value_and_grad(loss)(params)
+
+    up = make_array(mesh, P(None, None, "tp"), LAYERS, WIDTH, 4 * WIDTH)
+    down = make_array(mesh, P(None, "tp"), LAYERS, 4 * WIDTH, WIDTH)
+    args = {"up": up, "down": down}, make_array(mesh, P(), 16, WIDTH)
+    with pytest.warns(UserWarning, match="no sharding for a share") as warned:
+        assert_like_jit(step, *args)
+    assert "recipe 'stock'" in str(warned[0].message)
