@@ -1,5 +1,6 @@
 """The command line: `jaxoff COMMAND`, which is `python -m jaxoff COMMAND`, too."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -116,13 +117,15 @@ def plan(
     Exit status 2, with the reason, where there is no plan.
     """
     import jaxoff
+    from jaxoff._cli.standard_output import to_standard_error
     from jaxoff._cli.user_errors import report_errors
     from jaxoff._cli.user_function import load_user_function
 
     with report_errors():
         fun, *arguments = load_user_function(function)
         given: dict[str, Any] = {"host_bytes": None if host_gb is None else host_gb * 1e9, "device": device}
-        planned = jaxoff.plan(fun, *arguments, device_bytes=device_gb * 1e9, compiled=compiled, **given)
+        with to_standard_error() if as_json else contextlib.nullcontext():
+            planned = jaxoff.plan(fun, *arguments, device_bytes=device_gb * 1e9, compiled=compiled, **given)
         print(planned.to_json() if as_json else planned)
         if picture is not None:
             jaxoff.frontier(fun, *arguments, **given).draw(picture)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.labels import label
+from jaxoff._budget.limits import UnmatchedError
 from jaxoff._budget.row_statistics import find_row_statistics
 from jaxoff._budget.segments import Segments
 from jaxoff._device.flops import product_flops
@@ -150,7 +151,7 @@ def refuse_unmatched(costs: Sequence[Costs], patterns: Sequence[str]) -> None:
     """Raises for patterns of values to compress that match none.
 
     Raises:
-      ValueError: for a pattern without a value of a loop that can be compressed.
+      UnmatchedError: for a pattern without a value of a loop that can be compressed.
     """
     if not patterns:
         return
@@ -158,7 +159,7 @@ def refuse_unmatched(costs: Sequence[Costs], patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if not fnmatch.filter(found, pattern):
             names = ", ".join(sorted(found)) or "none"
-            raise ValueError(
+            raise UnmatchedError(
                 "compress lists values of loops over layers, floating-point with a last axis divisible by "
                 f"{LEAST_BLOCK}, and no operands of choices (top_k, sort); {pattern!r} matches none "
                 f"of them ({names}).{near_miss(pattern, sorted(found))}"

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import ctypes
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -73,35 +70,11 @@ class IntegerProgram:
         objective = np.zeros(len(self._upper))
         for variable, factor in cost.items():
             objective[variable] = factor
-        with _silence_output():
-            found = milp(
-                objective,
-                integrality=np.array(self._integer, int),
-                bounds=Bounds(np.array(self._lower), np.array(self._upper)),  # pyright: ignore
-                constraints=LinearConstraint(matrix, ub=np.array(bounds)),  # pyright: ignore
-                options={"mip_rel_gap": _GAP, "node_limit": _NODES, "time_limit": _SECONDS},
-            )
+        found = milp(
+            objective,
+            integrality=np.array(self._integer, int),
+            bounds=Bounds(np.array(self._lower), np.array(self._upper)),  # pyright: ignore
+            constraints=LinearConstraint(matrix, ub=np.array(bounds)),  # pyright: ignore
+            options={"mip_rel_gap": _GAP, "node_limit": _NODES, "time_limit": _SECONDS},
+        )
         return found.x
-
-
-@contextlib.contextmanager
-def _silence_output() -> Iterator[None]:
-    """Discards the standard output of C code.
-
-    HiGHS prints a line under any options. The line would precede a plan printed as JSON.
-    """
-    try:
-        flush, kept = ctypes.CDLL(None).fflush, os.dup(1)
-    except (AttributeError, OSError, TypeError):  # no C library of that kind, or no standard output
-        yield
-        return
-    flush(None)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)

@@ -11,6 +11,10 @@ from typing import Any
 import jax
 
 
+class UnmatchedError(ValueError):
+    """A pattern of values to compress matches none."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """The most memory of a step, on each device and for each device on the host; None on the host for any.
@@ -98,7 +102,7 @@ def parse_nbytes(value: float | str, name: str) -> float:
       ValueError: for text of another form, for numbers below 0, and for 0 bytes of device memory.
     """
     if isinstance(value, str):
-        found = re.fullmatch(r"([0-9.]+)\s*([kMGT]i?)?B", value.strip())
+        found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kMGT]i?)?B", value.strip())
         unit = (found.group(2) or "") if found else ""
         scale = (1024 if unit.endswith("i") else 1000) ** " kMGT".index(unit[:1] or " ")
         nbytes = float(found.group(1)) * scale if found else math.nan

@@ -24,6 +24,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, make_masks_inside, resolve
+from jaxoff._jaxpr.lowered import has_ordered_effects
 from jaxoff._jaxpr.scopes import is_transposed
 
 _LONG_NBYTES = 1 << 20  # of an iteration's rows: about 1 us of a GPU's time for each access to memory
@@ -131,10 +132,13 @@ def _pair(
     reads: Mapping[Any, int],
     makers: Mapping[Var, JaxprEqn],
 ) -> LoopPair | None:
-    """The pair of two loops; None if a body has effects or constants of its own, or they share no value."""
+    """The pair of two loops; None if they share no value, or a body has constants, or effects with results.
+
+    What prints in a body, such as `jax.debug.print`, has no results: it stays there and is not repeated.
+    """
     layout, own = _layout(forward), _layout(backward)
     bodies = [eqn.params["jaxpr"] for eqn in (forward, backward)]
-    if any(closed.consts or compat.has_side_effects(closed.jaxpr) for closed in bodies):
+    if any(closed.consts or has_ordered_effects(closed) for closed in bodies):
         return None
     if _is_unrolled_for_time(forward) or _is_unrolled_for_time(backward):
         return None
@@ -145,6 +149,8 @@ def _pair(
     body = make_masks_inside(body, constants.arguments, makers)
     numbering = Numbering(body.invars, body.eqns, constants.aliases)
     theirs, _ = inline_body(bodies[1].jaxpr)
+    if any(eqn.outvars and compat.has_side_effects(eqn) for eqn in (*body.eqns, *theirs.eqns)):
+        return None
 
     # The backward body's arguments, as arguments and results of the forward body.
     carried = layout.num_carry

@@ -98,8 +98,8 @@ def nbytes_of(values: Iterable[Any]) -> int:
     return sum(nbytes(v.aval) for v in values)
 
 
-def has_side_effects(jaxpr: Jaxpr) -> bool:
-    """Whether a program has effects other than the names of mesh axes, an effect of each collective."""
+def has_side_effects(jaxpr: Jaxpr | JaxprEqn) -> bool:
+    """Whether a program or equation has effects other than the names of mesh axes, which collectives have."""
     return any(not isinstance(effect, _NamedAxisEffect) for effect in jaxpr.effects)
 
 

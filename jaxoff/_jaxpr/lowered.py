@@ -6,11 +6,20 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+from jax._src import effects as _effects
 from jax.extend.mlir import ir
 
 # The memory kind of pinned host memory, and the attribute with an argument's kind.
 HOST = "pinned_host"
 _KIND = "mhlo.memory_kind"
+
+
+def has_ordered_effects(closed: Any) -> bool:
+    """Whether a program has effects in order, such as `io_callback(..., ordered=True)`.
+
+    JAX does not lower a program with both ordered effects and copies to another memory.
+    """
+    return bool(_effects.ordered_effects.filter_in(closed.effects))
 
 
 def mark_host_memory(

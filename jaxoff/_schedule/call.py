@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from jaxoff._jaxpr import meshes
+from jaxoff._jaxpr import meshes, trace_state
 from jaxoff._jaxpr.statics import list_parameters
 from jaxoff._runtime.garbage import collector_paused
 from jaxoff._schedule.argument_types import ArgumentTypes
@@ -33,8 +33,9 @@ class Call:
     Attributes:
       args, kwargs: the arguments.
       given: the keywords of `jit`.
-      key: the types of the arguments and the values of static arguments: equal keys mean equal programs.
-      is_traced: whether an argument belongs to a trace around the call.
+      key: the types of the arguments, the values of static arguments, and the configuration of traces: equal
+        keys mean equal programs.
+      is_traced: whether the call is within a trace.
       moves_to_device: whether arguments are in host memory that count as on the device.
     """
 
@@ -55,12 +56,19 @@ class Call:
     ) -> Call:
         """The call of a function that was given to `jit` with keywords; `statics` name static arguments."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
+        if trace_state.is_tracing() or any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
             return Call(args, kwargs, given, None, is_traced=True)
         named = (*enumerate(args), *kwargs.items())
         values = [value for name, value in named if name in statics and isinstance(value, Hashable)]
-        key, on_host = types.make_key(leaves, (tree, tuple(values), meshes.current_mesh()))
+        others = tree, tuple(values), meshes.current_mesh(), trace_state.configuration()
+        key, on_host = types.make_key(leaves, others)
         return Call(args, kwargs, given, key, False, on_host and types.ignores_host)
+
+    @functools.cached_property
+    def symbolic(self) -> str | None:
+        """The shape of an argument with a dimension that has no number, as `jax.export` traces; or None."""
+        shapes = (getattr(leaf, "shape", ()) for leaf in jax.tree.leaves((self.args, self.kwargs)))
+        return next((str(shape) for shape in shapes if any(map(jax.export.is_symbolic_dim, shape))), None)
 
     @functools.cached_property
     def described(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

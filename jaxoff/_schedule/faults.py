@@ -13,7 +13,7 @@ from jaxoff._schedule.call import Place
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.sharding_marks import find_loop_shardings
 
-# Errors raised by mistakes in a rewriting. A rewriting within a budget refuses by ValueError or RuntimeError.
+# Errors raised by mistakes in a rewriting.
 FAULTS = (
     ArithmeticError,
     AssertionError,
@@ -31,6 +31,24 @@ def describe_fault(fault: BaseException, doing: str) -> Finding:
         FindingCode.RUNS_AS_WRITTEN,
         f"{name_fault(fault, doing)}, and the step runs as it is written. Results are right; copies may not "
         "overlap, and memory is that of jax.jit. Please report the program.",
+    )
+
+
+def describe_symbolic(shape: str, *, has_budget: bool) -> Finding:
+    """The finding of a step traced for an argument whose shape has dimensions that are not numbers.
+
+    Raises:
+      ValueError: for a step within a budget.
+    """
+    if has_budget:
+        raise ValueError(
+            f"device_bytes= places values by their bytes; got an argument of the shape {shape}. Export for "
+            "shapes of numbers, or without device_bytes."
+        )
+    return Finding(
+        FindingCode.RUNS_AS_WRITTEN,
+        f"the step is traced for an argument of the shape {shape}. The order of copies needs numbers, so the "
+        "step is as jax.jit makes it. Export for shapes of numbers to hide its copies.",
     )
 
 

@@ -11,15 +11,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan
 from jaxoff._device.at_hand import device_or_at_hand, profile_at_hand
 from jaxoff._device.profile import Device
-from jaxoff._jaxpr import compat, meshes
+from jaxoff._jaxpr import compat, meshes, trace_state
 from jaxoff._jaxpr.compat import ClosedJaxpr
-from jaxoff._jaxpr.statics import drop_statics, find_statics
+from jaxoff._jaxpr.statics import find_statics
 from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._report.warn import warn_of
@@ -28,14 +27,14 @@ from jaxoff._runtime.flags import PlacedBy
 from jaxoff._runtime.program_memory import lowered_nbytes, program_nbytes_if_compiled
 from jaxoff._schedule.argument_types import ArgumentTypes
 from jaxoff._schedule.call import Call, Place
-from jaxoff._schedule.faults import rewrite_safely
+from jaxoff._schedule.faults import describe_symbolic, rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
-from jaxoff._schedule.prepare import prepare
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
-from jaxoff._schedule.requests import Watch, find_lost_order
+from jaxoff._schedule.requests import find_lost_order
 from jaxoff._schedule.rewrite import Rewritten
 from jaxoff._schedule.settings import Setting, add_without_graphs, complete, list_for_cpus, list_settings
 from jaxoff._schedule.traced import ProbedError, Traced
+from jaxoff._schedule.traced_arguments import TracedArguments
 from jaxoff._schedule.tuning import (
     Tuning,
     find_fastest,
@@ -46,7 +45,7 @@ from jaxoff._schedule.tuning import (
     write_decision,
 )
 from jaxoff._schedule.vanished import find_vanished
-from jaxoff._schedule.within_budget import Search, Written, estimate_within
+from jaxoff._schedule.within_budget import Search, Written, estimate_within, limit_copies
 from jaxoff._state import hosted
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
@@ -88,6 +87,7 @@ class Jitted:
         self._timed: set[Hashable] = set()  # types whose setting was chosen by time
         self._latest = Setting(Recipe.ORDERED, ())
         self._probed = threading.local()  # `traced`: the program of the call under way
+        self._choosing = threading.RLock()
         self.findings: tuple[Finding, ...] = ()
         self.tuned: dict[str, float] = {}
         self.plan: Plan | None = None
@@ -96,10 +96,10 @@ class Jitted:
     def __call__(self, *args, **kwargs):
         call = self._call(args, kwargs)
         if call.is_traced:
-            if not is_recording():
-                traced = self._inner.trace(*args, **kwargs)  # of JAX's cache, which the call reads, too
-                name, has_budget = getattr(self, "__name__", "the function"), self._budget is not None
-                self._report(find_lost_order(traced.jaxpr.jaxpr, name, has_budget=has_budget))
+            has_budget = self._budget is not None
+            if has_budget or not is_recording():
+                given = self._inner.trace(*args, **kwargs).jaxpr.jaxpr  # of JAX's cache, which the call reads
+                self._report(find_lost_order(given, getattr(self, "__name__", "it"), has_budget=has_budget))
             return self._inner(*args, **kwargs)
         if self._tunes and (tuning := self._find_tuning(call)) is not None:
             return self._take_timed_step(call, tuning)
@@ -114,6 +114,8 @@ class Jitted:
     def lower(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).lower`; `compile` uses the recipe and the options chosen."""
         call = self._call(args, kwargs)
+        if self._runs_as_given(call):
+            return self._inner.lower(*args, **kwargs)
         if call.key in self._chosen or self._budget is not None:
             with self._settle(call) as jitted:
                 return LoweredByRecipe.of(jitted.lower(*args, **kwargs), self.options, self._placed_by)
@@ -133,6 +135,8 @@ class Jitted:
     def trace(self, *args, **kwargs) -> Any:
         """As `jax.jit(fun).trace`, of the program in its new order."""
         call = self._call(args, kwargs)
+        if self._runs_as_given(call):
+            return self._inner.trace(*args, **kwargs)
         if self._budget is not None:
             with self._settle(call) as jitted:
                 return jitted.trace(*args, **kwargs)
@@ -164,6 +168,12 @@ class Jitted:
     def _cache_size(self) -> int:
         return sum(jitted._cache_size() for jitted in (self._inner, *self._instances.values()))
 
+    def _runs_as_given(self, call: Call) -> bool:
+        """Whether a call is an inner `jax.jit`: within a trace, or with shapes that are not numbers."""
+        if call.symbolic is not None and not call.is_traced:
+            self._report([describe_symbolic(call.symbolic, has_budget=self._budget is not None)])
+        return call.is_traced or call.symbolic is not None
+
     @property
     def options(self) -> dict[str, Any]:
         """The compiler options of the latest call."""
@@ -192,8 +202,11 @@ class Jitted:
             yield hosted.taking_host_arrays(self._find_instance(call, self._latest), call.moves_to_device)
             return
         with self._probe(call, traced) as traced:
-            self._latest = (self._choose if self._budget is None else self._fit)(call, traced)
-            self._chosen[call.key] = self._latest
+            with self._choosing:  # of threads with the same first call one searches
+                if call.key not in self._chosen:
+                    choose = self._choose if self._budget is None else self._fit
+                    self._chosen[call.key] = choose(call, traced)
+            self._latest = self._chosen[call.key]
             yield hosted.taking_host_arrays(self._find_instance(call, self._latest), call.moves_to_device)
 
     @contextlib.contextmanager
@@ -261,7 +274,8 @@ class Jitted:
         """The setting of the program within the budget; its instance takes the place of a choice."""
         self.plan = None
         assert self._budget is not None
-        twin, budget, refusals = traced.take_twin(), self._budget.resolve(call.described), list[str]()
+        twin, refusals = traced.take_twin(), list[str]()
+        budget = limit_copies(self._budget.resolve(call.described), twin)
 
         def compile_program(
             closed: ClosedJaxpr, *, preferred: bool, in_order: bool = False
@@ -395,14 +409,13 @@ class Jitted:
         return self._instances[key]
 
     def _make_instance(self, call: Call, setting: Setting | None, made: Traced | None = None) -> Any:
-        """A `jax.jit` function for a setting; with state on the host, a function moving the state."""
-        options = (dict(setting.options) if setting else {}) | self._given
-        options, streamed = options or None, made if made is not None and made.has_host_arguments else None
-        overlapped = self._overlapped(call.place, setting, streamed)
-        if streamed is None:
+        """A function for a setting, of the program `made` if given; it moves the state on the host."""
+        options = (dict(setting.options) if setting else {}) | self._given or None
+        overlapped = self._overlapped(call.place, setting, made)
+        if made is None or not made.has_host_arguments:
             return _jax_jit(overlapped, compiler_options=options, **self._kwargs)
-        program, positions = streamed.given.jaxpr, streamed.signature[1]
-        keywords = hosted.move_shardings(self._kwargs, call.args, streamed.shapes, program)
+        program, positions = made.given.jaxpr, made.signature[1]
+        keywords = hosted.move_shardings(self._kwargs, call.args, made.shapes, program)
         jitted = _jax_jit(overlapped, compiler_options=options, keep_unused=True, **keywords)
         return hosted.Hosted.of(jitted, program, positions)
 
@@ -411,39 +424,26 @@ class Jitted:
         return call.lower(self._find_instance(call, setting))
 
     def _overlapped(
-        self, place: Place, setting: Setting | None, streamed: Traced | None = None
+        self, place: Place, setting: Setting | None, held: Traced | None = None
     ) -> Callable[..., Any]:
-        """The function that `jax.jit` traces. JAX traces a step with state on the host, `streamed`, anew."""
+        """The function that `jax.jit` traces: to the program `held`, else to that of the call under way."""
 
         @functools.wraps(self._fun)
         def overlapped(*args, **kwargs):
-            leaves, tree = jax.tree.flatten((args, kwargs))
-            traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
-            watch = Watch()
-
-            @functools.wraps(self._fun, updated=())  # so that JAX's errors name the function and arguments
-            def of_traced(*args, **kwargs):
-                filled = list(leaves)  # static arguments stay as they are
-                for i, value in zip(traced, jax.tree.leaves((args, kwargs)), strict=True):
-                    filled[i] = value
-                positional, named = jax.tree.unflatten(tree, filled)
-                return watch.call(self._fun, positional, named)
-
-            signature = tree, tuple(traced), tuple(compat.on_device(jax.typeof(leaves[i])) for i in traced)
-            made: Traced | None = streamed or getattr(self._probed, "traced", None)
-            if made is None or made.signature != signature:
-                with watch:
-                    shown, shown_named = drop_statics(args, kwargs)
-                    closed, shapes = jax.make_jaxpr(of_traced, return_shape=True)(*shown, **shown_named)
-                closed, findings = prepare(closed, watch, place)
+            if not trace_state.is_tracing():  # JAX looks for a nan, or jax.disable_jit
+                return self._fun(*hosted.move_to_device(args), **hosted.move_to_device(kwargs))
+            arguments = TracedArguments.of(args, kwargs)
+            made: Traced | None = held or getattr(self._probed, "traced", None)
+            if made is None or made.signature != arguments.signature:
+                closed, shapes, findings = arguments.trace(self._fun, place)
                 if setting is None:
-                    raise ProbedError(signature, closed, shapes, findings)
+                    raise ProbedError(arguments.signature, closed, shapes, findings)
                 program, faults = rewrite_safely(closed, self._share_link(place.devices), place, None)
                 self._report(faults)
-                made = Traced(signature, closed, shapes, program)
+                made = Traced(arguments.signature, closed, shapes, program)
             assert setting is not None, "a probe has no program to take over"
             refuse_what_fails(made.given, made.program, self._given)
-            results = made.run(setting.recipe, [leaves[i] for i in traced])
+            results = made.run(setting.recipe, arguments.tracers)
             return jax.tree.unflatten(jax.tree.structure(made.shapes), results)
 
         return overlapped

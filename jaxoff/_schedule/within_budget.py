@@ -13,9 +13,9 @@ from jax.sharding import Sharding
 from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.estimated import find_estimated
 from jaxoff._budget.fit import find_fitting
-from jaxoff._budget.forms import step_ms
+from jaxoff._budget.forms import NO_COPIES, step_ms
 from jaxoff._budget.joint_graph import JointGraph
-from jaxoff._budget.limits import Budget
+from jaxoff._budget.limits import Budget, UnmatchedError
 from jaxoff._budget.memory import estimate_nbytes
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
@@ -23,6 +23,7 @@ from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.inline import inline_program
+from jaxoff._jaxpr.lowered import has_ordered_effects
 from jaxoff._jaxpr.primitives import is_shard_map
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding
@@ -43,6 +44,15 @@ _OUT_OF_ORDER = 1.1
 _FAR_OUT_OF_ORDER = 1.25
 # A step as written is compiled where it takes less than this part of the time of a program without copies.
 _WRITTEN_WINS = 0.99
+_ORDERED_EFFECTS = (
+    "No value goes to the host: the step has ordered effects, such as io_callback(..., ordered=True), and "
+    "JAX does not lower a program with both."
+)
+
+
+def limit_copies(budget: Budget, closed: ClosedJaxpr) -> Budget:
+    """The budget of a program, without host memory if the program has ordered effects."""
+    return dataclasses.replace(budget, host_nbytes=NO_COPIES) if has_ordered_effects(closed) else budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +118,14 @@ class Search:
         try:
             return self._find()
         except BudgetError as error:
+            if has_ordered_effects(self.twin):
+                error = error.extend(_ORDERED_EFFECTS)
             if error.smallest_bytes is None and self.refusals:
-                raise error.extend(f"XLA says: {self.refusals[0]}") from None
+                error = error.extend(f"XLA says: {self.refusals[0]}")
+            raise error from None
+        except UnmatchedError:
             raise
-        except FAULTS as fault:
+        except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, over a program that is not well formed
             written, doing = self.compile_written(), "the search for a program in its budget"
             if written.nbytes > self.budget.device_nbytes:
                 nbytes = format_nbytes(int(written.nbytes)) if math.isfinite(written.nbytes) else "too much"
@@ -260,6 +274,7 @@ def estimate_within(
             closed, device, budget, donated, devices=call.devices, is_manual=_is_manual(twin)
         )
 
+    budget = limit_copies(budget, twin)
     try:
         return find(twin, budget).make_plan(budget, device, None, is_compiled=False)
     except BudgetError as error:

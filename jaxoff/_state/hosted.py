@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,11 @@ def describe_on_device(tree: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_device(leaf.sharding))
 
     return jax.tree.map(describe, tree)
+
+
+def move_to_device(tree: Any) -> Any:
+    """A pytree with each array of host memory on its device."""
+    return jax.tree.map(functools.partial(_put, to_host=False), tree)
 
 
 # Of XLA's error for a donated array whose memory something else shares.

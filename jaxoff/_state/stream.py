@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -66,8 +67,8 @@ class Blocks:
         shape = (*self.shape[:axis], self.left, *self.shape[axis + 1 :])
         return Blocks(shape, self.lead, 1, self.parts * self.shape[axis]) if self.left else None
 
-    def _start(self, i: Any) -> tuple[Any, ...]:
-        axis, part = len(self.lead), i
+    def _start(self, i: Any) -> list[Any]:
+        axis, part, dtype = len(self.lead), i, i.dtype
         indices: list[Any] = []
         if math.prod(self.lead) > 1:
             part, i = i % self.parts, i // self.parts
@@ -75,7 +76,8 @@ class Blocks:
                 indices.insert(0, i % size)
                 i = i // size
         indices = indices or [0] * axis
-        return (*indices, self.first + part * self.shape[axis], *(0 for _ in self.shape[axis + 1 :]))
+        start = [*indices, self.first + part * self.shape[axis], *(0 for _ in self.shape[axis + 1 :])]
+        return [np.array(k, dtype) if isinstance(k, int) else k for k in start]  # of one type with x64, too
 
     def read(self, array: jax.Array, i: Any) -> jax.Array:
         """Block `i` of an array."""

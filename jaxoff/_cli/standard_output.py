@@ -1,0 +1,33 @@
+"""The standard output of a command."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def to_standard_error() -> Iterator[None]:
+    """Sends to standard error what the process writes to standard output, by C code, too.
+
+    For a command that prints JSON: the solver HiGHS prints a line where it repairs a solution, under any
+    options, and a user's function may print while it is traced.
+    """
+    try:
+        flush_c, kept = ctypes.CDLL(None).fflush, os.dup(1)
+    except (AttributeError, OSError, TypeError):  # no C library of that kind, or no standard output
+        yield
+        return
+    sys.stdout.flush()
+    flush_c(None)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        flush_c(None)
+        os.dup2(kept, 1)
+        os.close(kept)
