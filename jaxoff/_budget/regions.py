@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxoff._budget.labels import format_type
 from jaxoff._budget.row_axes import find_operand_axes, find_result_axis, find_summed_axes
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_makers, index_readers, mark_ancestors, mark_dependents, variables
 from jaxoff._jaxpr.primitives import is_compute
@@ -96,7 +96,8 @@ def find_region(
     found: list[Region] = []
     for seed in graph.list_seeds(least_nbytes):
         shape = compat.shape_of(seed.aval)
-        for axis in sorted(range(first_axis, len(shape)), key=lambda i: -shape[i]):
+        whole = [i for i in range(first_axis, len(shape)) if not meshes.divides_axis(seed.aval, i)]
+        for axis in sorted(whole, key=lambda i: -shape[i]):
             region = _Growth(graph, seed, axis, least_nbytes, adds_up=adds_up).finish()
             if region is not None:
                 found.append(region)
@@ -181,10 +182,11 @@ class _Growth:
         return True
 
     def _agree(self, rows: Sequence[tuple[Var, int]]) -> bool:
-        """Whether values with the axes of their rows are at odds neither with the region nor with another."""
+        """Whether values have whole axes of rows, at odds neither with the region nor with another."""
         return all(
             (v not in self._axes or self._axes[v] == a)
             and v not in self._whole
+            and not meshes.divides_axis(v.aval, a)
             and self._size(v, a) == self._rows
             for v, a in rows
         ) and len(set(rows)) == len(dict(rows))

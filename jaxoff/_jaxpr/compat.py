@@ -1,4 +1,4 @@
-"""All code that depends on the JAX release.
+"""Code that depends on the JAX release; `lowered` and `trace_state` have the rest.
 
 The rest of the library uses documented JAX only. This module uses `jax.extend` and `jax.interpreters`, whose
 names may change between releases, and looks inside tracers. Three names come from `jax._src`: the switch for

@@ -33,6 +33,11 @@ def explicit_mesh(aval: Any) -> jax.sharding.AbstractMesh | None:
     return mesh if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
 
 
+def divides_axis(aval: Any, axis: int) -> bool:
+    """Whether Explicit axes of a mesh divide an axis of an array, by the array's type."""
+    return explicit_mesh(aval) is not None and bool(aval.sharding.spec[axis])
+
+
 def is_partly_manual(eqn: Any) -> bool:
     """Whether an equation is in a `jax.shard_map` over some axes of its mesh, and not over all."""
     mesh = eqn.ctx.cur_abstract_mesh

@@ -110,3 +110,33 @@ def test_weights_gathered_by_reshard_keep_their_shardings(writing, monkeypatch):
     for a, b in zip(got, want, strict=True):
         assert a.sharding == b.sharding
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
+
+
+def test_rows_that_explicit_axes_divide_are_not_done_in_parts():
+    """Attention with its heads over an axis, and a budget below every program."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    width, heads, batch, length = 16, 4, 16, 64
+
+    def put(spec, *shape):
+        value = jax.random.normal(jax.random.key(0), shape) / 8
+        return jax.device_put(value, NamedSharding(mesh, spec))
+
+    def layer(x, w):
+        split = P("data", None, None, "tensor", None)
+        qkv = jnp.einsum("btd,dce->btce", x, w["qkv"])
+        qkv = jnp.reshape(qkv, (batch, length, 3, heads, width // heads), out_sharding=split)
+        q, k, v = (qkv[:, :, i] for i in range(3))
+        made = jnp.einsum("bhqk,bkhe->bqhe", jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", q, k)), v)
+        made = jnp.reshape(made, (batch, length, width), out_sharding=P("data", None, "tensor"))
+        return x + jnp.einsum("bte,ed->btd", made, w["out"], out_sharding=P("data", None, None)), None
+
+    def step(w, x):
+        gradients = jax.grad(lambda w: jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2))(w)
+        return jax.tree.map(jnp.subtract, w, gradients)
+
+    w = {"qkv": put(P(None, None, None, "tensor"), 3, width, 3, width)}
+    w["out"] = put(P(None, "tensor"), 3, width, width)
+    with jax.set_mesh(mesh), pytest.raises(jaxoff.BudgetError) as raised:
+        jaxoff.jit(step, donate_argnums=0, device_bytes=50e3).lower(w, put(P("data"), batch, length, width))
+    assert "fault" not in str(raised.value)
+    assert raised.value.largest
