@@ -13,6 +13,9 @@ from jaxoff._report.tables import format_nbytes
 
 # Values that an error names.
 _LISTED = 10
+_GRADIENT_INSIDE = (
+    ". A jax.shard_map that is differentiated from outside is not placed: call jax.grad inside of it"
+)
 
 
 class BudgetError(ValueError):
@@ -64,7 +67,7 @@ def describe_no_layers(*, is_manual: bool) -> str:
         ": no layers were found, neither a loop over layers (jax.lax.scan) that keeps values for a loop of "
         "its backward pass nor layers one after the other with products"
     )
-    return text + (". A jax.shard_map that is differentiated from outside is not placed" if is_manual else "")
+    return text + (_GRADIENT_INSIDE if is_manual else "")
 
 
 def list_largest(program: ClosedJaxpr, placed: Sequence[PlacedValue]) -> list[str]:

@@ -23,6 +23,7 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.dataflow import drop_dead
+from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
@@ -113,7 +114,12 @@ def find_fitting[P](
     elif (found := find_whole()) is None:
         found = find_tiled()
     elif search.is_slowed(found):
-        found = min((t for t in (found, find_tiled(copies=False)) if t), key=Tried.milliseconds)
+        try:
+            tiled = find_tiled(copies=False)
+        except (ValueError, *FAULTS) as fault:  # the program found stands
+            tiled = None
+            progress.say(f"layers in parts failed by a fault of jaxoff ({type(fault).__name__}: {fault})")
+        found = min((t for t in (found, tiled) if t), key=Tried.milliseconds)
     if found is None:
         raise min((search.make_error() for search in searches), key=BudgetError.least_bytes)
     return dataclasses.replace(found, nbytes=found.nbytes / search.devices, programs=progress.programs)
@@ -142,6 +148,7 @@ class _Search[P]:
         is_tiled: bool = False,
     ):
         self._is_manual, self.devices = is_manual, 1 if is_manual else devices
+        self._all_devices = devices
         self._device, self._budget = join_devices(device, self.devices), budget.times(self.devices)
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
@@ -419,7 +426,9 @@ class _Search[P]:
         nbytes = int(least.nbytes / self.devices)
         kept = describe_kept(least.list_values())
         kept += "" if self._form.pairs else describe_no_layers(is_manual=self._is_manual)
-        whole = f" (values are counted whole; {self.devices} devices divide them)" if self.devices > 1 else ""
+        outside = "values outside of jax.shard_map" if self._is_manual else "values"
+        whole = f" ({outside} are counted whole; {self._all_devices} devices divide them)"
+        whole = whole if self._all_devices > 1 else ""
         return BudgetError(
             f"no program fits {budget} of device memory. The least that was tried takes "
             f"{format_nbytes(nbytes)}, with {kept}{whole}.",

@@ -119,6 +119,20 @@ def _is_unrolled_for_time(eqn: JaxprEqn) -> bool:
     return layout.unroll not in (1, False) and compat.nbytes_of(stacks) < _LONG_NBYTES * layout.length
 
 
+def roll_loops(jaxpr: Jaxpr) -> Jaxpr:
+    """A program whose short loops are not unrolled; the same object where none is."""
+
+    def roll(jaxpr: Jaxpr) -> Jaxpr:
+        return compat.replace_equations(jaxpr, map(roll_one, jaxpr.eqns))
+
+    def roll_one(eqn: JaxprEqn) -> JaxprEqn:
+        if compat.scan_in(eqn) is None or not _is_unrolled_for_time(eqn):
+            return eqn
+        return eqn.replace(params=eqn.params | {"unroll": 1})
+
+    return compat.rewrite_jaxprs(jaxpr, roll)
+
+
 def _layout(eqn: JaxprEqn) -> compat.ScanLayout:
     layout = compat.scan_in(eqn)
     assert layout is not None

@@ -117,6 +117,11 @@ class State:
         return bool(self.updates) and (host_nbytes is None or _count_nbytes(self.updates) <= host_nbytes)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of a device's parts of the state."""
+        return _count_nbytes(self.updates)
+
+    @property
     def gradient_nbytes(self) -> int:
         """Bytes of a device's parts of what the updates read: gradients that exist all together."""
         return sum(nbytes_on_device(v.aval, update.sharding) for update in self.updates for v in update.read)

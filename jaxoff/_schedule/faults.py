@@ -6,23 +6,12 @@ import traceback
 from collections.abc import Callable
 
 from jaxoff._device.profile import Device
-from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._schedule.call import Place
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.sharding_marks import find_loop_shardings
-
-# Errors raised by mistakes in a rewriting.
-FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NotImplementedError,
-    TypeError,
-    compat.ShardingTypeError,
-)
 
 
 def describe_fault(fault: BaseException, doing: str) -> Finding:

@@ -45,7 +45,7 @@ from jaxoff._schedule.tuning import (
     write_decision,
 )
 from jaxoff._schedule.vanished import find_vanished
-from jaxoff._schedule.within_budget import Search, Written, estimate_within, limit_copies
+from jaxoff._schedule.within_budget import Written, estimate_within, find_within
 from jaxoff._state import hosted
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
@@ -80,7 +80,7 @@ class Jitted:
         self._recipe, self._tunes, self._budget = recipe, tune, budget
         self._inner: Any = _jax_jit(fun, **kwargs)
         self._statics = find_statics(fun, kwargs)
-        self._types = ArgumentTypes(ignores_host=budget is not None)
+        self._types = ArgumentTypes(ignores_host=budget is not None and not hosted.names_host(kwargs))
         self._chosen: dict[Hashable, Setting] = {}  # types of a call's arguments -> setting
         self._instances: dict[Hashable, Any] = {}  # types and setting -> the `jax.jit` function
         self._tunings: dict[Hashable, Tuning] = {}  # types -> the programs that are being timed
@@ -274,8 +274,7 @@ class Jitted:
         """The setting of the program within the budget; its instance takes the place of a choice."""
         self.plan = None
         assert self._budget is not None
-        twin, refusals = traced.take_twin(), list[str]()
-        budget = limit_copies(self._budget.resolve(call.described), twin)
+        budget, refusals = self._budget.resolve(call.described), list[str]()
 
         def compile_program(
             closed: ClosedJaxpr, *, preferred: bool, in_order: bool = False
@@ -305,7 +304,7 @@ class Jitted:
 
         facts = call.describe_arguments(self._fun, traced.signature[1], self._kwargs)
         device, compilers = self._share_link(call.devices), (compile_program, compile_written)
-        within = Search(twin, call, traced, device, budget, *compilers, *facts, refusals).run()
+        within = find_within(call, traced, device, budget, *compilers, *facts, refusals)
         self._report(within.findings)
         on_host = within.instance.on_host if isinstance(within.instance, hosted.Hosted) else ()
         places = hosted.list_shardings(call.described[0], on_host)

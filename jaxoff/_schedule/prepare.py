@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn
 from jaxoff._jaxpr.constants import lift_constants
+from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress
 from jaxoff._jaxpr.float8_residuals import OnRounding, store_in_float8
 from jaxoff._jaxpr.host_values import split_copies
@@ -25,7 +26,7 @@ from jaxoff._report.tables import format_nbytes
 from jaxoff._residuals.findings.finding import Entry
 from jaxoff._runtime.garbage import collector_paused
 from jaxoff._schedule.call import Place
-from jaxoff._schedule.faults import FAULTS, describe_fault
+from jaxoff._schedule.faults import describe_fault
 from jaxoff._schedule.requests import Named, Requests, Watch
 
 _on_rounding: contextvars.ContextVar[OnRounding | None] = contextvars.ContextVar("on_rounding", default=None)

@@ -12,11 +12,11 @@ import jax
 
 from jaxoff._compiled import hlo
 from jaxoff._compiled.copy_starts import make_profile
+from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._runtime import flags
 from jaxoff._runtime.disk import write_text
 from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, PROFILE, PROFILE_CHECK, parse_xla_flags
 from jaxoff._schedule.call import Call
-from jaxoff._schedule.faults import FAULTS
 from jaxoff._schedule.recipes import Recipe, list_recipes
 from jaxoff._schedule.rewrite import Rewritten
 

@@ -89,17 +89,23 @@ class Traced:
         """Whether the program holds no tracer of a trace that may have ended."""
         return not compat.holds_tracers(self.given)
 
+    @property
+    def why_not_placed(self) -> str | None:
+        """Why a budget cannot place the program's values; None where it can."""
+        if move_all_to_device(self.given) is None:
+            return (
+                "jaxoff.jit(device_bytes=...) places values of a program whose arguments and results are on "
+                "the device; this one has arguments or results in host memory."
+            )
+        return None if self.is_reusable else "the program closes over values of a trace around it."
+
     def take_twin(self) -> compat.ClosedJaxpr:
         """The program with all values on the device, for a budget to place.
 
         Raises:
-          ValueError: if there is none, or if the program holds tracers.
+          ValueError: if a budget cannot place the program's values.
         """
-        twin = move_all_to_device(self.given)
-        if twin is None or not self.is_reusable:
-            raise ValueError(
-                "jaxoff.jit(device_bytes=...) places values of a program whose arguments and results are on "
-                "the device and whose constants are known; this one has arguments or results in host memory, "
-                "or closes over values of a trace around it."
-            )
+        twin, reason = move_all_to_device(self.given), self.why_not_placed
+        if twin is None or reason is not None:
+            raise ValueError(reason)
         return twin

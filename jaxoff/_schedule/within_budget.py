@@ -16,21 +16,24 @@ from jaxoff._budget.fit import find_fitting
 from jaxoff._budget.forms import NO_COPIES, step_ms
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.limits import Budget, UnmatchedError
+from jaxoff._budget.loop_pairs import roll_loops
 from jaxoff._budget.memory import estimate_nbytes
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
 from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
+from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.lowered import has_ordered_effects
 from jaxoff._jaxpr.primitives import is_shard_map
 from jaxoff._jaxpr.shares import nbytes_on_device
-from jaxoff._report.finding import Finding
+from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
 from jaxoff._schedule.call import Call
-from jaxoff._schedule.faults import FAULTS, describe_fault, name_fault
+from jaxoff._schedule.faults import describe_fault, name_fault
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.settings import Setting
 from jaxoff._schedule.traced import Traced
@@ -116,7 +119,7 @@ class Search:
           BudgetError: if no program fits.
         """
         try:
-            return self._find()
+            return self._find_rolled()
         except BudgetError as error:
             if has_ordered_effects(self.twin):
                 error = error.extend(_ORDERED_EFFECTS)
@@ -134,6 +137,19 @@ class Search:
             finding = describe_fault(fault, doing)
             return dataclasses.replace(self._as_written(written), findings=(finding,))
 
+    def _find_rolled(self) -> Within:
+        """The step with its loops unrolled as the user wrote them, else without."""
+        try:
+            return self._find()
+        except BudgetError as error:
+            rolled = compat.map_open(self.twin, roll_loops)
+            if rolled is self.twin:
+                raise
+            try:
+                return dataclasses.replace(self, twin=rolled)._find()
+            except BudgetError as other:
+                raise min(error, other, key=BudgetError.least_bytes) from None
+
     def _find(self) -> Within:
         arguments = sum(
             nbytes_on_device(v.aval, sharding)
@@ -149,6 +165,8 @@ class Search:
             try:
                 return self._find_on_device()
             except BudgetError as error:
+                nbytes = format_nbytes(self._state.nbytes)
+                error = error.extend(f"{nbytes} of the arguments are state that may rest on the host.")
                 raise min(with_state, error, key=BudgetError.least_bytes) from None
         try:
             return self._find_on_device()
@@ -231,9 +249,43 @@ class Search:
         return Within(setting, found.make_plan(self.budget, self.device, None), instance)
 
     def _as_written(self, written: Written) -> Within:
-        sizes = written.nbytes, peak_host_nbytes(written.program)
-        plan = make_plan_as_written(self.traced.given, sizes, self.budget, self.device, None)
-        return Within(written.setting, plan)
+        return _plan_as_written(self.traced, written, self.budget, self.device)
+
+
+def _plan_as_written(traced: Traced, written: Written, budget: Budget, device: Device) -> Within:
+    sizes = written.nbytes, peak_host_nbytes(written.program)
+    return Within(written.setting, make_plan_as_written(traced.given, sizes, budget, device, None))
+
+
+def find_within(
+    call: Call,
+    traced: Traced,
+    device: Device,
+    budget: Budget,
+    compile_program: Callable[..., tuple[float, _Made] | None],
+    compile_written: Callable[[], Written],
+    *facts: Any,
+) -> Within:
+    """The step within a budget; a step that a budget cannot place as the user wrote it, if that fits.
+
+    Args:
+      call, traced, device, budget, compile_program, compile_written: as for `Search`.
+      facts: the other attributes of `Search`.
+
+    Raises:
+      BudgetError: if no program fits.
+    """
+    reason = traced.why_not_placed
+    if reason is None:
+        twin = traced.take_twin()
+        limited = limit_copies(budget, twin)
+        return Search(twin, call, traced, device, limited, compile_program, compile_written, *facts).run()
+    written = compile_written()
+    if written.nbytes > budget.device_nbytes:
+        nbytes = format_nbytes(int(written.nbytes)) if math.isfinite(written.nbytes) else "too much"
+        raise BudgetError(f"{reason} As it is written, the step takes {nbytes}.", None)
+    finding = Finding(FindingCode.RUNS_AS_WRITTEN, f"{reason} The step fits the budget as it is written.")
+    return dataclasses.replace(_plan_as_written(traced, written, budget, device), findings=(finding,))
 
 
 def _count_written(error: BudgetError, written: Written) -> BudgetError:

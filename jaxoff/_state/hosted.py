@@ -37,6 +37,12 @@ def describe_on_device(tree: Any) -> Any:
     return jax.tree.map(describe, tree)
 
 
+def names_host(keywords: Mapping[str, Any]) -> bool:
+    """Whether shardings among the keywords of `jax.jit` are in host memory, by the user's own wish."""
+    given = [keywords.get(name) for name in ("in_shardings", "out_shardings")]
+    return any(getattr(entry, "memory_kind", None) == HOST for entry in jax.tree.leaves(given))
+
+
 def move_to_device(tree: Any) -> Any:
     """A pytree with each array of host memory on its device."""
     return jax.tree.map(functools.partial(_put, to_host=False), tree)

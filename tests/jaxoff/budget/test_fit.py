@@ -14,7 +14,7 @@ from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.choose import choose_placements, saved_nbytes
 from jaxoff._budget.costs import Costs
 from jaxoff._budget.estimated import find_estimated
-from jaxoff._budget.fit import TRIES, find_fitting
+from jaxoff._budget.fit import TRIES, _Search, find_fitting
 from jaxoff._budget.forms import step_ms
 from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import Placements, list_recomputed
@@ -224,6 +224,16 @@ def test_where_memory_is_about_as_estimated_the_first_program_fits(closed, facto
         assert len(compiler.sizes) <= 2
 
 
+def test_a_fault_of_a_later_search_leaves_the_program_found(closed, monkeypatch):
+    def fail(self, *, copies):
+        raise TypeError("a slice of a divided axis")
+
+    monkeypatch.setattr(_Search, "is_slowed", lambda self, found: True)
+    monkeypatch.setattr(_Search, "tile", fail)
+    compiler = LargeCompiler(0, 1.0)
+    assert find_fitting(closed, H200, Budget(1e12), DONATED, compiler).program == 1
+
+
 def test_a_budget_out_of_reach_costs_two_programs(closed):
     """The least without copies and the least with copies; other options win less than is missing."""
     compiler = LargeCompiler(0, 1.0)
@@ -320,7 +330,7 @@ def test_bytes_are_numbers_or_text(given, expected):
     assert parse_nbytes(given, "device_bytes") == expected
 
 
-@pytest.mark.parametrize("given", [0, -1, "60", "60 gigs", "GB", float("inf"), float("nan")])
+@pytest.mark.parametrize("given", [0, -1, "60", "60 gigs", "GB", "1.2.3GB", float("inf"), float("nan")])
 def test_other_budgets_are_errors(given):
     with pytest.raises(ValueError, match="device_bytes is a number of bytes above 0, or text such as"):
         jaxoff.jit(lambda x: x, device_bytes=given)

@@ -5,12 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from jaxoff._budget.joint_graph import Placements
 from jaxoff._budget.placements import LayeredProgram
 from jaxoff._budget.tried import Tried
 from jaxoff._jaxpr.primitives import holds_copies
+from jaxoff._runtime.program_memory import program_nbytes
 from jaxoff._schedule import within_budget
 
 
@@ -37,3 +40,56 @@ def test_the_step_as_written_runs_where_it_fits_and_is_faster_than_placements_wi
     np.testing.assert_allclose(step(w, x), jax.jit(jax.grad(loss))(w, x), rtol=1e-6)
     assert (step.plan.host_bytes == 0) == is_written
     assert holds_copies(step.trace(w, x).jaxpr.jaxpr) != is_written
+
+
+def test_short_loops_are_written_without_their_unrolling_where_nothing_fits():
+    def layer(x, w):
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+    def step(w, x):
+        gradients = jax.grad(lambda w: jnp.mean(lax.scan(layer, x, w, unroll=2)[0] ** 2))(w)
+        return jax.tree.map(jnp.subtract, w, gradients)
+
+    w = {"up": jnp.full((8, 16, 32), 0.1), "down": jnp.full((8, 32, 16), 0.1)}
+    x = jax.random.normal(jax.random.key(0), (512, 16))
+    as_written = program_nbytes(jax.jit(step).lower(w, x).compile())
+    fitted = jaxoff.jit(step, device_bytes=0.6 * as_written)
+    assert program_nbytes(fitted.lower(w, x).compile()) <= 0.6 * as_written
+    got, wanted = fitted(w, x), jax.jit(step)(w, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+
+
+def test_a_step_with_arguments_of_host_memory_runs_as_written_if_it_fits():
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    rows = NamedSharding(mesh, P("d"))
+    host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+
+    def layer(x, w):
+        return jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device)), None
+
+    def step(w, x):
+        gradient = jax.grad(lambda w: jnp.mean(lax.scan(layer, x, w)[0] ** 2))(w)
+        return jax.device_put(gradient, jax.memory.Space.Host)
+
+    args = jax.device_put(jnp.full((3, 16, 16), 0.1), host), jax.device_put(jnp.ones((64, 16)), rows)
+    keywords = {"in_shardings": (host, rows), "out_shardings": host}
+    with pytest.warns(UserWarning, match="arguments or results in host memory. The step fits"):
+        got = jaxoff.jit(step, device_bytes="1GB", **keywords)(*args)
+    assert got.sharding == host
+    np.testing.assert_allclose(got, jax.jit(step, **keywords)(*args), rtol=1e-6)
+    with pytest.raises(jaxoff.BudgetError, match="As it is written, the step takes"):
+        jaxoff.jit(step, device_bytes="1kB", **keywords)(*args)
+
+
+def test_an_error_says_what_is_counted_whole_and_that_the_gradient_goes_inside():
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+
+    def local(w, x):
+        return lax.pmean(jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0] ** 2), "d")
+
+    loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    w, x = jnp.ones((6, 16, 16)), jax.device_put(jnp.ones((512, 16)), NamedSharding(mesh, P("d")))
+    with pytest.raises(jaxoff.BudgetError) as raised:
+        jaxoff.jit(jax.grad(loss), device_bytes="10kB")(w, x)
+    assert "call jax.grad inside of it" in str(raised.value)
+    assert "values outside of jax.shard_map are counted whole; 2 devices divide them" in str(raised.value)
