@@ -68,7 +68,7 @@ class Blocks:
         return Blocks(shape, self.lead, 1, self.parts * self.shape[axis]) if self.left else None
 
     def _start(self, i: Any) -> list[Any]:
-        axis, part, dtype = len(self.lead), i, i.dtype
+        axis, part, of = len(self.lead), i, getattr(i, "dtype", None)
         indices: list[Any] = []
         if math.prod(self.lead) > 1:
             part, i = i % self.parts, i // self.parts
@@ -77,7 +77,8 @@ class Blocks:
                 i = i // size
         indices = indices or [0] * axis
         start = [*indices, self.first + part * self.shape[axis], *(0 for _ in self.shape[axis + 1 :])]
-        return [np.array(k, dtype) if isinstance(k, int) else k for k in start]  # of one type with x64, too
+        # Of one type with x64, too: that of the index, where it is one of a loop.
+        return [np.array(k, of) if of is not None and isinstance(k, int) else k for k in start]
 
     def read(self, array: jax.Array, i: Any) -> jax.Array:
         """Block `i` of an array."""
