@@ -259,7 +259,8 @@ class Jitted:
             settings[recipe] = complete(settings[recipe], call, self._make_instance)
             return self._compile(call, traced, unmet, settings[recipe])
 
-        recipe, candidates = choose_recipe([*settings], compile_recipe, call.place)
+        compares = call.is_on_gpu or self._tunes
+        recipe, candidates = choose_recipe([*settings], compile_recipe, call.devices, compares=compares)
         self._report([*find_fallback(recipe, candidates), *unmet.get(settings[recipe], ())])
         return settings[recipe]
 

@@ -25,7 +25,6 @@ from jaxoff._report.near_miss import near_miss
 from jaxoff._report.tables import format_nbytes
 from jaxoff._runtime.flags import PlacedBy, remember_options, remember_placement
 from jaxoff._runtime.program_memory import describe_refusal, program_nbytes
-from jaxoff._schedule.call import Place
 
 # A recipe may take this part more device memory than the program as given: buffer assignment varies.
 TOLERANCE = 0.01
@@ -143,9 +142,11 @@ def list_recipes(
 def choose_recipe(
     recipes: Sequence[Recipe],
     compile_recipe: Callable[[Recipe], jax.stages.Compiled],
-    place: Place,
+    devices: int,
+    *,
+    compares: bool = True,
 ) -> tuple[Recipe, list[Candidate]]:
-    """Chooses the recipe of a program by the memory of its compiled candidates; on CPUs the first to compile.
+    """Chooses the recipe of a program by the memory of its compiled candidates.
 
     The limit is the memory of the program as given or of its saved twin, the smaller one. The first recipe
     within the limit wins, or the saved twin if the recipe does not take less memory than the twin. A program
@@ -155,13 +156,14 @@ def choose_recipe(
     Args:
       recipes: the recipes of `list_recipes`.
       compile_recipe: recipe -> compiled program.
-      place: where the program runs; on one device, nothing is exchanged.
+      devices: the number of devices that the program runs on; on one, nothing is exchanged.
+      compares: whether memory decides; otherwise the first recipe that compiles is chosen.
 
     Returns:
       The recipe, the first one if nothing compiles; and the candidates compiled, in the order of `recipes`.
     """
-    references = [r for r in recipes if r in (Recipe.STOCK, Recipe.SAVED) and place.are_gpus]
-    several_devices = place.devices > 1
+    references = [r for r in recipes if r in (Recipe.STOCK, Recipe.SAVED) and compares]
+    several_devices = devices > 1
     candidates = {r: _try_candidate(r, compile_recipe, several_devices) for r in references}
     known = [c.nbytes for c in candidates.values() if c.nbytes is not None]
     limit = (1 + TOLERANCE) * min(known, default=math.inf)

@@ -15,12 +15,10 @@ from jaxoff import FindingCode
 from jaxoff._jaxpr.host_values import split_copies
 from jaxoff._jaxpr.saved_twin import build_saved_twin
 from jaxoff._runtime.flags import recall_placement
-from jaxoff._schedule.call import Place
 from jaxoff._schedule.recipes import Recipe, choose_recipe, find_fallback, list_recipes
 from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_equal
 
 EVERY = tuple(Recipe)
-SEVERAL_GPUS = Place(2, are_gpus=True)
 WITHOUT_EARLY = tuple(recipe for recipe in Recipe if recipe is not Recipe.EARLY)
 
 
@@ -61,7 +59,7 @@ def test_the_first_recipe_within_the_smallest_memory_runs(gigabytes, expected):
         return compiled_of(int(gigabytes[recipe] * 1e9))
 
     recipes = EVERY if "early" in gigabytes else WITHOUT_EARLY
-    chosen, candidates = choose_recipe(recipes, compile_recipe, SEVERAL_GPUS)
+    chosen, candidates = choose_recipe(recipes, compile_recipe, 2)
     assert chosen == expected
     assert len(compilations) == len(set(compilations)) == len(candidates)
     findings = find_fallback(chosen, candidates)
@@ -91,7 +89,7 @@ def test_a_recipe_that_exchanges_more_than_the_program_as_given_does_not_run(cop
         nbytes = {"saved": 50_000_000}.get(recipe, 40_000_000)
         return compiled_of(nbytes, gather.format(rows=1_000_000 * rows[recipe]))
 
-    chosen, candidates = choose_recipe(EVERY, compile_recipe, SEVERAL_GPUS)
+    chosen, candidates = choose_recipe(EVERY, compile_recipe, 2)
     assert chosen == expected
     findings = find_fallback(chosen, candidates)
     assert len(findings) == (expected == "stock")
@@ -106,7 +104,7 @@ def test_offloads_given_up_for_what_they_exchange_are_said_by_the_recipe_of_leas
     def compile_recipe(recipe):
         return compiled_of(int(nbytes[recipe]), gather.format(rows=1_000_000 * rows[recipe]))
 
-    chosen, candidates = choose_recipe(EVERY, compile_recipe, SEVERAL_GPUS)
+    chosen, candidates = choose_recipe(EVERY, compile_recipe, 2)
     assert chosen == "saved"
     (finding,) = find_fallback(chosen, candidates)
     assert "by 'early' it took 4.87 GB and exchanged 512.00 MB for 256.00 MB. Nothing" in finding.message
