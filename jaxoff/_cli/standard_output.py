@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def to_standard_error() -> Iterator[None]:
-    """Sends to standard error what the process writes to standard output, by C code, too.
+    """A context in which the process writes its standard output, that of C code too, to standard error.
 
-    For a command that prints JSON: the solver HiGHS prints a line where it repairs a solution, under any
-    options, and a user's function may print while it is traced.
+    `jaxoff plan --json` searches in it: the solver HiGHS prints a line where it repairs a solution, under any
+    options, and a user's function may print under the trace.
     """
     try:
         flush_c, kept = ctypes.CDLL(None).fflush, os.dup(1)

@@ -89,10 +89,14 @@ class Traced:
         """Whether the program holds no tracer of a trace that may have ended."""
         return not compat.holds_tracers(self.given)
 
+    @functools.cached_property
+    def _on_device(self) -> compat.ClosedJaxpr | None:
+        return move_all_to_device(self.given)
+
     @property
     def why_not_placed(self) -> str | None:
         """Why a budget cannot place the program's values; None where it can."""
-        if move_all_to_device(self.given) is None:
+        if self._on_device is None:
             return (
                 "jaxoff.jit(device_bytes=...) places values of a program whose arguments and results are on "
                 "the device; this one has arguments or results in host memory."
@@ -105,7 +109,7 @@ class Traced:
         Raises:
           ValueError: if a budget cannot place the program's values.
         """
-        twin, reason = move_all_to_device(self.given), self.why_not_placed
+        twin, reason = self._on_device, self.why_not_placed
         if twin is None or reason is not None:
             raise ValueError(reason)
         return twin

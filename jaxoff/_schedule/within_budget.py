@@ -66,6 +66,11 @@ class Written:
     nbytes: float
     program: ClosedJaxpr
 
+    @property
+    def size(self) -> str:
+        """Its device memory as text."""
+        return format_nbytes(int(self.nbytes)) if math.isfinite(self.nbytes) else "too much"
+
 
 @dataclasses.dataclass(frozen=True)
 class Within:
@@ -131,8 +136,7 @@ class Search:
         except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, over a program that is not well formed
             written, doing = self.compile_written(), "the search for a program in its budget"
             if written.nbytes > self.budget.device_nbytes:
-                nbytes = format_nbytes(int(written.nbytes)) if math.isfinite(written.nbytes) else "too much"
-                text = f"{name_fault(fault, doing)}, and the step as it is written takes {nbytes}."
+                text = f"{name_fault(fault, doing)}, and the step as it is written takes {written.size}."
                 raise BudgetError(f"{text} Please report the program.", None) from fault
             finding = describe_fault(fault, doing)
             return dataclasses.replace(self._as_written(written), findings=(finding,))
@@ -282,8 +286,7 @@ def find_within(
         return Search(twin, call, traced, device, limited, compile_program, compile_written, *facts).run()
     written = compile_written()
     if written.nbytes > budget.device_nbytes:
-        nbytes = format_nbytes(int(written.nbytes)) if math.isfinite(written.nbytes) else "too much"
-        raise BudgetError(f"{reason} As it is written, the step takes {nbytes}.", None)
+        raise BudgetError(f"{reason} As it is written, the step takes {written.size}.", None)
     finding = Finding(FindingCode.RUNS_AS_WRITTEN, f"{reason} The step fits the budget as it is written.")
     return dataclasses.replace(_plan_as_written(traced, written, budget, device), findings=(finding,))
 
