@@ -79,7 +79,7 @@ class Costs:
         made = {v for eqn in itertools.compress(pair.eqns, costly) for v in eqn.outvars}
         depends = mark_dependents(pair.eqns, made.union(pair.carried))
         chosen = [pair.is_section or d or p for d, p in zip(depends, is_product, strict=True)]
-        layers = [eqn for eqn in itertools.compress(pair.eqns, chosen) if not eqn.effects]
+        layers = [eqn for eqn in itertools.compress(pair.eqns, chosen) if not compat.has_side_effects(eqn)]
         statistics = find_row_statistics(pair)
         inside = statistics.values | statistics.wide
         values = [*pair.carried, *(v for eqn in layers for v in eqn.outvars if v not in inside)]

@@ -58,7 +58,7 @@ def _widen(loop: JaxprEqn, repeated: JaxprEqn) -> JaxprEqn | None:
     layout = compat.scan_in(loop)
     if layout is None or layout != compat.scan_in(repeated):
         return None
-    if loop.params["reverse"] != repeated.params["reverse"] or repeated.effects:
+    if loop.params["reverse"] != repeated.params["reverse"] or compat.has_side_effects(repeated):
         return None
     closed = [eqn.params["jaxpr"] for eqn in (loop, repeated)]
     if any(program.consts for program in closed):

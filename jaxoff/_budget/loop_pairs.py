@@ -189,7 +189,7 @@ def _pair(
     for eqn in theirs.eqns:
         operands = [resolve(known, v) for v in eqn.invars]
         same = constants.find(eqn, outside)
-        is_known = all(isinstance(v, Literal) or v in numbering.known for v in operands) and not eqn.effects
+        is_known = _is_known(eqn, operands, numbering)
         if is_known:
             same = numbering.find(eqn, operands) or same or inner.widen(eqn, operands)
         if same is not None:
@@ -272,7 +272,9 @@ class _Constants:
             results are added.
         """
         operands = [resolve(outside, v) for v in eqn.invars]
-        if eqn.effects or not all(isinstance(v, Literal) or v in self._numbering.known for v in operands):
+        if compat.has_side_effects(eqn) or not all(
+            isinstance(v, Literal) or v in self._numbering.known for v in operands
+        ):
             return None
         made = self._numbering.find(eqn, operands)
         if made is None:
@@ -280,6 +282,12 @@ class _Constants:
         outside.update(zip(eqn.outvars, made, strict=True))
         found = [self._first[v] for v in made if v in self._first]
         return found if len(found) == len(made) else None
+
+
+def _is_known(eqn: JaxprEqn, operands: Sequence[Any], numbering: Numbering) -> bool:
+    """Whether an equation computes a value of known operands; a collective does, of all devices' together."""
+    is_pure = not compat.has_side_effects(eqn)
+    return is_pure and all(isinstance(v, Literal) or v in numbering.known for v in operands)
 
 
 def _first_row(layout: compat.ScanLayout) -> int:

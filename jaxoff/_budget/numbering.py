@@ -35,7 +35,7 @@ class Numbering:
     def add(self, eqn: JaxprEqn) -> None:
         """Adds the values of an equation."""
         self.known.update(eqn.outvars)
-        if eqn.effects:
+        if compat.has_side_effects(eqn):
             return
         operands = [resolve(self.aliases, v) for v in eqn.invars]
         first = self._by_key.setdefault(self._key(eqn, operands), eqn.outvars)

@@ -56,7 +56,7 @@ def find_runs(eqns: Sequence[JaxprEqn]) -> list[Run]:
     Args:
       eqns: of a differentiated program, calls inlined.
     """
-    excluded = [is_transposed(eqn) or bool(eqn.effects) for eqn in eqns]
+    excluded = [is_transposed(eqn) or compat.has_side_effects(eqn) for eqn in eqns]
     weights = [0.0 if no else _weigh(eqn) for eqn, no in zip(eqns, excluded, strict=True)]
     in_loops = [w if compat.scan_in(eqn) else 0.0 for eqn, w in zip(eqns, weights, strict=True)]
     before, before_in_loops = (np.concatenate(([0.0], np.cumsum(w))) for w in (weights, in_loops))

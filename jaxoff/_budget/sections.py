@@ -46,7 +46,7 @@ def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Run]:
     """
     taken = {i for run in runs for i in range(run.start, run.end)}
     is_left = [
-        i in taken or is_transposed(eqn) or bool(eqn.effects) or compat.is_loop(eqn)
+        i in taken or is_transposed(eqn) or compat.has_side_effects(eqn) or compat.is_loop(eqn)
         for i, eqn in enumerate(eqns)
     ]
     flops = [0.0 if is_transposed(eqn) else product_flops(eqn) for eqn in eqns]

@@ -338,4 +338,4 @@ class _Joint:
 
 def is_pure_backward(eqn: JaxprEqn) -> bool:
     """Whether an equation of the backward pass, without effects, may read values made again."""
-    return is_transposed(eqn) and not eqn.effects
+    return is_transposed(eqn) and not compat.has_side_effects(eqn)

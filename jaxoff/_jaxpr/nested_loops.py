@@ -44,6 +44,8 @@ def merge_nested_loops(closed: ClosedJaxpr, *, with_copies: bool = False) -> Clo
             return program
         return _merge_level(program, merge, with_copies=with_copies)
 
+    if not _holds_nested_scans(closed.jaxpr):
+        return closed
     return compat.map_open(_write_out_single(closed, with_copies=with_copies), merge)
 
 
@@ -74,6 +76,14 @@ def _write_out_single(closed: ClosedJaxpr, *, with_copies: bool) -> ClosedJaxpr:
 def _holds_scans(program: Jaxpr) -> bool:
     return any(
         compat.scan_in(eqn) is not None or any(map(_holds_scans, compat.sub_jaxprs(eqn)))
+        for eqn in program.eqns
+    )
+
+
+def _holds_nested_scans(program: Jaxpr) -> bool:
+    holds = _holds_nested_scans
+    return any(
+        any(map(_holds_scans if compat.scan_in(eqn) is not None else holds, compat.sub_jaxprs(eqn)))
         for eqn in program.eqns
     )
 
@@ -125,7 +135,7 @@ class _Nest:
             return None
         body = inline_program(eqn.params["jaxpr"].jaxpr)
         own = compat.scan_in(body.eqns[0]) if len(body.eqns) == 1 else None
-        if own is None or own.unroll not in (1, False) or eqn.effects:
+        if own is None or own.unroll not in (1, False) or compat.has_side_effects(eqn):
             return None
         (inner,) = body.eqns
         first = layout.num_consts + layout.num_carry
