@@ -22,8 +22,8 @@ class BudgetError(ValueError):
     """No placement fits the budget.
 
     Attributes:
-      smallest_bytes: the smallest budget of device memory for which there is a plan; None where no placement
-        fits the budget of host memory.
+      smallest_bytes: the device memory of the smallest program found, for which there is a plan; None where
+        no placement fits the budget of host memory. Far below it, not every program is tried.
     """
 
     __module__ = "jaxoff"  # the public name, in tracebacks

@@ -66,15 +66,19 @@ def find_loop_pairs(jaxpr: Jaxpr) -> list[LoopPair]:
     positions = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     reads, makers = count_reads(jaxpr.eqns, jaxpr.outvars), map_makers(jaxpr.eqns)
     taken: set[int] = set()
-    of_stacks, of_rows = [], []
+    of_backward, of_stacks, of_rows = [], [], []
     for forward in scans:
         others = [eqn for eqn in scans if eqn is not forward]
-        if readers := [eqn for eqn in others if _reads_stacks(eqn, forward)]:
+        readers = [eqn for eqn in others if _reads_stacks(eqn, forward)]
+        if backward := [eqn for eqn in readers if is_transposed(eqn) and not is_transposed(forward)]:
+            of_backward.append((forward, backward))
+        elif readers:
             of_stacks.append((forward, readers))
         else:
             of_rows.append((forward, [eqn for eqn in others if _reads_rows(eqn, forward)]))
-    # A backward loop reads the rows of any loop over its weights: the loop with its stacks comes first.
-    for forward, readers in (*of_stacks, *of_rows):
+    # The state of layers, in a stack, goes on to the next call of the same layers, which is a reader, too. A
+    # backward loop reads the rows of any loop over its weights: the loop with its stacks comes first.
+    for forward, readers in (*of_backward, *of_stacks, *of_rows):
         if len(readers) != 1 or not taken.isdisjoint((id(forward), id(readers[0]))):
             continue
         between = positions[id(forward)], positions[id(readers[0])]

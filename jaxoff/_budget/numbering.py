@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -62,8 +63,10 @@ def _identify_atoms(atoms: Iterable[Any]) -> Any:
 
 
 def _list_arrays(value: Any) -> Iterator[Any]:
-    """The arrays in parameters of an equation, which the text of the parameters abbreviates or leaves out."""
-    if isinstance(value, Mapping):
+    """What the text of an equation's parameters abbreviates or leaves out: their arrays and functions."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):
         for item in value:
@@ -73,13 +76,13 @@ def _list_arrays(value: Any) -> Iterator[Any]:
         for eqn in value.eqns:
             yield from (v.val for v in eqn.invars if isinstance(v, Literal) and compat.shape_of(v.aval))
             yield from _list_arrays(eqn.params)
-    elif isinstance(value, (np.ndarray, jax.Array)):
+    elif isinstance(value, (np.ndarray, jax.Array)) or (callable(value) and not isinstance(value, type)):
         yield value
 
 
 def _identify(value: Any) -> Any:
-    """A hashable key of a number or an array: equal keys mean equal values."""
-    if isinstance(value, jax.Array | Tracer):  # the constants of a kernel may be of its own trace
+    """A hashable key of a number, an array or a function: equal keys mean equal values."""
+    if callable(value) or isinstance(value, jax.Array | Tracer):  # a kernel's constants may be of its trace
         return "id", id(value)
     if hasattr(value, "tobytes"):  # of NumPy, or JAX's own for constants
         return str(value.dtype), value.shape, np.asarray(value).tobytes()
