@@ -13,8 +13,8 @@ from jaxoff._report.tables import format_nbytes
 
 # Values that an error names.
 _LISTED = 10
-_GRADIENT_INSIDE = (
-    ". A jax.shard_map that is differentiated from outside is not placed: call jax.grad inside of it"
+_LOSS_INSIDE = (
+    ". A jax.shard_map is not placed whose loss is computed of arrays outside of it: compute the loss inside"
 )
 
 
@@ -67,7 +67,7 @@ def describe_no_layers(*, is_manual: bool) -> str:
         ": no layers were found, neither a loop over layers (jax.lax.scan) that keeps values for a loop of "
         "its backward pass nor layers one after the other with products"
     )
-    return text + (_GRADIENT_INSIDE if is_manual else "")
+    return text + (_LOSS_INSIDE if is_manual else "")
 
 
 def list_largest(program: ClosedJaxpr, placed: Sequence[PlacedValue]) -> list[str]:

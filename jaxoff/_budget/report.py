@@ -159,8 +159,8 @@ class Plan:
             rows.append("The rest of the budget is left: no placements are faster, by the model of time.")
         if self.programs and not self.values:
             rows.append(
-                "No value is placed: the step has no layers with a backward pass. A loss is planned as "
-                "jax.value_and_grad(loss)."
+                "No value is placed: no layers with a backward pass were found. A loss is planned as "
+                "jax.value_and_grad(loss), and what a jax.shard_map returns for it should be scalars."
             )
         return "\n".join(rows)
 

@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxoff._jaxpr.meshes import explicit_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,5 +28,20 @@ class LoopShardings:
 
 
 def pin(value: jax.Array, shardings: Mapping[int, NamedSharding], k: int) -> jax.Array:
-    """Pins value number `k` to its sharding, if that is known."""
-    return jax.lax.with_sharding_constraint(value, shardings[k]) if k in shardings else value
+    """Pins value number `k` to its sharding, if that is known.
+
+    Of a mesh with Explicit and Auto axes the type has the division over the first; the others are pinned.
+    """
+    if k not in shardings:
+        return value
+    sharding, mesh = shardings[k], explicit_mesh(jax.typeof(value))
+    if mesh is not None and AxisType.Auto in mesh.axis_types:
+        sharding = NamedSharding(mesh, P(*(_keep_auto(mesh, axes) for axes in sharding.spec)))
+    return jax.lax.with_sharding_constraint(value, sharding)
+
+
+def _keep_auto(mesh: AbstractMesh, axes: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
+    names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+    return (
+        tuple(name for name in names if mesh.axis_types[mesh.axis_names.index(name)] == AxisType.Auto) or None
+    )

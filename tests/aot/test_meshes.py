@@ -170,3 +170,33 @@ def test_copies_in_a_shard_map_of_a_layer_are_hidden():
     assert jitted.recipe == "concurrent"
     assert facts.h2d_bytes == 6 * 8192 * 2048 * 2
     assert all(copy.overlaps for copy in facts.copies)
+
+
+def test_copies_of_a_shard_map_are_hidden_where_the_gradient_is_taken_outside():
+    """The mapped function returns a sum and a count; its forward and backward pass become one."""
+    target = jaxoff.target("h100", devices=2)
+    mesh = target.mesh((2,), ("d",))
+
+    def layer(x, w):
+        up, down = (lax.all_gather(w[n], "d", tiled=True) for n in ("up", "down"))
+        return x + jax.nn.gelu(jaxoff.name(x, "x") @ up) @ down, None
+
+    def sum_and_count(w, x):
+        block = jax.checkpoint(layer, policy=jaxoff.policy(offload=["x"]), prevent_cse=False)
+        x = lax.scan(block, x, w)[0].astype(jnp.float32)
+        return lax.psum(jnp.sum(x**2), "d"), lax.psum(jnp.sum(x > 0), "d")
+
+    mapped = jax.shard_map(sum_and_count, mesh=mesh, in_specs=(P(None, "d"), P("d")), out_specs=(P(), P()))
+
+    def loss(w, x):
+        total, count = mapped(w, x)
+        return total / count
+
+    struct = functools.partial(struct_on, mesh)
+    w = {"up": struct(P(None, "d"), 6, 1024, 4096), "down": struct(P(None, "d"), 6, 4096, 1024)}
+    jitted = jaxoff.jit(jax.grad(loss))
+    compiled = target.compile(jitted, w, struct(P("d"), 16384, 1024))
+    facts = jaxoff.verify(compiled, compiler_options=jitted.options)
+    assert jitted.recipe in ("concurrent", "early")
+    assert facts.d2h_bytes == facts.h2d_bytes == 6 * 8192 * 1024 * 2
+    assert all(copy.overlaps for copy in facts.copies)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,6 +17,7 @@ from jaxoff._budget import regions
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import write_in_parts, write_layers_in_parts
 from jaxoff._jaxpr.compat import jaxpr_as_fun
+from jaxoff._runtime.program_memory import program_nbytes
 
 DEVICES = 8
 
@@ -140,3 +142,49 @@ def test_rows_that_explicit_axes_divide_are_not_done_in_parts():
         jaxoff.jit(step, donate_argnums=0, device_bytes=50e3).lower(w, put(P("data"), batch, length, width))
     assert "fault" not in str(raised.value)
     assert raised.value.largest
+
+
+def test_a_list_that_the_compiler_divides_fits_what_a_checkpoint_of_each_layer_takes():
+    """XLA's order takes 1.24 to 1.30 times as much where values are pinned by names; jaxoff's does not."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    whole, rows = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
+    count, batch, tokens, width = 4, 16, 64, 128
+    optimizer = optax.adamw(1e-3)
+
+    def layer(x, w):
+        x = jaxoff.name(x, "x")
+        x = x + jnp.tril(w["mix"]) @ x
+        mean, var = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+        h = (x - mean) * jax.lax.rsqrt(jnp.maximum(var, 0.0) + 1e-5) * w["scale"] + w["shift"]
+        h = jaxoff.name(h @ w["up"] + w["bias"], "up")
+        return x + jax.nn.gelu(h) @ w["down"]
+
+    def step_of(layer):
+        def loss(layers, x):
+            for w in layers:
+                x = layer(x, w)
+            labels = jnp.arange(tokens) % width
+            return optax.softmax_cross_entropy_with_integer_labels(
+                x, jnp.broadcast_to(labels, x.shape[:2])
+            ).mean()
+
+        def step(state, x):
+            layers, moments = state
+            x = jax.lax.with_sharding_constraint(x, rows)
+            updates, moments = optimizer.update(jax.grad(loss)(layers, x), moments, layers)
+            return optax.apply_updates(layers, updates), moments
+
+        return step
+
+    shapes = {"mix": (tokens, tokens), "up": (width, 4 * width), "down": (4 * width, width)}
+    shapes |= {"scale": (width,), "shift": (width,), "bias": (4 * width,)}
+    layers = [{k: jnp.full(s, 0.02, device=whole) for k, s in shapes.items()} for _ in range(count)]
+    state = layers, jax.device_put(optimizer.init(layers), whole)
+    args = state, jax.device_put(jax.random.normal(jax.random.key(0), (batch, tokens, width)), rows)
+    recomputed = jax.jit(step_of(jax.checkpoint(layer)), donate_argnums=0).lower(*args).compile()
+    limit = 1.03 * program_nbytes(recomputed)
+    step = jaxoff.jit(step_of(layer), donate_argnums=0, device_bytes=limit, host_bytes=1)
+    compiled = step.lower(*args).compile()
+    assert program_nbytes(compiled) <= limit
+    want = jax.jit(step_of(layer))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), compiled(*args), want)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
@@ -203,3 +203,31 @@ def test_waits_keep_the_types_of_a_checked_shard_map(varies):
     assert "changed_in_place" in str(program)
     got = jax.jit(compat.jaxpr_as_fun(program))(*jax.tree.leaves((w, x)))
     assert_close(got, jax.tree.leaves(jax.jit(fun)(w, x)))
+
+
+KINDS = list(itertools.product((AxisType.Explicit, AxisType.Auto), repeat=2))
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_axes_may_be_explicit_and_auto(kinds):
+    """The type has the division over Explicit axes, the compiler that over the others."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=jax.devices()[:4])
+
+    def loss(w, x):
+        def layer(x, w):
+            return x + jnp.tanh(jaxoff.name(x @ w, "h")), None
+
+        block = jax.checkpoint(layer, policy=jaxoff.policy(offload=["h"]), prevent_cse=False)
+        return jnp.var(lax.scan(block, x, w)[0])
+
+    def put(value, *spec):
+        return jax.device_put(value, NamedSharding(mesh, P(*spec)))
+
+    with jax.set_mesh(mesh):
+        columns = "model" if kinds[1] is AxisType.Auto else None
+        w, x = put(jnp.full((6, 64, 64), 0.01), None, None, columns), put(jnp.ones((32, 64)), "data")
+        x += put(jnp.arange(64.0))
+        step = jaxoff.jit(jax.grad(loss), recipe="concurrent")
+        assert_close(step(w, x), jax.jit(jax.grad(loss))(w, x))
+    assert step.recipe == "concurrent"
+    assert not step.findings
