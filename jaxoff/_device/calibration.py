@@ -43,6 +43,7 @@ class Calibration:
       pallas_share: Pallas kernels with a cost estimate, share of flops.
       attention_share: cuDNN attention, forward, share of flops.
       attention_backward_share: cuDNN attention, backward, share of flops.
+      narrow_attention_share, narrow_attention_backward_share: the same of heads narrower than 128.
       float32_share: products in float32 throughout, off the matrix units, share of flops after
         `wide_type_slowdown`.
       traffic_share: the part of a product's memory traffic beside its operations, which adds to its time.
@@ -61,6 +62,8 @@ class Calibration:
     pallas_share: Constant
     attention_share: Constant
     attention_backward_share: Constant
+    narrow_attention_share: Constant
+    narrow_attention_backward_share: Constant
     float32_share: Constant
     traffic_share: Constant
     idle_clock: Constant

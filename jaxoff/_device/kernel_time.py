@@ -32,6 +32,8 @@ from jaxoff._jaxpr.primitives import (
 # Primitives that read a part of an operand.
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
 
+# Elements of a head from which cuDNN's attention has its full rate.
+_WIDE_HEAD = 128
 # Elements of a side of a block of cuBLAS, of 16-bit numbers.
 _BLOCK = 8
 
@@ -155,7 +157,10 @@ def _share_of(eqn: JaxprEqn, fitted: Calibration) -> Constant:
     """The share of a device's rate of 16-bit products reached by a kernel."""
     name = eqn.primitive.name
     if is_attention(eqn):
-        return fitted.attention_backward_share if "bwd" in name else fitted.attention_share
+        is_narrow = compat.shape_of(eqn.invars[0].aval)[-1] < _WIDE_HEAD
+        if "bwd" in name:
+            return fitted.narrow_attention_backward_share if is_narrow else fitted.attention_backward_share
+        return fitted.narrow_attention_share if is_narrow else fitted.attention_share
     if name in ("dot_general", "conv_general_dilated") and _is_whole_float32(eqn):
         return fitted.float32_share
     return fitted.pallas_share if is_pallas(eqn) else fitted.product_share

@@ -1,12 +1,13 @@
-"""A `jax.shard_map` that is differentiated from outside, with its forward and backward pass in one.
+"""Merges the forward and the backward `jax.shard_map` of a gradient taken outside.
 
-`jax.grad` of a loss in a `jax.shard_map` traces two: the results of the first are the residuals that the
-second reads. In one, the residuals are values inside, whose layers a budget can place and an order can hide.
+`jax.grad` of a loss in a `jax.shard_map` traces two equations: the results of the forward `jax.shard_map` are
+residuals, operands of the backward `jax.shard_map`. In a merged equation the residuals are values of a single
+program. Only values of a single program have placements by a budget and start times of their copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
@@ -17,7 +18,7 @@ from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.inline import instantiate, trace_call, write_otherwise
 from jaxoff._jaxpr.primitives import is_shard_map
 
-# Primitives of scalars: equal on all devices where their operands are.
+# Primitives of scalars: the results are equal on all devices if the operands are.
 _OF_SCALARS = frozenset(
     {"add", "convert_element_type", "div", "exp", "integer_pow", "log", "max", "min", "mul", "neg", "pow",
      "rsqrt", "select_n", "sqrt", "square", "sub"}
@@ -25,7 +26,7 @@ _OF_SCALARS = frozenset(
 
 
 class _Inside(NamedTuple):
-    """A value inside of a `jax.shard_map`, and how its devices divide the array outside."""
+    """A value inside of a `jax.shard_map`, and the division of the array outside over the devices."""
 
     value: Any
     spec: P
@@ -36,14 +37,14 @@ class _Inside(NamedTuple):
 
 
 def merge_shard_maps(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program in which a `jax.shard_map` that reads results of another is one with it.
+    """Merges each `jax.shard_map` of a program with the readers of its results, at all levels.
 
-    Both divide these results in the same way, over the same mesh. Scalars computed in between from results
-    that are equal on all devices, such as a number of tokens, are computed inside. What else lies in between
-    stays between two.
+    A reader is merged if it is a `jax.shard_map` over the same mesh, and if both divide the results in the
+    same way. Scalars between the two move inside if they are equal on all devices: a loss over a number of
+    tokens. A reader of arrays computed between the two is not merged.
 
     Returns:
-      The program; the given one where nothing is merged.
+      The merged program; `closed` itself without a merged equation.
     """
     merges = False
 
@@ -69,7 +70,7 @@ def _holds_shard_map(eqn: JaxprEqn) -> bool:
 
 
 def _write_call(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
-    """The equations of a call that holds a `jax.shard_map`, and its results; other equations as they are."""
+    """Inlines a call with a `jax.shard_map` inside: its equations and results. Other equations stay."""
     call = compat.inlinable_call(eqn)
     if call is None or call.checkpoint or not any(map(_holds_shard_map, call.jaxpr.eqns)):
         return eqn
@@ -78,16 +79,17 @@ def _write_call(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
 
 
 def _merge_level(program: Jaxpr) -> Jaxpr:
-    """A program with its own `jax.shard_map`s merged; the program itself where none is."""
+    """Merges the `jax.shard_map`s among a program's own equations; the same object without a merge."""
     eqns, rest, merges = list[JaxprEqn](), list(program.eqns), False
+    reads = {id(eqn): frozenset(variables(eqn)) for eqn in rest}  # a long program has many forward equations
     while rest:
         first = rest.pop(0)
         group = _Group(first) if is_shard_map(first) and not _has_effects(first) else None
-        before, behind = group.take(rest) if group else ([], [])
+        before, behind = group.take(rest, reads) if group else ([], [])
         if group is None or not group.is_merged:
             eqns.append(first)
             continue
-        read = {v for v in program.outvars if isinstance(v, Var)}.union(*map(variables, behind))
+        read = {v for v in program.outvars if isinstance(v, Var)}.union(*(reads[id(e)] for e in behind))
         eqns += [*before, group.emit(read)]
         rest, merges = behind, True
     return program.replace(eqns=eqns) if merges else program
@@ -98,10 +100,10 @@ def _has_effects(eqn: JaxprEqn) -> bool:
 
 
 class _Group:
-    """A `jax.shard_map` that takes over others that read its results.
+    """A `jax.shard_map` with the readers merged so far.
 
     Attributes:
-      is_merged: whether it took over any.
+      is_merged: whether a reader is merged.
     """
 
     def __init__(self, first: JaxprEqn):
@@ -111,26 +113,32 @@ class _Group:
         self._results: dict[Var, _Inside] = {}
         self._add(first)
 
-    def take(self, eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-        """Takes over what it can of the equations behind it.
+    def take(
+        self, eqns: Sequence[JaxprEqn], reads: Mapping[int, frozenset[Var]]
+    ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+        """Merges readers among the equations behind the group.
+
+        Args:
+          eqns: the equations.
+          reads: id of an equation -> its operands.
 
         Returns:
-          The equations that go before it, and those that stay behind it.
+          The equations before the merged equation, and the equations behind.
         """
         before, behind, late = list[JaxprEqn](), list[JaxprEqn](), set[Var]()
         for i, eqn in enumerate(eqns):
             if _has_effects(eqn):
                 return before, [*behind, *eqns[i:]]
-            reads = variables(eqn)
-            if late.isdisjoint(reads) and self._results.keys().isdisjoint(reads):
+            is_late = not late.isdisjoint(reads[id(eqn)])
+            if not is_late and self._results.keys().isdisjoint(reads[id(eqn)]):
                 before.append(eqn)
-            elif not late.isdisjoint(reads) or not self._takes_over(eqn):
+            elif is_late or not self._takes_over(eqn):
                 behind.append(eqn)
                 late.update(eqn.outvars)
         return before, behind
 
     def emit(self, read: Container[Var]) -> JaxprEqn:
-        """The `jax.shard_map`, with its results among the variables `read`."""
+        """The merged equation, with its results among the variables `read`."""
         arguments, body = self._arguments.values(), self._first.params["jaxpr"]
         outs = {v: inside for v, inside in self._results.items() if v in read}
         jaxpr = body.replace(
@@ -151,7 +159,7 @@ class _Group:
         )
 
     def _takes_over(self, eqn: JaxprEqn) -> bool:
-        """Takes over an equation that reads its results; returns whether it can."""
+        """Merges a reader of the group's results, if possible; returns whether the reader is merged."""
         if not is_shard_map(eqn):
             return self._compute_inside(eqn)
         alike = all(
@@ -180,7 +188,7 @@ class _Group:
         }
 
     def _find(self, operand: Any, spec: Any, aval: Any) -> Any:
-        """The value inside of an operand: a result's, or the argument of the type `aval`."""
+        """The value of an operand inside: of a result, or an argument of type `aval`."""
         if isinstance(operand, Var) and operand in self._results:
             return self._results[operand].value
         key = operand, spec
@@ -189,7 +197,7 @@ class _Group:
         return self._arguments[key].value
 
     def _compute_inside(self, eqn: JaxprEqn) -> bool:
-        """Computes scalars of scalars that are equal on all devices; returns whether an equation is such."""
+        """Moves an equation of scalars inside, if they are equal on all devices; returns whether it moved."""
         atoms = (*eqn.invars, *eqn.outvars)
         is_scalar = not any(compat.shape_of(v.aval) for v in atoms) and not compat.sub_jaxprs(eqn)
         read = [self._results[v] for v in variables(eqn) if v in self._results]

@@ -1,4 +1,4 @@
-"""The first steps with a traced program: known branches, float8, merged nested loops, refused offloads.
+"""The first steps with a traced program: known branches, float8, merged loops and maps, refused offloads.
 
 In: the traced program. Out: the program to rewrite, and findings of unmet requests.
 """
