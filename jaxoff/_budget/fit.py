@@ -181,7 +181,7 @@ class _Search[P]:
         all of their values again at once.
         """
         least = self._form.choose_least(NO_COPIES)
-        if least is None or self._is_manual or not any(pair.holds_loops for pair in self._form.pairs):
+        if least is None or not any(pair.holds_loops for pair in self._form.pairs):
             return None
         left = iter(least[0])
         program = self._form.layered.write(lambda _: next(left))

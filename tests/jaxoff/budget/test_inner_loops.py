@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from jaxoff._budget.joint_graph import Placements, list_recomputed
@@ -52,9 +54,10 @@ def test_a_loop_in_a_layer_runs_once_if_its_residuals_are_kept(loop):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_layers_in_a_loop_over_parts_of_a_batch_are_placed_where_memory_is_short():
+@pytest.mark.parametrize("devices", [1, 2])
+def test_layers_in_a_loop_over_parts_of_a_batch_are_placed_where_memory_is_short(devices):
     """The backward pass of the loop over parts makes the layers of a part again one by one."""
-    layers, rows, width = 4, 64, 32
+    layers, rows, width = 4, 64 * devices, 32
 
     def layer(x, w):
         return x + jnp.sin(x @ w["up"]) @ w["down"], None
@@ -64,7 +67,8 @@ def test_layers_in_a_loop_over_parts_of_a_batch_are_placed_where_memory_is_short
             def add(total, part):
                 return total + lax.scan(layer, part, weights)[0].var(), None
 
-            return lax.scan(add, 0.0, parts)[0]
+            total = lax.scan(add, parts[0, 0, 0] * 0, parts)[0]
+            return lax.pmean(total, "devices") if devices > 1 else total
 
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
 
@@ -72,6 +76,12 @@ def test_layers_in_a_loop_over_parts_of_a_batch_are_placed_where_memory_is_short
     shapes = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
     weights = {n: jax.random.normal(k, s) / 8 for (n, s), k in zip(shapes.items(), keys[:2], strict=True)}
     parts = jax.random.normal(keys[2], (3, rows, width))
+    if devices > 1:
+        mesh = jax.make_mesh((devices,), ("devices",), (AxisType.Auto,), devices=jax.devices()[:devices])
+        specs = P(), P(None, "devices")
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P())
+        places = (NamedSharding(mesh, spec) for spec in specs)
+        weights, parts = map(jax.device_put, (weights, parts), places)
     with pytest.raises(jaxoff.BudgetError) as raised:
         jaxoff.jit(step, device_bytes=1)(weights, parts)
     least = raised.value.smallest_bytes
