@@ -160,7 +160,7 @@ class Plan:
         if self.programs and not self.values:
             rows.append(
                 "No value is placed: no layers with a backward pass were found. A loss is planned as "
-                "jax.value_and_grad(loss), and what a jax.shard_map returns for it should be scalars."
+                "jax.value_and_grad(loss). A jax.shard_map returns scalars for the loss, not arrays."
             )
         return "\n".join(rows)
 
