@@ -276,9 +276,7 @@ class _Constants:
             results are added.
         """
         operands = [resolve(outside, v) for v in eqn.invars]
-        if compat.has_side_effects(eqn) or not all(
-            isinstance(v, Literal) or v in self._numbering.known for v in operands
-        ):
+        if not _is_known(eqn, operands, self._numbering):
             return None
         made = self._numbering.find(eqn, operands)
         if made is None:
@@ -289,7 +287,7 @@ class _Constants:
 
 
 def _is_known(eqn: JaxprEqn, operands: Sequence[Any], numbering: Numbering) -> bool:
-    """Whether an equation computes a value of known operands; a collective does, of all devices' together."""
+    """Whether an equation computes values of known operands. A collective computes a value, too."""
     is_pure = not compat.has_side_effects(eqn)
     return is_pure and all(isinstance(v, Literal) or v in numbering.known for v in operands)
 
