@@ -203,7 +203,13 @@ class _Group:
         read = [self._results[v] for v in variables(eqn) if v in self._results]
         if not (is_scalar and eqn.primitive.name in _OF_SCALARS) or any(map(_Inside.differs, read)):
             return False
-        operands = [v if isinstance(v, Literal) else self._find(v, P(), v.aval) for v in eqn.invars]
+        inside = read[0].value.aval  # a type of Explicit axes names the mesh, which is another inside
+        operands = [
+            v
+            if isinstance(v, Literal)
+            else self._find(v, P(), inside.update(dtype=v.aval.dtype, weak_type=v.aval.weak_type))
+            for v in eqn.invars
+        ]
         made, values = trace_call(
             lambda *xs: eqn.primitive.bind(*xs, **eqn.params), operands, like=self._eqns[0]
         )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
@@ -103,6 +103,24 @@ def test_in_a_loop_over_batches(mesh, args):
     merged = merge_shard_maps(closed)
     assert (count_maps(closed.jaxpr), count_maps(merged.jaxpr)) == (2, 1)
     assert_same_numbers(merged, closed, (ws, batches))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_scalars_of_the_step_go_inside(kind, args):
+    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(kind,))
+    specs = P(None, "d"), P("d"), P()
+    args = (*args, jnp.float32(3))
+    args = tuple(jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip(args, specs, strict=True))
+
+    def scaled(ws, x, scale):
+        total, count = map_over(mesh)(ws, x)
+        return scale * total / (count + scale)
+
+    with jax.set_mesh(mesh):
+        closed = trace(scaled, args)
+        merged = merge_shard_maps(closed)
+        assert (count_maps(closed.jaxpr), count_maps(merged.jaxpr)) == (2, 1)
+        assert_same_numbers(merged, closed, args)
 
 
 def read_differently(mapped, ws, x):
