@@ -21,7 +21,7 @@ from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.numbering import Numbering
 from jaxoff._budget.segments import find_cuts
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import count_reads, map_makers, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, make_masks_inside, resolve
 from jaxoff._jaxpr.lowered import has_ordered_effects
@@ -193,7 +193,7 @@ def _pair(
     for eqn in theirs.eqns:
         operands = [resolve(known, v) for v in eqn.invars]
         same = constants.find(eqn, outside)
-        is_known = _is_known(eqn, operands, numbering)
+        is_known = numbering.knows(eqn, operands)
         if is_known:
             same = numbering.find(eqn, operands) or same or inner.widen(eqn, operands)
         if same is not None:
@@ -276,7 +276,7 @@ class _Constants:
             results are added.
         """
         operands = [resolve(outside, v) for v in eqn.invars]
-        if not _is_known(eqn, operands, self._numbering):
+        if not self._numbering.knows(eqn, operands):
             return None
         made = self._numbering.find(eqn, operands)
         if made is None:
@@ -284,12 +284,6 @@ class _Constants:
         outside.update(zip(eqn.outvars, made, strict=True))
         found = [self._first[v] for v in made if v in self._first]
         return found if len(found) == len(made) else None
-
-
-def _is_known(eqn: JaxprEqn, operands: Sequence[Any], numbering: Numbering) -> bool:
-    """Whether an equation computes values of known operands. A collective computes a value, too."""
-    is_pure = not compat.has_side_effects(eqn)
-    return is_pure and all(isinstance(v, Literal) or v in numbering.known for v in operands)
 
 
 def _first_row(layout: compat.ScanLayout) -> int:

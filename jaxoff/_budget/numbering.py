@@ -42,6 +42,11 @@ class Numbering:
         first = self._by_key.setdefault(self._key(eqn, operands), eqn.outvars)
         self.aliases.update((v, w) for v, w in zip(eqn.outvars, first, strict=True) if v is not w)
 
+    def knows(self, eqn: JaxprEqn, operands: Iterable[Any]) -> bool:
+        """Whether an equation computes values of known operands. A collective computes a value, too."""
+        is_pure = not compat.has_side_effects(eqn)
+        return is_pure and all(isinstance(v, Literal) or v in self.known for v in operands)
+
     def find(self, eqn: JaxprEqn, operands: list[Any]) -> list[Var] | None:
         """The values computed once more by an equation on known operands; None if nothing is repeated."""
         return self._by_key.get(self._key(eqn, [resolve(self.aliases, v) for v in operands]))

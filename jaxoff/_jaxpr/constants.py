@@ -14,6 +14,7 @@ import jax
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.inline import Renamed, instantiate, resolve
+from jaxoff._jaxpr.primitives import holds
 
 type _Find = Callable[
     [Var, Any], Var
@@ -92,8 +93,9 @@ def _make(value: Any) -> JaxprEqn:
 
 def _holds_constants(jaxpr: Jaxpr) -> bool:
     """Whether a call with constants and operands is in a program, at any level."""
-    return any(
-        (bool(eqn.invars) and (called := compat.called_program(eqn)) is not None and bool(called.consts))
-        or any(map(_holds_constants, compat.sub_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+
+    def has_constants(eqn: JaxprEqn) -> bool:
+        called = compat.called_program(eqn) if eqn.invars else None
+        return called is not None and bool(called.consts)
+
+    return holds(jaxpr, has_constants)

@@ -79,6 +79,18 @@ def write_otherwise(jaxpr: Jaxpr, write: Callable[[JaxprEqn], JaxprEqn | _Writte
     return jaxpr.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in jaxpr.outvars])
 
 
+def inline_calls_with(is_sought: Callable[[JaxprEqn], bool], jaxpr: Jaxpr) -> Jaxpr:
+    """A program with the equations of the calls among whose own one is sought; `jax.checkpoint` stays."""
+
+    def inline(eqn: JaxprEqn) -> JaxprEqn | _Written:
+        call = compat.inlinable_call(eqn)
+        if call is None or call.checkpoint or not any(map(is_sought, call.jaxpr.eqns)):
+            return eqn
+        return instantiate(call.jaxpr, eqn.invars, like=eqn)
+
+    return write_otherwise(jaxpr, inline)
+
+
 def separate_calls(jaxpr: Jaxpr) -> Jaxpr:
     """A program whose programs have variables of their own. JAX traces once what is called twice."""
     seen: set[Var] = set()

@@ -7,6 +7,7 @@ program. Only values of a single program have placements by a budget and start t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import variables
-from jaxoff._jaxpr.inline import instantiate, trace_call, write_otherwise
-from jaxoff._jaxpr.primitives import is_shard_map
+from jaxoff._jaxpr.inline import inline_calls_with, instantiate, trace_call
+from jaxoff._jaxpr.primitives import holds, is_shard_map
 
 # Primitives of scalars: the results are equal on all devices if the operands are.
 _OF_SCALARS = frozenset(
@@ -46,36 +47,21 @@ def merge_shard_maps(closed: ClosedJaxpr) -> ClosedJaxpr:
     Returns:
       The merged program; `closed` itself without a merged equation.
     """
+    if not holds(closed.jaxpr, is_shard_map):
+        return closed
     merges = False
 
     def merge(program: Jaxpr) -> Jaxpr:
         nonlocal merges
-        if not any(map(_holds_shard_map, program.eqns)):
-            return program
-        level = write_otherwise(program, _write_call)
-        eqns = (eqn if is_shard_map(eqn) else compat.map_programs(eqn, merge) for eqn in level.eqns)
-        level = compat.replace_equations(level, eqns)
+        eqns = (eqn if is_shard_map(eqn) else compat.map_programs(eqn, merge) for eqn in program.eqns)
+        level = compat.replace_equations(program, eqns)
         merged = _merge_level(level)
         merges |= merged is not level
         return merged
 
-    merged = compat.map_open(closed, merge)
+    inlined = compat.rewrite_jaxprs(closed, functools.partial(inline_calls_with, is_shard_map))
+    merged = compat.map_open(inlined, merge)
     return merged if merges else closed
-
-
-def _holds_shard_map(eqn: JaxprEqn) -> bool:
-    return is_shard_map(eqn) or any(
-        any(map(_holds_shard_map, program.eqns)) for program in compat.sub_jaxprs(eqn)
-    )
-
-
-def _write_call(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
-    """Inlines a call with a `jax.shard_map` inside: its equations and results. Other equations stay."""
-    call = compat.inlinable_call(eqn)
-    if call is None or call.checkpoint or not any(map(_holds_shard_map, call.jaxpr.eqns)):
-        return eqn
-    program = write_otherwise(call.jaxpr, _write_call)
-    return instantiate(program, eqn.invars, like=eqn)
 
 
 def _merge_level(program: Jaxpr) -> Jaxpr:
@@ -204,12 +190,12 @@ class _Group:
         if not (is_scalar and eqn.primitive.name in _OF_SCALARS) or any(map(_Inside.differs, read)):
             return False
         inside = read[0].value.aval  # a type of Explicit axes names the mesh, which is another inside
-        operands = [
-            v
-            if isinstance(v, Literal)
-            else self._find(v, P(), inside.update(dtype=v.aval.dtype, weak_type=v.aval.weak_type))
-            for v in eqn.invars
-        ]
+
+        def find(v: Any) -> Any:
+            like = compat.struct_of(v.aval)
+            return self._find(v, P(), inside.update(dtype=like.dtype, weak_type=like.weak_type))
+
+        operands = [v if isinstance(v, Literal) else find(v) for v in eqn.invars]
         made, values = trace_call(
             lambda *xs: eqn.primitive.bind(*xs, **eqn.params), operands, like=self._eqns[0]
         )

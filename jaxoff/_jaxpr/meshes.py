@@ -38,6 +38,11 @@ def divides_axis(aval: Any, axis: int) -> bool:
     return explicit_mesh(aval) is not None and bool(aval.sharding.spec[axis])
 
 
+def list_axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of the mesh axes that divide an axis of an array, from the entry in a `PartitionSpec`."""
+    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+
+
 def is_partly_manual(eqn: Any) -> bool:
     """Whether an equation is in a `jax.shard_map` over some axes of its mesh, and not over all."""
     mesh = eqn.ctx.cur_abstract_mesh

@@ -25,7 +25,7 @@ from jaxoff._jaxpr.inline import (
     trace_scan,
     write_otherwise,
 )
-from jaxoff._jaxpr.primitives import holds_copies
+from jaxoff._jaxpr.primitives import holds, holds_copies
 
 
 def merge_nested_loops(closed: ClosedJaxpr, *, with_copies: bool = False) -> ClosedJaxpr:
@@ -44,7 +44,7 @@ def merge_nested_loops(closed: ClosedJaxpr, *, with_copies: bool = False) -> Clo
             return program
         return _merge_level(program, merge, with_copies=with_copies)
 
-    if not _holds_nested_scans(closed.jaxpr):
+    if not holds(closed.jaxpr, _is_nest):
         return closed
     return compat.map_open(_write_out_single(closed, with_copies=with_copies), merge)
 
@@ -74,18 +74,12 @@ def _write_out_single(closed: ClosedJaxpr, *, with_copies: bool) -> ClosedJaxpr:
 
 
 def _holds_scans(program: Jaxpr) -> bool:
-    return any(
-        compat.scan_in(eqn) is not None or any(map(_holds_scans, compat.sub_jaxprs(eqn)))
-        for eqn in program.eqns
-    )
+    return holds(program, lambda eqn: compat.scan_in(eqn) is not None)
 
 
-def _holds_nested_scans(program: Jaxpr) -> bool:
-    holds = _holds_nested_scans
-    return any(
-        any(map(_holds_scans if compat.scan_in(eqn) is not None else holds, compat.sub_jaxprs(eqn)))
-        for eqn in program.eqns
-    )
+def _is_nest(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a scan with a scan inside, at any depth."""
+    return compat.scan_in(eqn) is not None and any(map(_holds_scans, compat.sub_jaxprs(eqn)))
 
 
 def _write_out_iteration(

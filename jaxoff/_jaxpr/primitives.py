@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn
@@ -126,12 +127,17 @@ def num_shards(eqn: JaxprEqn) -> int:
     return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
 
 
-def holds_copies(program: Jaxpr) -> bool:
-    """Whether a program, or a program in it, copies between device and host."""
+def holds(program: Jaxpr, is_sought: Callable[[JaxprEqn], bool]) -> bool:
+    """Whether `is_sought` holds for an equation of a program, or of a program in it."""
     return any(
-        compat.transfer_in(eqn) is not None or any(map(holds_copies, compat.sub_jaxprs(eqn)))
+        is_sought(eqn) or any(holds(inner, is_sought) for inner in compat.sub_jaxprs(eqn))
         for eqn in program.eqns
     )
+
+
+def holds_copies(program: Jaxpr) -> bool:
+    """Whether a program, or a program in it, copies between device and host."""
+    return holds(program, lambda eqn: compat.transfer_in(eqn) is not None)
 
 
 def is_attention(eqn: JaxprEqn) -> bool:

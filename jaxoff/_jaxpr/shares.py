@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.meshes import list_axes
 
 
 def nbytes_on_device(aval: Any, sharding: Sharding | None) -> int:
@@ -87,8 +88,7 @@ def _find_shares(value: Any) -> NamedSharding:
     sizes = sharding.mesh.shape
 
     def keep(axes: Any, size: int) -> Any:
-        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-        return axes if size % math.prod(sizes[name] for name in names) == 0 else None
+        return axes if size % math.prod(sizes[name] for name in list_axes(axes)) == 0 else None
 
     spec = (keep(axes, size) for axes, size in zip(sharding.spec, value.shape, strict=False))
     return NamedSharding(sharding.mesh, P(*spec))

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoff._jaxpr.meshes import explicit_mesh
+from jaxoff._jaxpr.meshes import explicit_mesh, list_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,5 @@ def pin(value: jax.Array, shardings: Mapping[int, NamedSharding], k: int) -> jax
 
 
 def _keep_auto(mesh: AbstractMesh, axes: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
-    names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-    return (
-        tuple(name for name in names if mesh.axis_types[mesh.axis_names.index(name)] == AxisType.Auto) or None
-    )
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(name for name in list_axes(axes) if types[name] == AxisType.Auto) or None

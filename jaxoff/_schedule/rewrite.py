@@ -18,13 +18,12 @@ from jaxoff._jaxpr.host_values import passes_host_values
 from jaxoff._jaxpr.inline import (
     Renamed,
     inline_calls,
+    inline_calls_with,
     inline_program,
-    instantiate,
     make_masks_inside,
     resolve,
     round_operands,
     split_scalars,
-    write_otherwise,
 )
 from jaxoff._jaxpr.meshes import is_partly_manual
 from jaxoff._jaxpr.primitives import is_shard_map
@@ -371,14 +370,7 @@ def _add_xs(
 
 def _inline_loop_calls(jaxpr: Jaxpr) -> Jaxpr:
     """Inlines calls with a layer loop, so that the writer and the reader of a host stack are in one jaxpr."""
-
-    def inline(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
-        call = compat.inlinable_call(eqn)
-        if call is None or call.checkpoint or not any(map(_is_layer_scan, call.jaxpr.eqns)):
-            return eqn
-        return instantiate(call.jaxpr, eqn.invars, like=eqn)
-
-    return write_otherwise(jaxpr, inline)
+    return inline_calls_with(_is_layer_scan, jaxpr)
 
 
 def _find_layer_loops(jaxpr: Jaxpr) -> dict[int, JaxprEqn]:

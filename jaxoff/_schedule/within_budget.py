@@ -230,7 +230,7 @@ class Search:
             self.donated,
             compile_preferred,
             devices=self.call.devices,
-            is_manual=_is_manual(self.twin),
+            is_manual=self._is_manual,
             compile_otherwise=compile_otherwise,
             progress=self._progress,
         )
@@ -241,7 +241,7 @@ class Search:
             return False
         if self.call.devices > 1:  # a `jax.shard_map` stays as it is
             is_near = nbytes <= _MAY_BE_OUT_OF_ORDER * self.budget.device_nbytes
-            return is_near and not _is_manual(self.twin)
+            return is_near and not self._is_manual
         estimate = estimate_nbytes(program, self.donated)
         fits = estimate <= self.budget.device_nbytes
         return estimate <= nbytes / (_OUT_OF_ORDER if fits else _FAR_OUT_OF_ORDER)
@@ -249,6 +249,10 @@ class Search:
     @functools.cached_property
     def _progress(self) -> Progress:
         return Progress()
+
+    @functools.cached_property
+    def _is_manual(self) -> bool:
+        return _is_manual(self.twin)
 
     @functools.cached_property
     def _state(self) -> State:
