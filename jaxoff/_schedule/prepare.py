@@ -51,7 +51,17 @@ def prepare(closed: ClosedJaxpr, watch: Watch, place: Place) -> tuple[ClosedJaxp
       closed: the program.
       watch: the context of its trace.
       place: where the program runs.
+
+    Returns:
+      The program and the findings; after a fault of jaxoff the program as it is, and the fault.
     """
+    try:
+        return _prepare(closed, watch, place)
+    except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, over a program that is not well formed
+        return closed, (describe_fault(fault, "reading its program"),)
+
+
+def _prepare(closed: ClosedJaxpr, watch: Watch, place: Place) -> tuple[ClosedJaxpr, tuple[Finding, ...]]:
     closed = split_copies(lift_constants(closed))
     if place.are_gpus:
         closed = roll_loops_with_copies(choose_known_branches(closed, "cuda"))

@@ -11,7 +11,6 @@ from jax.sharding import Sharding
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.host_values import HostValues
-from jaxoff._jaxpr.merged_maps import merge_shard_maps
 from jaxoff._jaxpr.saved_twin import build_saved_twin, move_all_to_device
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding
@@ -92,8 +91,7 @@ class Traced:
 
     @functools.cached_property
     def _on_device(self) -> compat.ClosedJaxpr | None:
-        moved = move_all_to_device(self.given)
-        return None if moved is None else merge_shard_maps(moved)
+        return move_all_to_device(self.given)
 
     @property
     def why_not_placed(self) -> str | None:

@@ -27,6 +27,7 @@ from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.lowered import has_ordered_effects
+from jaxoff._jaxpr.merged_maps import merge_shard_maps
 from jaxoff._jaxpr.primitives import is_shard_map
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding, FindingCode
@@ -127,7 +128,7 @@ class Search:
           BudgetError: if no program fits.
         """
         try:
-            return self._find_rolled()
+            return dataclasses.replace(self, twin=merge_shard_maps(self.twin))._find_rolled()
         except BudgetError as error:
             if has_ordered_effects(self.twin):
                 error = error.extend(_ORDERED_EFFECTS)
@@ -339,7 +340,7 @@ def estimate_within(
             closed, device, budget, donated, devices=call.devices, is_manual=_is_manual(twin)
         )
 
-    budget = limit_copies(budget, twin)
+    twin, budget = merge_shard_maps(twin), limit_copies(budget, twin)
     try:
         return find(twin, budget).make_plan(budget, device, None, is_compiled=False)
     except BudgetError as error:

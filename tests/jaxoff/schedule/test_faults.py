@@ -6,7 +6,7 @@ import pytest
 
 import jaxoff
 from jaxoff._runtime.program_memory import program_nbytes
-from jaxoff._schedule import faults, within_budget
+from jaxoff._schedule import faults, prepare, within_budget
 
 
 def step(w, x):
@@ -31,6 +31,22 @@ def test_a_step_that_cannot_be_rewritten_runs_as_written(monkeypatch):
         result = ours(*ARGS)
     assert (result == jax.jit(step)(*ARGS)).all()
     assert [finding.code for finding in ours.findings] == [jaxoff.FindingCode.RUNS_AS_WRITTEN]
+
+
+def test_a_step_that_cannot_be_read_runs_as_written(monkeypatch):
+    monkeypatch.setattr(prepare, "merge_nested_loops", fail)
+    ours = jaxoff.jit(step)
+    with pytest.warns(UserWarning, match="runs-as-written: reading its program .*KeyError: 'a variable'"):
+        result = ours(*ARGS)
+    assert (result == jax.jit(step)(*ARGS)).all()
+
+
+def test_merging_maps_that_fails_takes_the_step_as_written_if_it_fits(monkeypatch):
+    monkeypatch.setattr(within_budget, "merge_shard_maps", fail)
+    ours = jaxoff.jit(step, device_bytes=1e8)
+    with pytest.warns(UserWarning, match="runs-as-written: the search"):
+        result = ours(*ARGS)
+    assert (result == jax.jit(step)(*ARGS)).all()
 
 
 def test_a_search_that_fails_takes_the_step_as_written_if_it_fits(monkeypatch):
