@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -169,7 +170,10 @@ def _torch_parts(layer: Callable[..., Any], data: Data, w1: Any = None, w2: Any 
 
 
 def sonicmoe(data: Data) -> Programs:
-    """SonicMoE 0.1.1 after its router: metadata kernels, products and sum. Gated weights are interleaved."""
+    """SonicMoE after its router: metadata kernels, products and sum. Gated weights are interleaved.
+
+    Version 0.1.1 has squared ReLU; later versions have gated activations only, by QuACK's tuned products.
+    """
     torch = import_torch()
     _restore_names()
     library = importlib.import_module("sonicmoe.functional")
@@ -178,6 +182,7 @@ def sonicmoe(data: Data) -> Programs:
     )
     shape = data.shape
     E, k = shape.experts, shape.top_k
+    is_first = importlib.metadata.version("sonic-moe").startswith("0.1.1")
 
     def layer(x, p, e, w1, w2):
         def empty(count):
@@ -186,14 +191,14 @@ def sonicmoe(data: Data) -> Programs:
         scatter, back, gather = empty(shape.rows), empty(shape.rows), empty(shape.rows)
         count, offset = empty(E), empty(E + 1)
         library.TC_topk_router_metadata_triton(e, E, count, offset, gather, scatter, back)
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = [torch.cuda.current_stream().cuda_stream] if is_first else []
         inference = not torch.is_grad_enabled()
-        shared = gather, scatter, back, None, False, kind
+        shared = *stream, gather, scatter, back, None, False, kind
         a, z = library._UpProjection.apply(
-            x, w1.permute(1, 2, 0), None, offset, shape.rows, k, stream, *shared, inference
+            x, w1.permute(1, 2, 0), None, offset, shape.rows, k, *shared, inference
         )
         return library._DownProjection.apply(
-            a, z, w2.permute(1, 2, 0), None, p, offset, shape.tokens, k, stream, *shared
+            a, z, w2.permute(1, 2, 0), None, p, offset, shape.tokens, k, *shared
         )
 
     # Stored as (E, F, H) and (E, H, I).

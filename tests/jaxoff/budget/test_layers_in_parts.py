@@ -139,19 +139,28 @@ def test_layers_in_a_list_run_in_parts_within_other_programs(around):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=12)
-@given(
-    st.sampled_from(["scan", "list"]),
-    st.integers(1, 3),
-    st.sampled_from([16, 48, 60, 96, 128]),
-    st.sampled_from([2e3, 2e4]),
-)
-def test_steps_with_layers_in_parts_compute_the_same(form, batch, length, least_nbytes):
+DRAWS = st.sampled_from(["scan", "list"]), st.integers(1, 3), st.sampled_from([16, 48, 60, 96, 128])
+
+
+def check_steps_in_parts(form, batch, length, least_nbytes):
     args = FORMS[form](arguments(batch, length))
     closed = jax.make_jaxpr(step)(*args)
     written, _ = write_layers_in_parts(closed, least_nbytes)
     for got, want in zip(run(written, args), run(closed, args), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=3)
+@given(*DRAWS, st.sampled_from([2e3, 2e4]))
+def test_steps_with_layers_in_parts_compute_the_same(form, batch, length, least_nbytes):
+    check_steps_in_parts(form, batch, length, least_nbytes)
+
+
+@pytest.mark.long
+@settings(deadline=None, max_examples=40)
+@given(*DRAWS, st.sampled_from([2e3, 2e4]))
+def test_many_steps_with_layers_in_parts_compute_the_same(form, batch, length, least_nbytes):
+    check_steps_in_parts(form, batch, length, least_nbytes)
 
 
 def test_gradients_in_bfloat16_are_added_up_in_float32():
