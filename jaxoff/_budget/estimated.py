@@ -23,12 +23,11 @@ def find_estimated(
     donated: Sequence[bool],
     *,
     devices: int = 1,
-    is_manual: bool = False,
 ) -> Tried[None]:
     """Finds the fastest program within a budget by `estimate_nbytes`, with a part of the budget left free.
 
     Args:
-      closed, device, budget, donated, devices, is_manual: as for `find_fitting`.
+      closed, device, budget, donated, devices: as for `find_fitting`.
 
     Raises:
       BudgetError: if no program fits.
@@ -40,7 +39,7 @@ def find_estimated(
     part = 1 - ESTIMATE_MARGIN
     free = dataclasses.replace(budget, device_nbytes=part * budget.device_nbytes)
     try:
-        return find_fitting(closed, device, free, donated, estimate, devices=devices, is_manual=is_manual)
+        return find_fitting(closed, device, free, donated, estimate, devices=devices)
     except BudgetError as error:
         limit, least = format_nbytes(int(budget.device_nbytes)), error.smallest_bytes
         text = f"Memory is estimated; {limit} less a fifth is used."

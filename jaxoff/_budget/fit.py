@@ -11,14 +11,16 @@ from typing import Any
 from jaxoff._budget.budget_error import BudgetError, describe_no_layers, list_largest
 from jaxoff._budget.choose import choose_placements, exposed_state_ms, saved_nbytes
 from jaxoff._budget.costs import refuse_unmatched
-from jaxoff._budget.forms import NO_COPIES, Form, join_devices, step_ms
+from jaxoff._budget.forms import NO_COPIES, Form, step_ms
 from jaxoff._budget.joint_graph import Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import argument_nbytes, estimate_nbytes
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import Region, write_in_parts, write_layers_in_parts
+from jaxoff._budget.placements import LayeredProgram
 from jaxoff._budget.report import describe_kept
 from jaxoff._budget.tried import Tried, correct_room
+from jaxoff._device.joined import join_devices
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
@@ -64,7 +66,6 @@ def find_fitting[P](
     compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
     *,
     devices: int = 1,
-    is_manual: bool = False,
     compile_otherwise: Callable[[ClosedJaxpr], tuple[float, P] | None] = lambda _: None,
     progress: Progress | None = None,
 ) -> Tried[P]:
@@ -81,8 +82,8 @@ def find_fitting[P](
       compile_program: program -> (bytes on a device, a handle of the compiled program); infinitely many
         bytes for a program that XLA refuses.
       devices: the number of devices of the program. Where the compiler divides the values over devices, the
-        model sees a single device with the rates and the memory of all.
-      is_manual: whether layers are in a `jax.shard_map`, whose values are those of one device.
+        model sees a single device with the rates and the memory of all. Where all layers are in a
+        `jax.shard_map`, the values are those of one device.
       compile_otherwise: as `compile_program`, by slower options that may take less memory, or None where a
         program has no others: for the smallest programs, if none fits.
       progress: of this search and of those before for the same step.
@@ -91,7 +92,7 @@ def find_fitting[P](
       BudgetError: if no program fits.
     """
     progress = progress or Progress()
-    search = _Search(closed, device, budget, donated, compile_program, devices, is_manual, progress)
+    search = _Search(closed, device, budget, donated, compile_program, devices, progress)
     searches: list[_Search[P]] = []
 
     def find_whole() -> Tried[P] | None:
@@ -142,23 +143,22 @@ class _Search[P]:
         donated: Sequence[bool],
         compile_program: Callable[[ClosedJaxpr], tuple[float, P]],
         devices: int,
-        is_manual: bool,
         progress: Progress,
         is_opened: bool = False,
         is_tiled: bool = False,
     ):
-        self._is_manual, self.devices = is_manual, 1 if is_manual else devices
-        self._all_devices = devices
-        self._device, self._budget = join_devices(device, self.devices), budget.times(self.devices)
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
+        options = {"is_opened": is_opened, "sends_apart": is_tiled}
         whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
+        layered = LayeredProgram(whole, **options)
+        self._is_manual, self._all_devices = layered.is_manual, devices
+        self.devices = 1 if self._is_manual else devices
+        self._device, self._budget = join_devices(device, self.devices), budget.times(self.devices)
         self._tile_nbytes = _LARGE * self._budget.device_nbytes
         in_parts, regions = write_in_parts(whole, self._tile_nbytes, is_divided=devices > 1, adds_up=is_tiled)
-        options = {"is_opened": is_opened, "sends_apart": is_tiled}
-        self._whole = Form.of(whole, (), self._device, budget, **options)
-        self._in_parts = (
-            Form.of(in_parts, regions, self._device, budget, **options) if regions else self._whole
-        )
+        self._whole = self._in_parts = Form.of(layered, (), self._device, budget)
+        if regions:
+            self._in_parts = Form.of(LayeredProgram(in_parts, **options), regions, self._device, budget)
         if not is_opened:
             refuse_unmatched(self._whole.costs, budget.compress)
         self._step_ms = sum(
@@ -172,7 +172,7 @@ class _Search[P]:
         self._form, self._room = self._begin(devices if self._is_manual else None)
         self.tried: list[Tried[P]] = []
         self._closed, self._is_opened, self._progress = closed, is_opened, progress
-        self._settings = device, budget, donated, compile_program, devices, is_manual, progress
+        self._settings = device, budget, donated, compile_program, devices, progress
 
     def open(self) -> _Search[P] | None:
         """A search that places the loops within the backward passes of the least program; None without such.

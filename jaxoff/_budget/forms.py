@@ -68,10 +68,7 @@ class Form:
         return min((self, joined), key=estimate_least)
 
     @staticmethod
-    def of(
-        program: ClosedJaxpr, regions: Sequence[Region], device: Device, budget: Budget, **options: bool
-    ) -> Form:
-        layered = LayeredProgram(program, **options)
+    def of(layered: LayeredProgram, regions: Sequence[Region], device: Device, budget: Budget) -> Form:
         pairs = layered.list_joint_graphs()
         costs = [Costs.of(pair, device, budget.compress) for pair in pairs]
         fastest = choose_placements(costs, device, math.inf, NO_COPIES)
@@ -85,9 +82,3 @@ def step_ms(program: ClosedJaxpr, layers: Sequence[JointGraph], device: Device) 
         graph = KernelGraph(layers[0].rest, frozenset())
         device = lower_clock(graph, graph.kernels, device)
     return program_ms(program.jaxpr, device)
-
-
-def join_devices(device: Device, devices: int) -> Device:
-    """A single device with the rates of several."""
-    rates = ("flops", "memory_gbps", "d2h_gbps", "h2d_gbps")
-    return dataclasses.replace(device, **{name: devices * getattr(device, name) for name in rates})

@@ -38,6 +38,7 @@ class JointGraph:
       position: index of the first equation of the forward pass among the equations around the layers.
       end: index of the equation with which the backward pass of the first layer begins; infinite where other
         layers are at other levels of the program.
+      is_manual: whether the layers are in a `jax.shard_map`, where values are those of one device.
       is_section: whether this is a section of the forward pass without repeats, and no layer.
     """
 
@@ -55,6 +56,7 @@ class JointGraph:
     position: int
     end: float
     runs: int = 1
+    is_manual: bool = False
     is_section: ClassVar[bool] = False
 
     @functools.cached_property

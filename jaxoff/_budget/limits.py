@@ -102,9 +102,9 @@ def parse_nbytes(value: float | str, name: str) -> float:
       ValueError: for text of another form, for numbers below 0, and for 0 bytes of device memory.
     """
     if isinstance(value, str):
-        found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kMGT]i?)?B", value.strip())
+        found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kKMGT]i?)?B", value.strip())
         unit = (found.group(2) or "") if found else ""
-        scale = (1024 if unit.endswith("i") else 1000) ** " kMGT".index(unit[:1] or " ")
+        scale = (1024 if unit.endswith("i") else 1000) ** " KMGT".index(unit[:1].upper() or " ")
         nbytes = float(found.group(1)) * scale if found else math.nan
     else:
         try:
@@ -114,5 +114,8 @@ def parse_nbytes(value: float | str, name: str) -> float:
     is_zero = name == "host_bytes" and nbytes == 0  # nothing on the host
     if not (0 < nbytes < math.inf or is_zero):
         above = "" if name == "host_bytes" else " above 0"
-        raise ValueError(f'{name} is a number of bytes{above}, or text such as "60GB"; got {value!r}.')
+        raise ValueError(
+            f'{name} is a number of bytes{above}, or text such as "60GB" (B, kB, MB, GB, TB, KiB, MiB, '
+            f"GiB, TiB); got {value!r}."
+        )
     return nbytes

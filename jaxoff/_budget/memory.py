@@ -11,7 +11,7 @@ from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.kernels import KernelGraph, new_nbytes
-from jaxoff._jaxpr.primitives import is_compute
+from jaxoff._jaxpr.primitives import is_compute, num_shards
 from jaxoff._report.warn import OWN_FILES
 
 # Part of a budget that stays free where memory is estimated.
@@ -104,7 +104,8 @@ def _find_inner_peak(eqn: JaxprEqn) -> tuple[int, list[tuple[JaxprEqn, Var]]]:
     if eqn.primitive.name in compat.KERNELS:
         return 0, []
     found = (_find_peak(inner, set()) for inner in compat.sub_jaxprs(eqn))
-    return max(found, key=lambda peak: peak[0], default=(0, []))
+    nbytes, values = max(found, key=lambda peak: peak[0], default=(0, []))
+    return nbytes * num_shards(eqn), values
 
 
 def _nbytes(v: Any) -> int:

@@ -48,8 +48,10 @@ def write_in_parts(
 
     def write(program: Jaxpr) -> Jaxpr:
         level = inline_program(program)
-        paired = {id(eqn) for pair in find_loop_pairs(level) for eqn in (pair.forward, pair.backward)}
-        layers = found.values_ahead_of_head if (found := find_sequences(level)) else frozenset[Var]()
+        loops = find_loop_pairs(level)
+        paired = {id(eqn) for pair in loops for eqn in (pair.forward, pair.backward)}
+        found = find_sequences(level, loops)
+        layers = found.values_ahead_of_head if found else frozenset[Var]()
         eqns = [eqn if id(eqn) in paired else compat.map_programs(eqn, write) for eqn in level.eqns]
         level = level.replace(eqns=eqns)
         region = find_region(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from jaxoff._jaxpr.dataflow import drop_dead, index_last_readers, variables
 from jaxoff._jaxpr.float8 import pack, unpack
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 from jaxoff._jaxpr.own_primitives import allocate
+from jaxoff._jaxpr.primitives import holds, is_shard_map
 
 
 class LayeredProgram:
@@ -46,6 +48,12 @@ class LayeredProgram:
             return [dataclasses.replace(graph, end=math.inf) for graph in graphs]
         return graphs
 
+    @functools.cached_property
+    def is_manual(self) -> bool:
+        """Whether all layers are in a `jax.shard_map`; of a program without layers, whether it has one."""
+        graphs = self.list_joint_graphs()
+        return all(graph.is_manual for graph in graphs) if graphs else holds(self.closed.jaxpr, is_shard_map)
+
     def write(
         self,
         decide: Callable[[JointGraph], Placements | None],
@@ -63,14 +71,15 @@ class LayeredProgram:
           waits_for_sums: as for `write_sequences`.
         """
 
-        def write(program: Jaxpr, runs: int = 1) -> Jaxpr:
+        def write(program: Jaxpr, runs: int = 1, is_manual: bool = False) -> Jaxpr:
             def decide_here(graph: JointGraph) -> Placements | None:
-                return decide(dataclasses.replace(graph, runs=runs))
+                return decide(dataclasses.replace(graph, runs=runs, is_manual=is_manual))
 
             def write_inner(eqn: JaxprEqn) -> JaxprEqn:
                 flow = compat.control_flow(eqn)
                 inner_runs = runs * (flow.iterations if flow else 1)
-                return compat.map_programs(eqn, lambda inner: write(inner, inner_runs))
+                manual = is_manual or is_shard_map(eqn)
+                return compat.map_programs(eqn, lambda inner: write(inner, inner_runs, manual))
 
             found = self._find_level(program)
             sequences = found.inlined, found.sequenced, decide_here
@@ -117,8 +126,8 @@ class _Level:
     @staticmethod
     def of(program: Jaxpr, is_opened: bool) -> _Level:
         inlined = inline_program(program)
-        found = find_sequences(inlined)
         loops = find_loop_pairs(inlined)
+        found = find_sequences(inlined, loops)
         if is_opened:
             loops = [pair for pair in loops if not holds_loop_pairs(pair.backward)]
         return _Level(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxoff._device.flops import product_flops
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import JaxprEqn
+from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_makers, variables
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._jaxpr.scopes import is_transposed
@@ -47,7 +47,7 @@ class Run:
         return range(first, first + self.length)
 
 
-def find_runs(eqns: Sequence[JaxprEqn]) -> list[Run]:
+def find_runs(eqns: Sequence[JaxprEqn], paired: Container[Var] = frozenset()) -> list[Run]:
     """The runs of alike layers in a forward pass, the runs with most compute first; none overlap.
 
     Two equations are alike if primitive and shapes are. A run repeats the shortest series of equations. Of
@@ -55,10 +55,13 @@ def find_runs(eqns: Sequence[JaxprEqn]) -> list[Run]:
 
     Args:
       eqns: of a differentiated program, calls inlined.
+      paired: the first results of loops over layers. A run that computes mostly in such loops is left.
     """
     excluded = [is_transposed(eqn) or compat.has_side_effects(eqn) for eqn in eqns]
     weights = [0.0 if no else _weigh(eqn) for eqn, no in zip(eqns, excluded, strict=True)]
-    in_loops = [w if compat.scan_in(eqn) else 0.0 for eqn, w in zip(eqns, weights, strict=True)]
+    in_loops = [
+        w if eqn.outvars and eqn.outvars[0] in paired else 0.0 for eqn, w in zip(eqns, weights, strict=True)
+    ]
     before, before_in_loops = (np.concatenate(([0.0], np.cumsum(w))) for w in (weights, in_loops))
     least = max(1.0, _LEAST_SHARE * before[-1])
 
@@ -66,7 +69,7 @@ def find_runs(eqns: Sequence[JaxprEqn]) -> list[Run]:
         return before[run.end] - before[run.start]
 
     def is_of_loops(run: Run) -> bool:
-        """Whether most of a run's compute is in loops, over layers themselves."""
+        """Whether most of a run's compute is in loops over layers."""
         return 2 * (before_in_loops[run.end] - before_in_loops[run.start]) > cover(run)
 
     makers = index_makers(eqns)

@@ -13,6 +13,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jaxoff._budget.inner_loops import InnerLoops
+from jaxoff._budget.loop_pairs import LoopPair
 from jaxoff._budget.numbering import Numbering
 from jaxoff._budget.repeats import Run, find_runs
 from jaxoff._budget.sections import LEAST_NBYTES, cut_stretches, list_stretches
@@ -26,12 +27,17 @@ from jaxoff._jaxpr.scopes import is_recomputed, is_transposed
 type _Place = tuple[Run, int]  # a layer
 
 
-def find_sequences(jaxpr: Jaxpr) -> Sequenced | None:
-    """The layers one after the other, and sections, in a program with its calls inlined; None without."""
+def find_sequences(jaxpr: Jaxpr, loops: Sequence[LoopPair]) -> Sequenced | None:
+    """The layers one after the other, and sections, in a program with its calls inlined; None without.
+
+    Args:
+      jaxpr: the program.
+      loops: its pairs of loops, which are layers themselves.
+    """
     eqns, outvars, names = _drop_names(jaxpr)
     if not any(map(is_pure_backward, eqns)):
         return None
-    runs, joint = _find_layers(jaxpr, eqns, names)
+    runs, joint = _find_layers(jaxpr, eqns, names, {pair.forward.outvars[0] for pair in loops})
     sections: list[Run] = []
     if stretches := list_stretches(eqns, runs):
         whole = _Joint(jaxpr, eqns, [*runs, *stretches])
@@ -46,10 +52,10 @@ def find_sequences(jaxpr: Jaxpr) -> Sequenced | None:
 
 
 def _find_layers(
-    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], names: Mapping[Var, str]
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], names: Mapping[Var, str], paired: Container[Var]
 ) -> tuple[list[Run], _Joint]:
     """The runs of layers whose values the backward pass reads in reverse order, and their joint program."""
-    runs = find_runs(eqns)
+    runs = find_runs(eqns, paired)
     while True:
         joint = _Joint(jaxpr, eqns, runs)
         good = [run for run in runs if joint.make_sequence(run, names)]

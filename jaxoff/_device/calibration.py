@@ -55,6 +55,8 @@ class Calibration:
       threefry_operations: 16-bit operations in the time of a random number by Threefry, of 32 bits.
       depthwise_line_operations, depthwise_plane_operations: 16-bit operations in the time of a number of a
         convolution in one or two dimensions with a kernel for each channel.
+      iteration_us: the time of an iteration of a loop without its kernels, in us.
+      least_kernel_us: the least time of a kernel in a loop, in us.
       measured_flops_share: `Device.flops` of a profile, over the rate timed by `Device.measure`.
     """
 
@@ -74,6 +76,8 @@ class Calibration:
     threefry_operations: Constant
     depthwise_line_operations: Constant
     depthwise_plane_operations: Constant
+    iteration_us: Constant
+    least_kernel_us: Constant
     measured_flops_share: Constant
 
     @classmethod

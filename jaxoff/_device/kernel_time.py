@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxoff._device.calibration import Calibration, Constant
 from jaxoff._device.flops import product_flops
+from jaxoff._device.joined import split_device
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
@@ -27,6 +28,7 @@ from jaxoff._jaxpr.primitives import (
     is_pallas,
     is_shard_map,
     is_threefry,
+    num_shards,
 )
 
 # Primitives that read a part of an operand.
@@ -105,16 +107,19 @@ def programs_ms(eqn: JaxprEqn, device: Device) -> float:
     In ms; 0 for other equations.
     """
     if is_shard_map(eqn):
-        return program_ms(eqn.params["jaxpr"], device)
-    flow = compat.control_flow(eqn)
-    return flow.sum_over_runs(lambda program: program_ms(program, device)) if flow else 0.0
+        return program_ms(eqn.params["jaxpr"], split_device(device, num_shards(eqn)))
+    if (flow := compat.control_flow(eqn)) is None:
+        return 0.0
+    fitted = device.calibration
+    least_ms, run_ms = fitted.least_kernel_us.value / 1e3, fitted.iteration_us.value / 1e3
+    return flow.sum_over_runs(lambda program: run_ms + program_ms(program, device, least_ms))
 
 
-def program_ms(program: Jaxpr, device: Device) -> float:
-    """The time of all kernels of a program in a row, in ms."""
+def program_ms(program: Jaxpr, device: Device, least_ms: float = 0.0) -> float:
+    """The time of all kernels of a program in a row, in ms; a kernel takes at least `least_ms`."""
     program = inline_program(program)
     graph = KernelGraph(program.eqns, frozenset(v for v in program.outvars if isinstance(v, Var)))
-    return sum(step_kernel_ms(graph, i, device) for i in graph.kernels)
+    return sum(max(least_ms, step_kernel_ms(graph, i, device)) for i in graph.kernels)
 
 
 def lower_clock(

@@ -23,12 +23,11 @@ from jaxoff._budget.state import State
 from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr
 from jaxoff._jaxpr.faults import FAULTS
-from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.lowered import has_ordered_effects
 from jaxoff._jaxpr.merged_maps import merge_shard_maps
-from jaxoff._jaxpr.primitives import is_shard_map
+from jaxoff._jaxpr.primitives import DOTS, is_shard_map
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.progress import Progress
@@ -231,7 +230,6 @@ class Search:
             self.donated,
             compile_preferred,
             devices=self.call.devices,
-            is_manual=self._is_manual,
             compile_otherwise=compile_otherwise,
             progress=self._progress,
         )
@@ -242,7 +240,7 @@ class Search:
             return False
         if self.call.devices > 1:  # a `jax.shard_map` stays as it is
             is_near = nbytes <= _MAY_BE_OUT_OF_ORDER * self.budget.device_nbytes
-            return is_near and not self._is_manual
+            return is_near and not self._computes_in_maps
         estimate = estimate_nbytes(program, self.donated)
         fits = estimate <= self.budget.device_nbytes
         return estimate <= nbytes / (_OUT_OF_ORDER if fits else _FAR_OUT_OF_ORDER)
@@ -252,8 +250,9 @@ class Search:
         return Progress()
 
     @functools.cached_property
-    def _is_manual(self) -> bool:
-        return _is_manual(self.twin)
+    def _computes_in_maps(self) -> bool:
+        """Whether all products are in a `jax.shard_map`."""
+        return not _computes_outside_maps(self.twin.jaxpr)
 
     @functools.cached_property
     def _state(self) -> State:
@@ -315,9 +314,13 @@ def _are_outside_loops(layers: Sequence[JointGraph]) -> bool:
     return not any(layer.has_stacks for layer in layers)
 
 
-def _is_manual(program: ClosedJaxpr) -> bool:
-    """Whether a program calls a `jax.shard_map`."""
-    return any(map(is_shard_map, inline_program(program.jaxpr).eqns))
+def _computes_outside_maps(program: Jaxpr) -> bool:
+    """Whether a program has products outside of each `jax.shard_map`."""
+    return any(
+        eqn.primitive.name in DOTS or any(map(_computes_outside_maps, compat.sub_jaxprs(eqn)))
+        for eqn in program.eqns
+        if not is_shard_map(eqn)
+    )
 
 
 def estimate_within(
@@ -336,9 +339,7 @@ def estimate_within(
     """
 
     def find(closed: ClosedJaxpr, budget: Budget) -> Tried[None]:
-        return find_estimated(
-            closed, device, budget, donated, devices=call.devices, is_manual=_is_manual(twin)
-        )
+        return find_estimated(closed, device, budget, donated, devices=call.devices)
 
     twin, budget = merge_shard_maps(twin), limit_copies(budget, twin)
     try:

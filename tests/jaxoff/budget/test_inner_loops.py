@@ -54,6 +54,39 @@ def test_a_loop_in_a_layer_runs_once_if_its_residuals_are_kept(loop):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_layers_with_most_of_their_compute_in_a_loop_without_residuals_are_found():
+    """The loop has a gradient of its own, which goes back by another loop: no pair of loops is a layer."""
+
+    @jax.custom_vjp
+    def solve(y, w):
+        return lax.scan(lambda y, _: (y + jnp.tanh(y @ w) / 8, None), y, None, length=8)[0]
+
+    def go_back(kept, dy):
+        y, w = kept
+
+        def back(carry, _):
+            y, dy, dw = carry
+            y = y - jnp.tanh(y @ w) / 8
+            more, dw_more = jax.vjp(lambda y, w: jnp.tanh(y @ w) / 8, y, w)[1](dy)
+            return (y, dy + more, dw + dw_more), None
+
+        (_, dy, dw), _ = lax.scan(back, (y, dy, jnp.zeros_like(w)), None, length=8)
+        return dy, dw
+
+    solve.defvjp(lambda y, w: ((y := solve(y, w)), (y, w)), go_back)
+
+    def loss(ws, x):
+        for w in ws:
+            x = solve(x, w)
+            x = x + jnp.sin(x @ w) @ w
+        return x.sum()
+
+    ws, x = jnp.full((LAYERS, WIDTH, WIDTH), 0.1), jnp.ones((STEPS, WIDTH))
+    graphs = list_joint_graphs(jax.make_jaxpr(jax.grad(loss))(ws, x))
+    assert sum(graph.count for graph in graphs if not graph.is_section) == LAYERS
+    assert all("scan" in {eqn.primitive.name for eqn in graph.eqns} for graph in graphs)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_layers_in_a_loop_over_parts_of_a_batch_are_placed_where_memory_is_short(devices):
     """The backward pass of the loop over parts makes the layers of a part again one by one."""

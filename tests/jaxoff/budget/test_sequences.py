@@ -15,6 +15,8 @@ from jaxoff._budget.costs import Costs
 from jaxoff._budget.forms import Form
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.limits import Budget
+from jaxoff._budget.loop_pairs import find_loop_pairs
+from jaxoff._budget.placements import LayeredProgram
 from jaxoff._budget.sequenced import LayerSequence
 from jaxoff._budget.sequences import find_sequences
 from jaxoff._device.profile import H200
@@ -80,7 +82,8 @@ def make_step(layer, checkpoint="none", layers=LAYERS):
 
 
 def sequences_of(fun, *args):
-    found = find_sequences(inline_program(jax.make_jaxpr(fun)(*args).jaxpr))
+    program = inline_program(jax.make_jaxpr(fun)(*args).jaxpr)
+    found = find_sequences(program, find_loop_pairs(program))
     return list(found.sequences) if found else []
 
 
@@ -396,7 +399,7 @@ def test_the_least_of_layers_of_two_kinds_makes_one_at_a_time():
     assert least is not None
     kept = {pair.values[i] for i in least[0][0].saved}
     assert costs.segments.excess_nbytes(kept) == 0
-    form = Form.of(closed, (), H200, Budget(0))
+    form = Form.of(LayeredProgram(closed), (), H200, Budget(0))
     whole = form.settle_segments(lambda form: len(form.costs[0].segments.passed))
     assert form.settle_segments(lambda form: -len(form.costs[0].segments.passed)) is form
     assert [len(cost.segments.nbytes) for cost in whole.costs] == [1] * len(whole.costs)

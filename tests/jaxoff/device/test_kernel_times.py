@@ -372,3 +372,21 @@ def test_a_kernel_behind_a_barrier_loads_one_of_its_operands():
     (read, alone), (waiting, behind) = sum_ms(waits=False), sum_ms(waits=True)
     assert (read, waiting) == (1, 2)
     assert behind == alone
+
+
+def test_an_iteration_of_a_loop_and_its_kernels_take_a_least_time():
+    """Such as the steps of a recurrent layer, whose bytes take next to no time."""
+
+    def run(x, w, *, products):
+        def add_up(x, _):
+            for _ in range(products):
+                x = jnp.tanh(x @ w)
+            return x, None
+
+        return lax.scan(add_up, x, None, length=1000)[0]
+
+    x, w = array(8, 8), array(8, 8)
+    one, two = (milliseconds(functools.partial(run, products=n), x, w, device=QUICK) for n in (1, 2))
+    iteration, kernel = H200_CALIBRATION.iteration_us.value, H200_CALIBRATION.least_kernel_us.value
+    assert two - one == pytest.approx(2 * kernel, rel=0.01)  # a product and tanh
+    assert one == pytest.approx(iteration + 2 * kernel, rel=0.01)

@@ -1,0 +1,88 @@
+"""Budgets for steps that the compiler divides, with a `jax.shard_map` within each layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoff
+from jaxoff._runtime.program_memory import program_nbytes
+
+DEVICES, LAYERS, ROWS, WIDTH = 4, 4, 1024, 128
+
+
+@pytest.fixture
+def mesh():
+    if jax.device_count() < DEVICES:
+        pytest.skip(f"needs {DEVICES} devices, jax has {jax.device_count()}")
+    devices = jax.devices()[:DEVICES]
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def mlp(x, up, down):
+    return jnp.tanh(x @ up) @ down
+
+
+def make_step(mesh, form, *, in_maps, layer=lambda f: f):
+    """A step with layers in a list or in a loop, each with an MLP in a `jax.shard_map` or without."""
+    own = jax.shard_map(mlp, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+    inner = own if in_maps else mlp
+
+    @layer
+    def run(x, w):
+        x = x + jnp.sin(x @ w["mix"])
+        return x + inner(x, w["up"], w["down"])
+
+    def loss(params, x):
+        if form == "list":
+            for w in params:
+                x = run(x, w)
+        else:
+            x, _ = jax.lax.scan(lambda x, w: (run(x, w), None), x, params)
+        return jnp.mean(x**2)
+
+    def step(params, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+
+    return step
+
+
+def make_arguments(mesh, form):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"mix": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    stacks = {
+        name: jax.random.normal(key, (LAYERS, *shape)) / WIDTH
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    params = stacks if form == "loop" else [{k: w[i] for k, w in stacks.items()} for i in range(LAYERS)]
+    x = jnp.sin(jnp.arange(ROWS * WIDTH, dtype=jnp.float32)).reshape(ROWS, WIDTH)
+    return jax.device_put(params, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, P("data")))
+
+
+def test_bytes_and_times_are_those_of_layers_outside(mesh):
+    """The layers' values are divided by the compiler, though each layer calls a `jax.shard_map`."""
+    args, plans = make_arguments(mesh, "loop"), []
+    for in_maps in (True, False):
+        step = jaxoff.jit(make_step(mesh, "loop", in_maps=in_maps), device_bytes="1GB")
+        step.lower(*args)
+        plans.append(step.plan)
+    inside, outside = plans
+    assert f"float32[{ROWS}, {WIDTH}]" in {row.shape for row in inside.values}
+    # Sums of gradients over devices are in the program inside only: the compiler adds the others.
+    assert outside.step_ms < inside.step_ms < 2 * outside.step_ms
+    assert inside.peak_bytes == pytest.approx(outside.peak_bytes, rel=0.1)
+
+
+def test_what_a_checkpoint_of_each_layer_takes_suffices(mesh):
+    args = make_arguments(mesh, "list")
+    recomputed = jax.jit(make_step(mesh, "list", in_maps=True, layer=jax.checkpoint)).lower(*args).compile()
+    limit = 1.02 * program_nbytes(recomputed)
+    written = make_step(mesh, "list", in_maps=True)
+    assert limit < 0.9 * program_nbytes(jax.jit(written).lower(*args).compile())
+    compiled = jaxoff.jit(written, device_bytes=limit, host_bytes=1).lower(*args).compile()
+    assert program_nbytes(compiled) <= limit
+    want = jax.jit(written)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), compiled(*args), want)
