@@ -26,6 +26,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.faults import FAULTS
+from jaxoff._jaxpr.merged_maps import merge_shard_maps
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
@@ -378,7 +379,8 @@ class _Search[P]:
                 program, tiles = write_layers_in_parts(
                     program, self._tile_nbytes, is_divided=self.devices > 1
                 )
-            self._written = key, program, tuple(tiles)
+            # A forward `jax.shard_map` that is made again is part of the backward one, as in a checkpoint.
+            self._written = key, merge_shard_maps(program), tuple(tiles)
         return self._written[1]
 
     def _list_tiles(self, form: Form, placements: Sequence[Placements]) -> tuple[Region, ...]:

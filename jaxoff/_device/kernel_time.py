@@ -110,9 +110,11 @@ def programs_ms(eqn: JaxprEqn, device: Device) -> float:
         return program_ms(eqn.params["jaxpr"], split_device(device, num_shards(eqn)))
     if (flow := compat.control_flow(eqn)) is None:
         return 0.0
-    fitted = device.calibration
-    least_ms, run_ms = fitted.least_kernel_us.value / 1e3, fitted.iteration_us.value / 1e3
-    return flow.sum_over_runs(lambda program: run_ms + program_ms(program, device, least_ms))
+    least_ms = iteration_ms = 0.0
+    if compat.is_loop(eqn):
+        least_ms = device.calibration.least_kernel_us.value / 1e3
+        iteration_ms = device.calibration.iteration_us.value / 1e3
+    return flow.sum_over_runs(lambda program: iteration_ms + program_ms(program, device, least_ms))
 
 
 def program_ms(program: Jaxpr, device: Device, least_ms: float = 0.0) -> float:

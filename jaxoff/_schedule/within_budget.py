@@ -18,16 +18,16 @@ from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.limits import Budget, UnmatchedError
 from jaxoff._budget.loop_pairs import roll_loops
 from jaxoff._budget.memory import estimate_nbytes
+from jaxoff._budget.placements import LayeredProgram
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
 from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr
+from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._jaxpr.lowered import has_ordered_effects
 from jaxoff._jaxpr.merged_maps import merge_shard_maps
-from jaxoff._jaxpr.primitives import DOTS, is_shard_map
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.progress import Progress
@@ -240,7 +240,7 @@ class Search:
             return False
         if self.call.devices > 1:  # a `jax.shard_map` stays as it is
             is_near = nbytes <= _MAY_BE_OUT_OF_ORDER * self.budget.device_nbytes
-            return is_near and not self._computes_in_maps
+            return is_near and not self._is_manual
         estimate = estimate_nbytes(program, self.donated)
         fits = estimate <= self.budget.device_nbytes
         return estimate <= nbytes / (_OUT_OF_ORDER if fits else _FAR_OUT_OF_ORDER)
@@ -250,9 +250,8 @@ class Search:
         return Progress()
 
     @functools.cached_property
-    def _computes_in_maps(self) -> bool:
-        """Whether all products are in a `jax.shard_map`."""
-        return not _computes_outside_maps(self.twin.jaxpr)
+    def _is_manual(self) -> bool:
+        return LayeredProgram(self.twin).is_manual
 
     @functools.cached_property
     def _state(self) -> State:
@@ -312,15 +311,6 @@ def _count_written(error: BudgetError, written: Written) -> BudgetError:
 def _are_outside_loops(layers: Sequence[JointGraph]) -> bool:
     """Whether no layer is an iteration of a loop."""
     return not any(layer.has_stacks for layer in layers)
-
-
-def _computes_outside_maps(program: Jaxpr) -> bool:
-    """Whether a program has products outside of each `jax.shard_map`."""
-    return any(
-        eqn.primitive.name in DOTS or any(map(_computes_outside_maps, compat.sub_jaxprs(eqn)))
-        for eqn in program.eqns
-        if not is_shard_map(eqn)
-    )
 
 
 def estimate_within(

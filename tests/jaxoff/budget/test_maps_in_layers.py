@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
+from jaxoff._budget.placements import LayeredProgram
 from jaxoff._runtime.program_memory import program_nbytes
 
 DEVICES, LAYERS, ROWS, WIDTH = 4, 4, 1024, 128
@@ -22,7 +23,7 @@ def mesh():
 
 
 def mlp(x, up, down):
-    return jnp.tanh(x @ up) @ down
+    return jax.nn.gelu(x @ up) @ down
 
 
 def make_step(mesh, form, *, in_maps, layer=lambda f: f):
@@ -52,7 +53,7 @@ def make_step(mesh, form, *, in_maps, layer=lambda f: f):
 
 def make_arguments(mesh, form):
     keys = jax.random.split(jax.random.key(0), 3)
-    shapes = {"mix": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    shapes = {"mix": (WIDTH, WIDTH), "up": (WIDTH, 8 * WIDTH), "down": (8 * WIDTH, WIDTH)}
     stacks = {
         name: jax.random.normal(key, (LAYERS, *shape)) / WIDTH
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
@@ -62,18 +63,17 @@ def make_arguments(mesh, form):
     return jax.device_put(params, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, P("data")))
 
 
-def test_bytes_and_times_are_those_of_layers_outside(mesh):
-    """The layers' values are divided by the compiler, though each layer calls a `jax.shard_map`."""
-    args, plans = make_arguments(mesh, "loop"), []
-    for in_maps in (True, False):
-        step = jaxoff.jit(make_step(mesh, "loop", in_maps=in_maps), device_bytes="1GB")
-        step.lower(*args)
-        plans.append(step.plan)
-    inside, outside = plans
-    assert f"float32[{ROWS}, {WIDTH}]" in {row.shape for row in inside.values}
-    # Sums of gradients over devices are in the program inside only: the compiler adds the others.
-    assert outside.step_ms < inside.step_ms < 2 * outside.step_ms
-    assert inside.peak_bytes == pytest.approx(outside.peak_bytes, rel=0.1)
+def test_layers_are_outside_of_the_maps_in_them(mesh):
+    """The compiler divides the layers' values, though each layer calls a `jax.shard_map`."""
+    closed = jax.make_jaxpr(make_step(mesh, "loop", in_maps=True))(*make_arguments(mesh, "loop"))
+    assert not LayeredProgram(closed).is_manual
+    own = jax.shard_map(
+        lambda params, x: jax.lax.pmean(make_step(mesh, "loop", in_maps=False)(params, x), "data"),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+    )
+    assert LayeredProgram(jax.make_jaxpr(own)(*make_arguments(mesh, "loop"))).is_manual
 
 
 def test_what_a_checkpoint_of_each_layer_takes_suffices(mesh):
@@ -86,3 +86,12 @@ def test_what_a_checkpoint_of_each_layer_takes_suffices(mesh):
     assert program_nbytes(compiled) <= limit
     want = jax.jit(written)(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), compiled(*args), want)
+
+
+def test_the_least_is_what_a_checkpoint_of_each_layer_takes(mesh):
+    """A forward `jax.shard_map` that is made again hands none of its results to the backward one."""
+    args = make_arguments(mesh, "list")
+    recomputed = jax.jit(make_step(mesh, "list", in_maps=True, layer=jax.checkpoint)).lower(*args).compile()
+    with pytest.raises(jaxoff.BudgetError) as raised:
+        jaxoff.jit(make_step(mesh, "list", in_maps=True), device_bytes=1e6, host_bytes=1).lower(*args)
+    assert raised.value.smallest_bytes <= 1.02 * program_nbytes(recomputed)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoff._device.calibration import H200_CALIBRATION, Constant
 from jaxoff._device.flops import product_flops
+from jaxoff._device.joined import join_devices
 from jaxoff._device.kernel_time import lower_clock, program_ms, step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
@@ -150,8 +151,11 @@ def chunks(form):
 @pytest.mark.parametrize("form", ["scan", "map", "cond"])
 def test_loops_and_branches_take_what_runs_in_them(form):
     """The longest of branches, and all iterations: with their products, and with what they read and write."""
-    assert milliseconds(chunks(form), X, W, device=QUICK) == pytest.approx(1e3 * FLOPS / PRODUCTS / 1e12)
-    slow = dataclasses.replace(DEVICE, flops=1e30)
+    none = Constant(0.0)
+    fitted = dataclasses.replace(H200_CALIBRATION, iteration_us=none, least_kernel_us=none)
+    quick, slow = (dataclasses.replace(device, calibration=fitted) for device in (QUICK, DEVICE))
+    assert milliseconds(chunks(form), X, W, device=quick) == pytest.approx(1e3 * FLOPS / PRODUCTS / 1e12)
+    slow = dataclasses.replace(slow, flops=1e30)
     weights = [W] if form == "cond" else 4 * [W]  # each iteration reads them
     product, elementwise = traffic_ms(X, OUT, *weights), traffic_ms(X, X, OUT, OUT)
     assert milliseconds(chunks(form), X, W, device=slow) == pytest.approx(product + elementwise, rel=1e-3)
@@ -390,3 +394,13 @@ def test_an_iteration_of_a_loop_and_its_kernels_take_a_least_time():
     iteration, kernel = H200_CALIBRATION.iteration_us.value, H200_CALIBRATION.least_kernel_us.value
     assert two - one == pytest.approx(2 * kernel, rel=0.01)  # a product and tanh
     assert one == pytest.approx(iteration + 2 * kernel, rel=0.01)
+
+
+def test_a_shard_map_among_joined_devices_takes_what_one_of_them_runs_in_it():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    product = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    joined = join_devices(DEVICE, 2)
+    assert (joined.flops, joined.memory_gbps) == (2 * DEVICE.flops, 2 * DEVICE.memory_gbps)
+    alone = milliseconds(jnp.matmul, array(ROWS // 2, WIDTH), W)
+    assert milliseconds(product, X, W, device=joined) == pytest.approx(alone)
+    assert milliseconds(product, X, W) == pytest.approx(alone)  # DEVICE is one of the devices
