@@ -13,8 +13,8 @@ Compiling takes most of the time. Processes of a shape each compile beside each 
     python -m bench.moe --shapes olmoe --turns /tmp/turns --of 2 --out olmoe.json &
     python -m bench.moe --shapes nano --turns /tmp/turns --of 2 --out nano.json
 
-Peers are optional: torch, and SonicMoE 0.1.1 with nvidia-cutlass-dsl 4.4.2 and quack-kernels 0.2.5, are
-measured where they can be imported.
+Peers are optional: torch, and SonicMoE 0.1.1 with nvidia-cutlass-dsl 4.4.2 and quack-kernels 0.2.5, or
+0.1.2.post1 (gated only) with quack-kernels 0.3.11, are measured where they can be imported.
 """
 
 from __future__ import annotations
