@@ -22,7 +22,7 @@ from jaxoff._jaxpr.float8 import compressed_nbytes
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._policy.decision import Placement
 from jaxoff._policy.policy import Policy
-from jaxoff._report.tables import format_nbytes, render_text
+from jaxoff._report.tables import format_ms, format_nbytes, render_text
 
 # Part of the largest value below which values share a row of the table, and are left out of a policy.
 _SMALL = 1e-3
@@ -154,7 +154,7 @@ class Plan:
         )
         how = f"compiled peak {peak}" if self.is_compiled else f"estimated peak {peak}, not compiled,"
         rows.append(f"{how} of {budget}; {tried}; host {format_nbytes(self.host_bytes)}")
-        rows.append(f"step about {self.step_ms:.1f} ms on {self.device}")
+        rows.append(f"step about {format_ms(self.step_ms)} on {self.device}")
         if self.is_fastest and self.peak_bytes < _UNUSED * self.device_bytes and self.values:
             rows.append("The rest of the budget is left: no placements are faster, by the model of time.")
         if self.programs and not self.values:

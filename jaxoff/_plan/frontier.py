@@ -14,7 +14,7 @@ from jaxoff._budget.report import Plan
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.statics import list_statics
 from jaxoff._plan.plan import make_planner
-from jaxoff._report.tables import format_nbytes, render_text
+from jaxoff._report.tables import format_ms, format_nbytes, render_text
 
 # A budget for every placement, and one for none.
 _MOST_NBYTES, _LEAST_NBYTES = 1e15, 1.0
@@ -69,7 +69,7 @@ class Frontier:
         for p in self.plans:
             nbytes = [sum(v.nbytes for v in p.values if v.placement == verb) for verb in ("save", "offload")]
             memory = map(format_nbytes, (int(p.device_bytes), int(p.peak_bytes), p.host_bytes))
-            cells = (*memory, f"{p.step_ms:.1f} ms", *map(format_nbytes, nbytes))
+            cells = (*memory, format_ms(p.step_ms), *map(format_nbytes, nbytes))
             table.add_row(*cells, "yes" if p.in_parts else "no")
         return render_text(table)
 

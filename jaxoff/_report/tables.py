@@ -31,6 +31,13 @@ def format_nbytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def format_ms(duration_ms: float) -> str:
+    """Formats an estimated duration in milliseconds or seconds, with three digits."""
+    number, unit = (duration_ms, "ms") if duration_ms < 999.5 else (duration_ms / 1e3, "s")
+    decimals = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:.{decimals}f} {unit}"
+
+
 def shorten_source(source: str) -> str:
     """A source line without the folders of its file."""
     path, _, rest = source.partition(":")

@@ -23,6 +23,7 @@ from jaxoff._budget.memory import estimate_nbytes
 from jaxoff._budget.report import Plan, list_values
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr.tag import Tag
+from jaxoff._report.tables import format_ms
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 
 LAYERS, ROWS, WIDTH = 6, 2048, 512
@@ -424,6 +425,15 @@ def test_a_report_has_a_row_for_each_kept_value_by_name_or_by_path_and_source():
     )
     assert "mlp/gate:dot_general" in str(report)
     assert report.to_dict()["values"][0]["placement"] in ("save", "offload", "recompute")
+
+
+@pytest.mark.parametrize(
+    ("duration_ms", "text"),
+    [(0.0, "0.00 ms"), (2.306, "2.31 ms"), (9.996, "10.0 ms"), (434.94, "435 ms"), (999.6, "1.00 s"),
+     (4320.9, "4.32 s"), (123456.0, "123 s")],
+)  # fmt: skip
+def test_an_estimated_duration_has_three_digits(duration_ms, text):
+    assert format_ms(duration_ms) == text
 
 
 def test_a_value_marked_not_offload_stays_off_the_host():
