@@ -22,6 +22,7 @@ from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress, chooses, compressed_nbytes
 from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, index_between_strides
 from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_compute, is_fused
+from jaxoff._jaxpr.split_maps import look_inside
 from jaxoff._report.near_miss import near_miss
 
 # Part of the link's rate, both directions at a time, that a loop over blocks of state reaches (bench/LOG.md,
@@ -64,6 +65,7 @@ class Costs:
     @staticmethod
     def of(pair: JointGraph, device: Device, compress: Sequence[str] = ()) -> Costs:
         """The costs at a device's rates; `compress`: patterns of values that may be kept in float8."""
+        pair, placed = _look_inside(pair), pair
         pure = pair.pure
         outs = {v for v in pair.results if isinstance(v, Var)}
         graph = KernelGraph(pure, frozenset(outs | pair.needed))
@@ -103,7 +105,7 @@ class Costs:
                 times[i] = 0.0  # inside of its readers
         sends = [eqn for eqn in pair.rest if compat.transfer_in(eqn) == "D2H"]
         return Costs(
-            pair,
+            placed,
             nbytes,
             saving,
             tuple(times),
@@ -116,6 +118,18 @@ class Costs:
             _find_compressible(pair, nbytes, compress),
             statistics.sums,
         )
+
+
+def _look_inside(pair: JointGraph) -> JointGraph:
+    """A layer whose `jax.shard_map`s of a single elementwise equation, or a move, are this equation."""
+
+    def look(eqn: JaxprEqn) -> JaxprEqn:
+        inner = look_inside(eqn)
+        return eqn if is_compute(inner) else inner
+
+    return dataclasses.replace(
+        pair, eqns=tuple(map(look, pair.eqns)), only_backward=tuple(map(look, pair.only_backward))
+    )
 
 
 def streamed_ms(nbytes: int, device: Device) -> float:

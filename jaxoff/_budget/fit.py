@@ -151,7 +151,7 @@ class _Search[P]:
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         options = {"is_opened": is_opened, "sends_apart": is_tiled}
         whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
-        layered = LayeredProgram(whole, **options)
+        layered = LayeredProgram.of(whole, **options)
         self._is_manual, self._all_devices = layered.is_manual, devices
         self.devices = 1 if self._is_manual else devices
         self._device, self._budget = join_devices(device, self.devices), budget.times(self.devices)
@@ -159,7 +159,7 @@ class _Search[P]:
         in_parts, regions = write_in_parts(whole, self._tile_nbytes, is_divided=devices > 1, adds_up=is_tiled)
         self._whole = self._in_parts = Form.of(layered, (), self._device, budget)
         if regions:
-            self._in_parts = Form.of(LayeredProgram(in_parts, **options), regions, self._device, budget)
+            self._in_parts = Form.of(LayeredProgram.of(in_parts, **options), regions, self._device, budget)
         if not is_opened:
             refuse_unmatched(self._whole.costs, budget.compress)
         self._step_ms = sum(
@@ -257,7 +257,7 @@ class _Search[P]:
         """
         placements, added_ms = self._whole.fastest
         left = iter(placements)
-        fastest = self._whole.layered.write(lambda _: next(left))
+        fastest = merge_shard_maps(self._whole.layered.write(lambda _: next(left)))
         exposed_ms = sum(c.pair.count * c.pair.runs * exposed_state_ms(c) for c in self._whole.costs)
         return step_ms(fastest, self._whole.pairs, self._device) + exposed_ms - added_ms
 
@@ -374,13 +374,13 @@ class _Search[P]:
         if self._written is None or self._written[0] != key:
             left = iter(placements)
             options = {"fills": self._fills, "waits_for_sums": self._waits_for_sums}
-            program, tiles = form.layered.write(lambda pair: next(left), **options), ()
+            # A forward `jax.shard_map` that is made again is part of the backward one, as in a checkpoint.
+            program, tiles = merge_shard_maps(form.layered.write(lambda pair: next(left), **options)), ()
             if self._is_tiled:
                 program, tiles = write_layers_in_parts(
                     program, self._tile_nbytes, is_divided=self.devices > 1
                 )
-            # A forward `jax.shard_map` that is made again is part of the backward one, as in a checkpoint.
-            self._written = key, merge_shard_maps(program), tuple(tiles)
+            self._written = key, program, tuple(tiles)
         return self._written[1]
 
     def _list_tiles(self, form: Form, placements: Sequence[Placements]) -> tuple[Region, ...]:

@@ -24,6 +24,7 @@ from jaxoff._jaxpr.float8 import pack, unpack
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 from jaxoff._jaxpr.own_primitives import allocate
 from jaxoff._jaxpr.primitives import holds, is_shard_map
+from jaxoff._jaxpr.split_maps import split_shard_maps
 
 
 class LayeredProgram:
@@ -39,6 +40,20 @@ class LayeredProgram:
     def __init__(self, closed: ClosedJaxpr, *, is_opened: bool = False, sends_apart: bool = False):
         self.closed, self.is_opened, self.sends_apart = closed, is_opened, sends_apart
         self._levels: dict[int, _Level] = {}  # by id of the program
+
+    @staticmethod
+    def of(closed: ClosedJaxpr, **options: bool) -> LayeredProgram:
+        """The layers of a program, with each `jax.shard_map` in a layer split; options as above."""
+        layered = LayeredProgram(closed, **options)
+        if layered.is_manual:
+            return layered
+        split = split_shard_maps(closed, layered.holds_layers)
+        return layered if split is closed else LayeredProgram(split, **options)
+
+    def holds_layers(self, program: Jaxpr) -> bool:
+        """Whether layers are among the equations of a program."""
+        found = self._find_level(program)
+        return bool(found.loops or found.sequenced)
 
     def list_joint_graphs(self) -> list[JointGraph]:
         """The layers, in the order in which `write` asks for their placements."""

@@ -20,6 +20,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.dataflow import map_makers
 from jaxoff._jaxpr.float8 import compressed_nbytes
 from jaxoff._jaxpr.primitives import is_compute
+from jaxoff._jaxpr.split_maps import look_inside
 from jaxoff._policy.decision import Placement
 from jaxoff._policy.policy import Policy
 from jaxoff._report.tables import format_ms, format_nbytes, render_text
@@ -216,7 +217,8 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
     Of recomputed values, results of products, attention, loops and the like have a row.
     """
     makers, compressed = map_makers(pair.pure), {pair.values[i] for i in placements.compressed}
-    recomputed = [v for eqn in list_recomputed(pair, placements) if is_compute(eqn) for v in eqn.outvars]
+    repeated = map(look_inside, list_recomputed(pair, placements))
+    recomputed = [v for eqn in repeated if is_compute(eqn) for v in eqn.outvars]
     groups: tuple[tuple[Placement, list[Any]], ...] = (
         ("save", [pair.values[i] for i in placements.saved]),
         ("offload", [pair.values[i] for i in placements.offloaded]),
@@ -225,6 +227,7 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
     for placement, values in groups:
         for v in values:
             eqn, is_compressed = makers.get(v), v in compressed
+            eqn = eqn and look_inside(eqn)
             # Of an input, its first reader.
             shown = eqn or next((reader for reader in pair.pure if v in reader.invars), None)
             nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)

@@ -76,13 +76,20 @@ def _merge_level(program: Jaxpr) -> Jaxpr:
             eqns.append(first)
             continue
         read = {v for v in program.outvars if isinstance(v, Var)}.union(*(reads[id(e)] for e in behind))
-        eqns += [*before, group.emit(read)]
-        rest, merges = behind, True
+        whole = group.emit(read)
+        reads[id(whole)] = frozenset(variables(whole))
+        rest, merges = [*before, whole, *behind], True
     return program.replace(eqns=eqns) if merges else program
 
 
 def _has_effects(eqn: JaxprEqn) -> bool:
     return bool(eqn.effects) or any(map(compat.has_side_effects, compat.sub_jaxprs(eqn)))
+
+
+def _list_results(eqn: JaxprEqn, values: Sequence[Any] | None = None) -> dict[Var, _Inside]:
+    """The results of a `jax.shard_map`, with the values of its body or with given values."""
+    inside = eqn.params["jaxpr"].outvars if values is None else values
+    return dict(zip(eqn.outvars, map(_Inside, inside, eqn.params["out_specs"]), strict=True))
 
 
 class _Group:
@@ -118,7 +125,7 @@ class _Group:
             is_late = not late.isdisjoint(reads[id(eqn)])
             if not is_late and self._results.keys().isdisjoint(reads[id(eqn)]):
                 before.append(eqn)
-            elif is_late or not self._takes_over(eqn):
+            elif is_late or not self._takes_over(eqn, before, reads):
                 behind.append(eqn)
                 late.update(eqn.outvars)
         return before, behind
@@ -144,23 +151,39 @@ class _Group:
             params=self._first.params | divisions | {"jaxpr": jaxpr},
         )
 
-    def _takes_over(self, eqn: JaxprEqn) -> bool:
-        """Merges a reader of the group's results, if possible; returns whether the reader is merged."""
+    def _takes_over(self, eqn: JaxprEqn, before: list[JaxprEqn], reads: Mapping[int, frozenset[Var]]) -> bool:
+        """Merges a reader of the group's results, if possible; returns whether the reader is merged.
+
+        So are the equations of `before` whose results the reader alone reads; they leave `before`.
+        """
         if not is_shard_map(eqn):
             return self._compute_inside(eqn)
+        if not self._joins(eqn, self._results):
+            return False
+        operands = frozenset(v for v, _ in self._arguments if isinstance(v, Var))
+        joined, left = [eqn], list[JaxprEqn]()
+        for maker in reversed(before):
+            made = _list_results(maker) if is_shard_map(maker) else {}
+            readers = [e for e in joined if not reads[id(e)].isdisjoint(made)]
+            others = not all(reads[id(e)].isdisjoint(made) for e in left) or not operands.isdisjoint(made)
+            joins = readers and not others and all(self._joins(e, made) for e in (maker, *readers))
+            (joined if joins else left).append(maker)
+        before[:] = reversed(left)
+        for each in reversed(joined):
+            self._add(each)
+        self.is_merged = True
+        return True
+
+    def _joins(self, eqn: JaxprEqn, made: Mapping[Var, _Inside]) -> bool:
+        """Whether a `jax.shard_map` is like the first, and reads the values `made` as they are divided."""
+        params = ((key, eqn.params.get(key)) for key in self._first.params)
         alike = all(
-            value == eqn.params.get(key)
-            for key, value in self._first.params.items()
+            value == self._first.params[key]
+            for key, value in params
             if key not in ("in_specs", "out_specs", "jaxpr")
         )
         places = zip(eqn.invars, eqn.params["in_specs"], strict=True)
-        if not alike or any(
-            isinstance(v, Var) and v in self._results and self._results[v].spec != spec for v, spec in places
-        ):
-            return False
-        self._add(eqn)
-        self.is_merged = True
-        return True
+        return alike and all(made[v].spec == spec for v, spec in places if isinstance(v, Var) and v in made)
 
     def _add(self, eqn: JaxprEqn) -> None:
         body = eqn.params["jaxpr"]
@@ -168,10 +191,7 @@ class _Group:
         made, values = instantiate(body, [self._find(v, spec, like.aval) for v, spec, like in places], eqn)
         self._eqns += made
         self._effects |= body.effects
-        self._results |= {
-            v: _Inside(value, spec)
-            for v, value, spec in zip(eqn.outvars, values, eqn.params["out_specs"], strict=True)
-        }
+        self._results |= _list_results(eqn, values)
 
     def _find(self, operand: Any, spec: Any, aval: Any) -> Any:
         """The value of an operand inside: of a result, or an argument of type `aval`."""

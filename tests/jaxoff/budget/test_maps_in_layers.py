@@ -8,7 +8,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
+from jaxoff._budget.estimated import find_estimated
+from jaxoff._budget.forms import NO_COPIES
+from jaxoff._budget.limits import Budget
+from jaxoff._budget.memory import ESTIMATE_MARGIN
 from jaxoff._budget.placements import LayeredProgram
+from jaxoff._device.profile import H200
 from jaxoff._runtime.program_memory import program_nbytes
 
 DEVICES, LAYERS, ROWS, WIDTH = 4, 4, 1024, 128
@@ -97,3 +102,22 @@ def test_the_least_is_what_a_checkpoint_of_each_layer_takes(mesh):
     least = raised.value.smallest_bytes
     assert least is not None
     assert least <= 1.02 * program_nbytes(recomputed)
+
+
+@pytest.mark.parametrize("form", ["list", "loop"])
+def test_a_product_in_a_map_is_kept_alone(mesh, form):
+    """Of the wide values in a layer's map one is enough: the others are cheap to make again from it."""
+    wide = 16
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct([wide * n if n >= WIDTH else n for n in x.shape], x.dtype),
+        jax.eval_shape(lambda: make_arguments(mesh, form)),
+    )
+    closed = jax.make_jaxpr(make_step(mesh, form, in_maps=True))(*args)
+    hidden_nbytes = wide * ROWS * 8 * wide * WIDTH * 4
+    others = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args)) + 6 * LAYERS * hidden_nbytes / 8
+    budget = Budget((2 * others + 2 * LAYERS * hidden_nbytes) / DEVICES / (1 - ESTIMATE_MARGIN), NO_COPIES)
+    found = find_estimated(closed, H200, budget, [False] * len(closed.in_avals), devices=DEVICES)
+    rows = [row for row in found.list_values() if f"{wide * ROWS}, {8 * wide * WIDTH}" in row.shape]
+    products = [row for row in rows if row.value.endswith("dot_general")]
+    assert [(row.placement, row.count) for row in products] == [("save", LAYERS)]
+    assert "test_maps_in_layers.py" in products[0].source
