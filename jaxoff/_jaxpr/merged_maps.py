@@ -7,8 +7,9 @@ program. Only values of a single program have placements by a budget and start t
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
@@ -86,6 +87,39 @@ def _has_effects(eqn: JaxprEqn) -> bool:
     return bool(eqn.effects) or any(map(compat.has_side_effects, compat.sub_jaxprs(eqn)))
 
 
+class _Before:
+    """The equations before a group, none of which reads its results."""
+
+    def __init__(self):
+        self._eqns: dict[int, JaxprEqn] = {}  # by id, in order
+        self._makers: dict[Var, JaxprEqn] = {}  # each a `jax.shard_map`
+        self._reads = collections.Counter[Var]()
+
+    def add(self, eqn: JaxprEqn, reads: Iterable[Var]) -> None:
+        """Adds the next equation with its operands."""
+        self._eqns[id(eqn)] = eqn
+        self._makers.update(dict.fromkeys(eqn.outvars, eqn) if is_shard_map(eqn) else {})
+        self._reads.update(reads)
+
+    def remove(self, eqn: JaxprEqn, reads: Iterable[Var]) -> None:
+        """Removes an equation with its operands."""
+        del self._eqns[id(eqn)]
+        self._reads.subtract(reads)
+
+    def list_all(self) -> list[JaxprEqn]:
+        """The equations."""
+        return [*self._eqns.values()]
+
+    def list_makers(self, values: Iterable[Var]) -> list[JaxprEqn]:
+        """The `jax.shard_map`s among the equations that make any of the values."""
+        found = {id(self._makers[v]): self._makers[v] for v in values if v in self._makers}
+        return [eqn for key, eqn in found.items() if key in self._eqns]
+
+    def reads_any(self, values: Iterable[Var]) -> bool:
+        """Whether an equation reads any of the values."""
+        return any(self._reads[v] > 0 for v in values)
+
+
 def _list_results(eqn: JaxprEqn, values: Sequence[Any] | None = None) -> dict[Var, _Inside]:
     """The results of a `jax.shard_map`, with the values of its body or with given values."""
     inside = eqn.params["jaxpr"].outvars if values is None else values
@@ -118,17 +152,17 @@ class _Group:
         Returns:
           The equations before the merged equation, and the equations behind.
         """
-        before, behind, late = list[JaxprEqn](), list[JaxprEqn](), set[Var]()
+        before, behind, late = _Before(), list[JaxprEqn](), set[Var]()
         for i, eqn in enumerate(eqns):
             if _has_effects(eqn):
-                return before, [*behind, *eqns[i:]]
+                return before.list_all(), [*behind, *eqns[i:]]
             is_late = not late.isdisjoint(reads[id(eqn)])
             if not is_late and self._results.keys().isdisjoint(reads[id(eqn)]):
-                before.append(eqn)
+                before.add(eqn, reads[id(eqn)])
             elif is_late or not self._takes_over(eqn, before, reads):
                 behind.append(eqn)
                 late.update(eqn.outvars)
-        return before, behind
+        return before.list_all(), behind
 
     def emit(self, read: Container[Var]) -> JaxprEqn:
         """The merged equation, with its results among the variables `read`."""
@@ -151,7 +185,7 @@ class _Group:
             params=self._first.params | divisions | {"jaxpr": jaxpr},
         )
 
-    def _takes_over(self, eqn: JaxprEqn, before: list[JaxprEqn], reads: Mapping[int, frozenset[Var]]) -> bool:
+    def _takes_over(self, eqn: JaxprEqn, before: _Before, reads: Mapping[int, frozenset[Var]]) -> bool:
         """Merges a reader of the group's results, if possible; returns whether the reader is merged.
 
         So are the equations of `before` whose results the reader alone reads; they leave `before`.
@@ -161,14 +195,16 @@ class _Group:
         if not self._joins(eqn, self._results):
             return False
         operands = frozenset(v for v, _ in self._arguments if isinstance(v, Var))
-        joined, left = [eqn], list[JaxprEqn]()
-        for maker in reversed(before):
-            made = _list_results(maker) if is_shard_map(maker) else {}
-            readers = [e for e in joined if not reads[id(e)].isdisjoint(made)]
-            others = not all(reads[id(e)].isdisjoint(made) for e in left) or not operands.isdisjoint(made)
-            joins = readers and not others and all(self._joins(e, made) for e in (maker, *readers))
-            (joined if joins else left).append(maker)
-        before[:] = reversed(left)
+        joined, todo = [eqn], [eqn]
+        while todo:
+            for maker in before.list_makers(reads[id(todo.pop())]):
+                made = _list_results(maker)
+                readers = [e for e in joined if not reads[id(e)].isdisjoint(made)]
+                is_read = before.reads_any(made) or not operands.isdisjoint(made)
+                if not is_read and all(self._joins(e, made) for e in (maker, *readers)):
+                    before.remove(maker, reads[id(maker)])
+                    joined.append(maker)
+                    todo.append(maker)
         for each in reversed(joined):
             self._add(each)
         self.is_merged = True

@@ -72,7 +72,8 @@ def look_inside(eqn: JaxprEqn) -> JaxprEqn:
             inside[inner.outvars[0]] = resolve(inside, inner.invars[0])
         else:
             found.append(inner)
-    outs: Renamed = dict(zip(body.outvars, eqn.outvars, strict=True))
+    pairs = zip(body.outvars, eqn.outvars, strict=True)
+    outs: Renamed = {v: outer for v, outer in pairs if isinstance(v, Var)}
     if len(found) != 1 or len(outs) < len(eqn.outvars) or not outs.keys() <= {*found[0].outvars}:
         return eqn
     return found[0].replace(
