@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ from jaxoff._jaxpr.scopes import is_transposed
 _LEAST_SHARE = 0.05
 # Least part of the bytes of a layer's values to be passed on: parts of a batch pass on a sum at most.
 _LEAST_PASSED = 1e-3
+# Part of the bytes of a layer's values from which on the residuals of its loops have placements of their own:
+# attention over parts of the queries keeps none where each part is under `jax.checkpoint`.
+_OF_LOOPS = 1 / 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Run:
         return range(first, first + self.length)
 
 
-def find_runs(eqns: Sequence[JaxprEqn], paired: Container[Var] = frozenset()) -> list[Run]:
+def find_runs(eqns: Sequence[JaxprEqn], paired: Mapping[Var, int] | None = None) -> list[Run]:
     """The runs of alike layers in a forward pass, the runs with most compute first; none overlap.
 
     Two equations are alike if primitive and shapes are. A run repeats the shortest series of equations. Of
@@ -55,8 +58,10 @@ def find_runs(eqns: Sequence[JaxprEqn], paired: Container[Var] = frozenset()) ->
 
     Args:
       eqns: of a differentiated program, calls inlined.
-      paired: the first results of loops over layers. A run that computes mostly in such loops is left.
+      paired: the first results of loops with a backward loop, with the bytes of their residuals. A run is
+        left whose layers compute mostly in such loops and keep much for their iterations: stacks of layers.
     """
+    paired = paired or {}
     excluded = [is_transposed(eqn) or compat.has_side_effects(eqn) for eqn in eqns]
     weights = [0.0 if no else _weigh(eqn) for eqn, no in zip(eqns, excluded, strict=True)]
     in_loops = [
@@ -69,8 +74,12 @@ def find_runs(eqns: Sequence[JaxprEqn], paired: Container[Var] = frozenset()) ->
         return before[run.end] - before[run.start]
 
     def is_of_loops(run: Run) -> bool:
-        """Whether most of a run's compute is in loops over layers."""
-        return 2 * (before_in_loops[run.end] - before_in_loops[run.start]) > cover(run)
+        """Whether the layers of a run are stacks of layers in loops."""
+        if 2 * (before_in_loops[run.end] - before_in_loops[run.start]) <= cover(run):
+            return False
+        made = [v for i in run.layer(0) for v in eqns[i].outvars]
+        residuals = sum(paired.get(v, 0) for v in made)
+        return residuals > _OF_LOOPS * compat.nbytes_of(made)
 
     makers = index_makers(eqns)
     taken = np.zeros(len(eqns), dtype=bool)

@@ -37,7 +37,11 @@ def find_sequences(jaxpr: Jaxpr, loops: Sequence[LoopPair]) -> Sequenced | None:
     eqns, outvars, names = _drop_names(jaxpr)
     if not any(map(is_pure_backward, eqns)):
         return None
-    runs, joint = _find_layers(jaxpr, eqns, names, {pair.forward.outvars[0] for pair in loops})
+    residuals = {
+        pair.forward.outvars[0]: compat.nbytes_of(pair.forward.outvars[i] for i in pair.residuals)
+        for pair in loops
+    }
+    runs, joint = _find_layers(jaxpr, eqns, names, residuals)
     sections: list[Run] = []
     if stretches := list_stretches(eqns, runs):
         whole = _Joint(jaxpr, eqns, [*runs, *stretches])
@@ -52,7 +56,7 @@ def find_sequences(jaxpr: Jaxpr, loops: Sequence[LoopPair]) -> Sequenced | None:
 
 
 def _find_layers(
-    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], names: Mapping[Var, str], paired: Container[Var]
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], names: Mapping[Var, str], paired: Mapping[Var, int]
 ) -> tuple[list[Run], _Joint]:
     """The runs of layers whose values the backward pass reads in reverse order, and their joint program."""
     runs = find_runs(eqns, paired)

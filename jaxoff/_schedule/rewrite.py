@@ -111,7 +111,7 @@ def rewrite(
     # XLA's scheduler would start the loops of updates early: it keeps the operands of all weights' gradients.
     flat = in_order or "H2D" in _find_transfers(jaxpr) or (streamed and _computes_outside_loops(jaxpr))
     if flat and not compat.has_side_effects(jaxpr):
-        jaxpr = rewriter.order_flat(jaxpr)
+        jaxpr = rewriter.order_flat(compat.replace_equations(jaxpr, map(rewriter.order_map, jaxpr.eqns)))
     again = functools.partial(
         rewrite,
         closed,
@@ -307,6 +307,12 @@ class _Rewriter:
             return eqn if stays else compat.map_programs(eqn, order)
 
         return compat.replace_equations(jaxpr, itertools.starmap(order_inside, enumerate(jaxpr.eqns)))
+
+    def order_map(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Orders the layers in a `jax.shard_map`, as the step of a device; other equations stay."""
+        if not is_shard_map(eqn) or is_partly_manual(eqn):
+            return eqn
+        return compat.map_programs(eqn, self.order_flat)
 
     def order_flat(self, jaxpr: Jaxpr) -> Jaxpr:
         """Orders a program with layers outside of loops.

@@ -238,9 +238,8 @@ class Search:
         """Whether a program without copies is over the budget, and XLA's order may be why."""
         if nbytes <= self.budget.device_nbytes or peak_host_nbytes(program):
             return False
-        if self.call.devices > 1:  # a `jax.shard_map` stays as it is
-            is_near = nbytes <= _MAY_BE_OUT_OF_ORDER * self.budget.device_nbytes
-            return is_near and not self._is_manual
+        if self.call.devices > 1:
+            return nbytes <= _MAY_BE_OUT_OF_ORDER * self.budget.device_nbytes
         estimate = estimate_nbytes(program, self.donated)
         fits = estimate <= self.budget.device_nbytes
         return estimate <= nbytes / (_OUT_OF_ORDER if fits else _FAR_OUT_OF_ORDER)

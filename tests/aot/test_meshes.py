@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoff
 from jaxoff._compiled import hlo
 from jaxoff._compiled.exchange import exchanged_nbytes
+from jaxoff._runtime.program_memory import program_nbytes
 
 pytestmark = pytest.mark.aot
 
@@ -200,3 +201,35 @@ def test_copies_of_a_shard_map_are_hidden_where_the_gradient_is_taken_outside():
     assert jitted.recipe in ("concurrent", "early")
     assert facts.d2h_bytes == facts.h2d_bytes == 6 * 8192 * 1024 * 2
     assert all(copy.overlaps for copy in facts.copies)
+
+
+def test_copies_of_a_list_in_a_shard_map_are_hidden():
+    """The step of each device, its layers one after the other, is ordered as on a single device."""
+    target = jaxoff.target("h200", devices=2)
+    mesh = target.mesh((2,), ("d",))
+
+    def layer(x, w):
+        h = jaxoff.name(jaxoff.name(x, "x") @ w["up"], "up")
+        return x + jax.nn.gelu(h) @ w["down"]
+
+    def local(layers, x):
+        def loss(layers, x):
+            block = jax.checkpoint(layer, policy=jaxoff.policy(offload=["x", "up"]))
+            for w in layers:
+                x = block(x, w)
+            return lax.pmean(jnp.mean(x.astype(jnp.float32) ** 2), "d")
+
+        return jax.value_and_grad(loss)(layers, x)
+
+    struct = functools.partial(struct_on, mesh)
+    layers = [{"up": struct(P(), 2048, 8192), "down": struct(P(), 8192, 2048)} for _ in range(6)]
+    args = layers, struct(P("d"), 32768, 2048)
+    step = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=(P(), P()))
+    device = jaxoff.Device(flops=100e12, memory_gbps=4000, d2h_gbps=1000, h2d_gbps=1000)
+    jitted = jaxoff.jit(step, device=device)
+    compiled = target.compile(jitted, *args)
+    facts = jaxoff.verify(compiled, compiler_options=jitted.options)
+    assert jitted.recipe == "ordered"
+    assert facts.h2d_bytes >= 4 * 16384 * (8192 + 2048) * 2
+    assert all(copy.overlaps for copy in facts.copies)
+    assert program_nbytes(compiled) < 0.75 * program_nbytes(target.compile(jax.jit(step), *args))

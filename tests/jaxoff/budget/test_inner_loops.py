@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoff
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._jaxpr import compat
+from jaxoff._runtime.program_memory import program_nbytes
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 from tests.jaxoff.budget.test_placements import keep_all, keep_some, offload_inputs
 
@@ -128,3 +129,51 @@ def test_layers_in_a_loop_over_parts_of_a_batch_are_placed_where_memory_is_short
     assert {value.count for value in outer.plan.values} == {len(parts)}
     assert {value.count for value in within.plan.values if value.placement == "save"} == {layers}
     assert within.plan.peak_bytes < 0.75 * outer.plan.peak_bytes
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_layers_of_attention_in_parts_of_the_queries(checkpoints):
+    """Layers in a list whose time is mostly that of a loop over blocks of queries.
+
+    Where each block is under `jax.checkpoint`, the loop keeps nothing, and the layers are placed. Else the
+    iterations of the loops are, whose attention weights are the largest values.
+    """
+    width, tokens, count = 64, 512, 4
+
+    def attend(q, k, v):
+        def attend_from(q):
+            return jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k)) @ v
+
+        blocks = q.reshape(2, 4, tokens // 4, width).swapaxes(0, 1)
+        out = jax.lax.map(jax.checkpoint(attend_from) if checkpoints else attend_from, blocks)
+        return out.swapaxes(0, 1).reshape(q.shape)
+
+    def layer(x, w):
+        x = x + attend(x @ w["q"], x @ w["k"], jnp.tanh(x @ w["v"]))
+        return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+
+    def make_step(layer):
+        def loss(layers, x):
+            for w in layers:
+                x = layer(x, w)
+            return jnp.mean(x**2)
+
+        def step(layers, x):
+            return jax.tree.map(lambda w, g: w - 0.1 * g, layers, jax.grad(loss)(layers, x))
+
+        return step
+
+    shapes = dict.fromkeys("qkv", (width, width)) | dict.fromkeys(("gate", "up"), (width, 3 * width))
+    shapes |= {"down": (3 * width, width)}
+    layers = [
+        {name: jnp.sin(jnp.arange(a * b)).reshape(a, b) / 8 for name, (a, b) in shapes.items()}
+        for _ in range(count)
+    ]
+    args = layers, jnp.cos(jnp.arange(2 * tokens * width)).reshape(2, tokens, width)
+    recomputed = jax.jit(make_step(jax.checkpoint(layer)), donate_argnums=0).lower(*args).compile()
+    limit = 1.03 * program_nbytes(recomputed)
+    step = jaxoff.jit(make_step(layer), donate_argnums=0, device_bytes=limit, host_bytes=1)
+    compiled = step.lower(*args).compile()
+    assert program_nbytes(compiled) <= limit
+    want = jax.jit(make_step(layer))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), compiled(*args), want)
