@@ -405,7 +405,7 @@ class _Search[P]:
         takes += ", too much" if self._budget.device_nbytes < tried.nbytes < math.inf else ""
         self._progress.say(
             f"program {number} for {self._format_budget()} of device memory takes {takes}, with "
-            f"{describe_kept(tried.list_values())}"
+            f"{describe_kept(tried.list_values())}{' on all devices' * (self.devices > 1)}"
         )
         return tried
 
@@ -431,6 +431,8 @@ class _Search[P]:
         outside = "values outside of jax.shard_map" if self._is_manual else "values"
         whole = f" ({outside} are counted whole; {self._all_devices} devices divide them)"
         whole = whole if self._all_devices > 1 else ""
+        if nbytes > _WITHIN_REACH * self._budget.device_nbytes / self.devices:
+            whole += "; for a budget near that, further programs are tried"
         return BudgetError(
             f"no program fits {budget} of device memory. The least that was tried takes "
             f"{format_nbytes(nbytes)}, with {kept}{whole}.",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -70,11 +73,32 @@ class IntegerProgram:
         objective = np.zeros(len(self._upper))
         for variable, factor in cost.items():
             objective[variable] = factor
-        found = milp(
-            objective,
-            integrality=np.array(self._integer, int),
-            bounds=Bounds(np.array(self._lower), np.array(self._upper)),  # pyright: ignore
-            constraints=LinearConstraint(matrix, ub=np.array(bounds)),  # pyright: ignore
-            options={"mip_rel_gap": _GAP, "node_limit": _NODES, "time_limit": _SECONDS},
-        )
+        with _off_standard_output():
+            found = milp(
+                objective,
+                integrality=np.array(self._integer, int),
+                bounds=Bounds(np.array(self._lower), np.array(self._upper)),  # pyright: ignore
+                constraints=LinearConstraint(matrix, ub=np.array(bounds)),  # pyright: ignore
+                options={"mip_rel_gap": _GAP, "node_limit": _NODES, "time_limit": _SECONDS},
+            )
         return found.x
+
+
+@contextlib.contextmanager
+def _off_standard_output() -> Iterator[None]:
+    """Sends what the process prints to the standard error, where a plan as JSON does not suffer from it.
+
+    HiGHS prints a line of its own where it repairs a solution, whatever its options (scipy 1.18).
+    """
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # one of the two is closed
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

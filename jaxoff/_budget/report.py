@@ -156,8 +156,10 @@ class Plan:
         how = f"compiled peak {peak}" if self.is_compiled else f"estimated peak {peak}, not compiled,"
         rows.append(f"{how} of {budget}; {tried}; host {format_nbytes(self.host_bytes)}")
         rows.append(f"step about {format_ms(self.step_ms)} on {self.device}")
-        if self.is_fastest and self.peak_bytes < _UNUSED * self.device_bytes and self.values:
-            rows.append("The rest of the budget is left: no placements are faster, by the model of time.")
+        if self.peak_bytes < _UNUSED * self.device_bytes and self.values:
+            why = "no placements are faster, by the model of time"
+            why = why if self.is_fastest else "no faster placements were found that fit"
+            rows.append(f"The rest of the budget is left: {why}.")
         if self.programs and not self.values:
             rows.append(
                 "No value is placed: no layers with a backward pass were found. A loss is planned as "

@@ -1,9 +1,12 @@
 """The table of a plan: a row for every value, where it comes from, and sums that add up."""
 
+import dataclasses
 import inspect
+import os
 
 import jax
 import jax.numpy as jnp
+import scipy.optimize
 
 import jaxoff
 
@@ -98,3 +101,28 @@ def test_layers_within_microbatches_are_found_and_a_plan_of_nothing_has_no_empty
     assert ("in", 16, "save") in rows
     text = str(plan_within(1e9, loss, w, struct(8192, 1024)))
     assert text.lstrip().startswith("estimated peak") and "No value is placed" in text
+
+
+def test_a_plan_says_why_memory_is_left():
+    plan = plan_within(40e9, jax.value_and_grad(decoder_loss), decoder_weights(), TOKENS)
+    sentence = "The rest of the budget is left: no faster placements were found that fit."
+    left = dataclasses.replace(plan, peak_bytes=0.5 * plan.device_bytes, is_fastest=False)
+    assert sentence in str(left)
+    assert "by the model of time" in str(dataclasses.replace(left, is_fastest=True))
+    assert "The rest" not in str(dataclasses.replace(left, peak_bytes=0.95 * plan.device_bytes))
+
+
+def test_what_the_solver_prints_is_no_part_of_the_output(monkeypatch, capfd):
+    """A plan as JSON is read from the standard output, to which HiGHS prints a line of its own."""
+    solve = scipy.optimize.milp
+
+    def print_and_solve(*args, **kwargs):
+        os.write(1, b"of the solver\n")
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(scipy.optimize, "milp", print_and_solve)
+    plan = plan_within(40e9, jax.value_and_grad(decoder_loss), decoder_weights(), TOKENS)
+    print(plan.device)
+    printed = capfd.readouterr()
+    assert printed.out == f"{plan.device}\n"
+    assert "of the solver" in printed.err
