@@ -156,7 +156,8 @@ class Plan:
         how = f"compiled peak {peak}" if self.is_compiled else f"estimated peak {peak}, not compiled,"
         rows.append(f"{how} of {budget}; {tried}; host {format_nbytes(self.host_bytes)}")
         rows.append(f"step about {format_ms(self.step_ms)} on {self.device}")
-        if self.peak_bytes < _UNUSED * self.device_bytes and self.values:
+        is_left = self.peak_bytes < _UNUSED * self.device_bytes and self.values
+        if is_left and (self.is_fastest or self.is_compiled):  # an estimate leaves a part free
             why = "no placements are faster, by the model of time"
             why = why if self.is_fastest else "no faster placements were found that fit"
             rows.append(f"The rest of the budget is left: {why}.")
