@@ -26,7 +26,7 @@ from jaxoff._jaxpr.inline import (
     split_scalars,
 )
 from jaxoff._jaxpr.meshes import is_partly_manual
-from jaxoff._jaxpr.primitives import is_shard_map
+from jaxoff._jaxpr.primitives import is_compute, is_shard_map
 from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
 from jaxoff._jaxpr.stack_slices import find_shared_stacks, find_split_slices
 from jaxoff._runtime.garbage import collector_paused
@@ -111,7 +111,7 @@ def rewrite(
     # XLA's scheduler would start the loops of updates early: it keeps the operands of all weights' gradients.
     flat = in_order or "H2D" in _find_transfers(jaxpr) or (streamed and _computes_outside_loops(jaxpr))
     if flat and not compat.has_side_effects(jaxpr):
-        jaxpr = rewriter.order_flat(compat.replace_equations(jaxpr, map(rewriter.order_map, jaxpr.eqns)))
+        jaxpr = rewriter.order_flat(rewriter.order_map(inline_calls_with(is_shard_map, jaxpr)))
     again = functools.partial(
         rewrite,
         closed,
@@ -308,11 +308,15 @@ class _Rewriter:
 
         return compat.replace_equations(jaxpr, itertools.starmap(order_inside, enumerate(jaxpr.eqns)))
 
-    def order_map(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Orders the layers in a `jax.shard_map`, as the step of a device; other equations stay."""
-        if not is_shard_map(eqn) or is_partly_manual(eqn):
-            return eqn
-        return compat.map_programs(eqn, self.order_flat)
+    def order_map(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Orders the layers in a `jax.shard_map` around a step, where most of the step's kernels are."""
+        kernels = [_count_kernels(eqn) for eqn in jaxpr.eqns]
+
+        def order(eqn: JaxprEqn, number: int) -> JaxprEqn:
+            is_step = is_shard_map(eqn) and not is_partly_manual(eqn) and 2 * number > sum(kernels)
+            return compat.map_programs(eqn, self.order_flat) if is_step else eqn
+
+        return compat.replace_equations(jaxpr, map(order, jaxpr.eqns, kernels))
 
     def order_flat(self, jaxpr: Jaxpr) -> Jaxpr:
         """Orders a program with layers outside of loops.
@@ -353,6 +357,13 @@ class _Rewriter:
         )
         eqns, _ = emit(decide(problem, self._device, self._large_nbytes), problem)
         return jaxpr.replace(eqns=eqns)
+
+
+def _count_kernels(eqn: JaxprEqn) -> int:
+    """Counts the products and the like of an equation, or in a `jax.shard_map` or a call."""
+    if is_shard_map(eqn) or compat.inlinable_call(eqn):
+        return sum(_count_kernels(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in jaxpr.eqns)
+    return int(is_compute(eqn))
 
 
 def _count_row_nbytes(loop: Loop, xs: int) -> int:
