@@ -88,10 +88,13 @@ def correct_room(costs: Sequence[Costs], tried: Sequence[Tried[Any]], device_nby
 def _find_slope(costs: Sequence[Costs], tried: Sequence[Tried[Any]], device_nbytes: float) -> float:
     """Compiled bytes by byte of kept values, where the two latest programs are over the budget.
 
-    Memory may be largest where few of the values are held that the latest program keeps no longer.
+    Memory may be largest where few of the values are held that the latest program keeps no longer. Where it
+    takes more than the one before, the two say nothing.
     """
     if len(tried) < 2 or not all(device_nbytes < t.nbytes < math.inf for t in tried[-2:]):
         return 1.0
     before, latest = tried[-2:]
+    if before.nbytes < latest.nbytes:
+        return 1.0
     fewer = saved_nbytes(costs, before.placements) - saved_nbytes(costs, latest.placements)
     return min(1.0, max((before.nbytes - latest.nbytes) / fewer, _LEAST_SLOPE)) if fewer > 0 else 1.0
