@@ -38,6 +38,12 @@ def divides_axis(aval: Any, axis: int) -> bool:
     return explicit_mesh(aval) is not None and bool(aval.sharding.spec[axis])
 
 
+def is_partial_sum(aval: Any) -> bool:
+    """Whether a value, or its gradient, is still to be added up over axes of a mesh, by its type."""
+    kind = getattr(aval, "mat", None)
+    return bool(getattr(kind, "unreduced", ()) or getattr(kind, "reduced", ()))
+
+
 def list_axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The names of the mesh axes that divide an axis of an array, from the entry in a `PartitionSpec`."""
     return () if axes is None else axes if isinstance(axes, tuple) else (axes,)

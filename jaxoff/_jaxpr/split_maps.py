@@ -8,7 +8,7 @@ be made again. `merge_shard_maps` joins the parts of a written program.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_last_readers, index_makers, mark_ancestors, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call, write_otherwise
-from jaxoff._jaxpr.meshes import list_axes
+from jaxoff._jaxpr.meshes import is_partial_sum, list_axes
 from jaxoff._jaxpr.primitives import holds, is_shard_map
 from jaxoff._jaxpr.scopes import is_recomputed, is_transposed
 
@@ -131,12 +131,17 @@ class _Parts:
                 parts.append([eqn])
         return parts
 
-    def _is_name(self, eqn: JaxprEqn) -> bool:
-        return compat.name_in(eqn) is not None and all(map(self._passes, eqn.invars))
+    def _is_name(self, part: Sequence[JaxprEqn], outside: Container[Var]) -> bool:
+        """Whether a part names an array outside."""
+        is_name = len(part) == 1 and compat.name_in(part[0]) is not None
+        return is_name and any(v in outside for v in variables(part[0]))
 
     def _passes(self, v: Any) -> bool:
-        """Whether an array outside can hold a value: not a scalar that differs between devices."""
-        return bool(compat.shape_of(v.aval)) or not self._list_axes(v)
+        """Whether an array outside can hold a value.
+
+        None can hold a scalar that differs between devices, nor parts of a sum.
+        """
+        return not is_partial_sum(v.aval) and bool(compat.shape_of(v.aval) or not self._list_axes(v))
 
     def _list_axes(self, v: Any) -> tuple[str, ...]:
         """The axes over which a value differs between devices, among those of the `jax.shard_map`."""
@@ -167,7 +172,7 @@ class _Parts:
         found: dict[int | None, Any] = {}  # the results of the whole, by position
         last_parts = {v: k for k, part in enumerate(self._parts) for eqn in part for v in variables(eqn)}
         for k, part in enumerate(self._parts):
-            if self._is_name(part[0]):
+            if self._is_name(part, outside):
                 array, division = outside[variables(part[0])[0]]
                 outside[part[0].outvars[0]] = checkpoint_name(array, compat.name_in(part[0])), division
                 continue

@@ -60,6 +60,14 @@ def turned(x, up, down):
     return jax.lax.psum(jax.lax.fori_loop(0, 2, step, (x, zeros))[1], "model")
 
 
+def named(x, up, down):
+    """Names of a view of an argument, of an argument, and of a scalar that differs between devices."""
+    first = jax.ad_checkpoint.checkpoint_name(x.reshape(x.shape[0], -1), "first")
+    mean = jax.ad_checkpoint.checkpoint_name(jnp.mean(first @ up), "mean")
+    weights = jax.ad_checkpoint.checkpoint_name(up, "weights")
+    return jax.lax.psum(jnp.tanh(first @ weights - mean) @ down, "model")
+
+
 def dropped(x, up, down):
     """Random numbers of a key that differs between devices."""
     key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))
@@ -67,7 +75,7 @@ def dropped(x, up, down):
     return jax.lax.psum(jnp.where(kept, jnp.sin(x), 0) @ up @ down, "model")
 
 
-BODIES = [mlp, scaled_by_scalars, gathered, exchanged, turned, dropped]
+BODIES = [mlp, scaled_by_scalars, gathered, exchanged, turned, named, dropped]
 
 
 def trace(mesh, body, *, check_vma=True):
