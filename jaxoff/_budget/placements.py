@@ -20,11 +20,13 @@ from jaxoff._budget.write_sequences import write_sequences
 from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead, index_last_readers, variables
+from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._jaxpr.float8 import pack, unpack
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call
 from jaxoff._jaxpr.own_primitives import allocate
 from jaxoff._jaxpr.primitives import holds, is_shard_map
 from jaxoff._jaxpr.split_maps import split_shard_maps
+from jaxoff._report.progress import Progress
 
 
 class LayeredProgram:
@@ -43,11 +45,18 @@ class LayeredProgram:
 
     @staticmethod
     def of(closed: ClosedJaxpr, **options: bool) -> LayeredProgram:
-        """The layers of a program, with each `jax.shard_map` in a layer split; options as above."""
+        """The layers of a program, with each `jax.shard_map` in a layer split; options as above.
+
+        Where a fault of jaxoff prevents that, the program has values of whole `jax.shard_map`s.
+        """
         layered = LayeredProgram(closed, **options)
         if layered.is_manual:
             return layered
-        split = split_shard_maps(closed, layered.holds_layers)
+        try:
+            split = split_shard_maps(closed, layered.holds_layers)
+        except (ValueError, *FAULTS) as fault:  # ValueError: of `jax.shard_map`
+            Progress().say(f"no value in a jax.shard_map is placed ({type(fault).__name__}: {fault})")
+            return layered
         return layered if split is closed else LayeredProgram(split, **options)
 
     def holds_layers(self, program: Jaxpr) -> bool:

@@ -121,3 +121,19 @@ def test_a_product_in_a_map_is_kept_alone(mesh, form):
     products = [row for row in rows if row.value.endswith("dot_general")]
     assert [(row.placement, row.count) for row in products] == [("save", LAYERS)]
     assert "test_maps_in_layers.py" in products[0].source
+
+
+def test_a_map_that_cannot_be_split_is_placed_whole(mesh, monkeypatch, caplog):
+    def fail(*_):
+        raise NotImplementedError("of JAX")
+
+    closed = jax.make_jaxpr(make_step(mesh, "loop", in_maps=True))(*make_arguments(mesh, "loop"))
+    with caplog.at_level("INFO", "jaxoff"):
+        split = LayeredProgram.of(closed)
+        monkeypatch.setattr("jaxoff._budget.placements.split_shard_maps", fail)
+        whole = LayeredProgram.of(closed)
+    assert len(split.list_joint_graphs()[0].eqns) > len(whole.list_joint_graphs()[0].eqns)
+    assert whole.closed is closed
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        "no value in a jax.shard_map is placed (NotImplementedError: of JAX)"
+    ]
