@@ -117,9 +117,9 @@ def plan(
     Exit status 2, with the reason, where there is no plan.
     """
     import jaxoff
-    from jaxoff._cli.standard_output import to_standard_error
     from jaxoff._cli.user_errors import report_errors
     from jaxoff._cli.user_function import load_user_function
+    from jaxoff._report.standard_output import to_standard_error
 
     with report_errors():
         fun, *arguments = load_user_function(function)

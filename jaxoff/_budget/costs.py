@@ -21,7 +21,7 @@ from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress, chooses, compressed_nbytes
 from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, index_between_strides
-from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_compute, is_fused
+from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_compute, is_fused, is_shard_map
 from jaxoff._jaxpr.split_maps import look_inside
 from jaxoff._report.near_miss import near_miss
 
@@ -96,7 +96,7 @@ class Costs:
         saving = {v: count_passes(v, makers, into_kernels) * device.pass_ms(n) for v, n in nbytes.items()}
         into_kernels |= find_compute_operands(pure)
         into_kernels.update(v for i in index_between_strides(pure) for v in pure[i].outvars)
-        segments = Segments.of(pair, nbytes)
+        segments = Segments.of(placed, nbytes)
         for i, eqn in enumerate(pure):
             in_readers = is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars)
             if i in statistics.differences:
@@ -127,6 +127,8 @@ def _look_inside(pair: JointGraph) -> JointGraph:
         inner = look_inside(eqn)
         return eqn if is_compute(inner) else inner
 
+    if not any(map(is_shard_map, pair.pure)):
+        return pair
     return dataclasses.replace(
         pair, eqns=tuple(map(look, pair.eqns)), only_backward=tuple(map(look, pair.only_backward))
     )

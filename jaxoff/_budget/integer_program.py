@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
+
+from jaxoff._report.standard_output import to_standard_error
 
 # Bounds of a search. A search takes a few nodes and 0.1 s as a rule; many values of equal size can make it
 # endless.
@@ -73,7 +72,7 @@ class IntegerProgram:
         objective = np.zeros(len(self._upper))
         for variable, factor in cost.items():
             objective[variable] = factor
-        with _off_standard_output():
+        with to_standard_error():
             found = milp(
                 objective,
                 integrality=np.array(self._integer, int),
@@ -82,23 +81,3 @@ class IntegerProgram:
                 options={"mip_rel_gap": _GAP, "node_limit": _NODES, "time_limit": _SECONDS},
             )
         return found.x
-
-
-@contextlib.contextmanager
-def _off_standard_output() -> Iterator[None]:
-    """Sends what the process prints to the standard error, where a plan as JSON does not suffer from it.
-
-    HiGHS prints a line of its own where it repairs a solution, whatever its options (scipy 1.18).
-    """
-    sys.stdout.flush()
-    try:
-        kept = os.dup(1)
-        os.dup2(2, 1)
-    except OSError:  # one of the two is closed
-        yield
-        return
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)

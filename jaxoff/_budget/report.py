@@ -219,7 +219,8 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
 
     Of recomputed values, results of products, attention, loops and the like have a row.
     """
-    makers, compressed = map_makers(pair.pure), {pair.values[i] for i in placements.compressed}
+    pure, compressed = [look_inside(e) for e in pair.pure], {pair.values[i] for i in placements.compressed}
+    makers = map_makers(pure)
     repeated = map(look_inside, list_recomputed(pair, placements))
     recomputed = [v for eqn in repeated if is_compute(eqn) for v in eqn.outvars]
     groups: tuple[tuple[Placement, list[Any]], ...] = (
@@ -230,9 +231,8 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
     for placement, values in groups:
         for v in values:
             eqn, is_compressed = makers.get(v), v in compressed
-            eqn = eqn and look_inside(eqn)
             # Of an input, its first reader.
-            shown = eqn or next((reader for reader in pair.pure if v in reader.invars), None)
+            shown = eqn or next((reader for reader in pure if v in reader.invars), None)
             nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
             yield PlacedValue(
                 label(pair, v, eqn),

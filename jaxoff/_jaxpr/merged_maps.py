@@ -68,11 +68,13 @@ def merge_shard_maps(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _merge_level(program: Jaxpr) -> Jaxpr:
     """Merges the `jax.shard_map`s among a program's own equations; the same object without a merge."""
     eqns, rest, merges = list[JaxprEqn](), list(program.eqns), False
-    reads = {id(eqn): frozenset(variables(eqn)) for eqn in rest}  # a long program has many forward equations
+    # Found once: a long program has many groups.
+    reads = {id(eqn): frozenset(variables(eqn)) for eqn in rest}
+    walls = {id(eqn) for eqn in rest if _has_effects(eqn)}
     while rest:
         first = rest.pop(0)
-        group = _Group(first) if is_shard_map(first) and not _has_effects(first) else None
-        before, behind = group.take(rest, reads) if group else ([], [])
+        group = _Group(first) if is_shard_map(first) and id(first) not in walls else None
+        before, behind = group.take(rest, reads, walls) if group else ([], [])
         if group is None or not group.is_merged:
             eqns.append(first)
             continue
@@ -141,20 +143,21 @@ class _Group:
         self._add(first)
 
     def take(
-        self, eqns: Sequence[JaxprEqn], reads: Mapping[int, frozenset[Var]]
+        self, eqns: Sequence[JaxprEqn], reads: Mapping[int, frozenset[Var]], walls: Container[int]
     ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
         """Merges readers among the equations behind the group.
 
         Args:
           eqns: the equations.
           reads: id of an equation -> its operands.
+          walls: ids of the equations with effects, behind which nothing is merged.
 
         Returns:
           The equations before the merged equation, and the equations behind.
         """
         before, behind, late = _Before(), list[JaxprEqn](), set[Var]()
         for i, eqn in enumerate(eqns):
-            if _has_effects(eqn):
+            if id(eqn) in walls:
                 return before.list_all(), [*behind, *eqns[i:]]
             is_late = not late.isdisjoint(reads[id(eqn)])
             if not is_late and self._results.keys().isdisjoint(reads[id(eqn)]):

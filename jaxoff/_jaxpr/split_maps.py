@@ -108,7 +108,8 @@ class _Parts:
 
     def write(self) -> tuple[list[JaxprEqn], list[Any]]:
         """The equations of the parts, and the results of the whole."""
-        return trace_call(self._run, self._eqn.invars, like=self._eqn)
+        eqns, results = trace_call(self._run, self._eqn.invars, like=self._eqn)
+        return [eqn.replace(source_info=self._eqn.source_info) for eqn in eqns], results
 
     def _find_views(self) -> list[JaxprEqn]:
         """The views of arguments. Each part that reads one has its own."""

@@ -310,7 +310,7 @@ class _Rewriter:
 
     def order_map(self, jaxpr: Jaxpr) -> Jaxpr:
         """Orders the layers in a `jax.shard_map` around a step, where most of the step's kernels are."""
-        kernels = [_count_kernels(eqn) for eqn in jaxpr.eqns]
+        kernels = [sum(map(is_compute, _list_equations([eqn]))) for eqn in jaxpr.eqns]
 
         def order(eqn: JaxprEqn, number: int) -> JaxprEqn:
             is_step = is_shard_map(eqn) and not is_partly_manual(eqn) and 2 * number > sum(kernels)
@@ -357,13 +357,6 @@ class _Rewriter:
         )
         eqns, _ = emit(decide(problem, self._device, self._large_nbytes), problem)
         return jaxpr.replace(eqns=eqns)
-
-
-def _count_kernels(eqn: JaxprEqn) -> int:
-    """Counts the products and the like of an equation, or in a `jax.shard_map` or a call."""
-    if is_shard_map(eqn) or compat.inlinable_call(eqn):
-        return sum(_count_kernels(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in jaxpr.eqns)
-    return int(is_compute(eqn))
 
 
 def _count_row_nbytes(loop: Loop, xs: int) -> int:
@@ -415,21 +408,21 @@ def _is_layer_scan(eqn: JaxprEqn) -> bool:
 
 def _find_transfers(jaxpr: Jaxpr) -> set[str]:
     """Finds the directions of copies, "D2H" and "H2D", in a program and its calls, without its loops."""
-    return {kind for eqn in _list_equations(jaxpr) if (kind := compat.transfer_in(eqn))}
+    return {kind for eqn in _list_equations(jaxpr.eqns) if (kind := compat.transfer_in(eqn))}
 
 
 def _breaks_graphs(jaxpr: Jaxpr) -> bool:
     """Whether a program or one of its calls holds a loop or a Fourier transform."""
-    return any(eqn.primitive.name in ("scan", "while", "fft") for eqn in _list_equations(jaxpr))
+    return any(eqn.primitive.name in ("scan", "while", "fft") for eqn in _list_equations(jaxpr.eqns))
 
 
-def _list_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Lists the equations of a program, its calls and its `jax.shard_map`s, without these themselves."""
-    for eqn in jaxpr.eqns:
+def _list_equations(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Lists equations, with those of calls and of `jax.shard_map`s in the place of these."""
+    for eqn in eqns:
         if call := compat.inlinable_call(eqn):
-            yield from _list_equations(call.jaxpr)
+            yield from _list_equations(call.jaxpr.eqns)
         elif is_shard_map(eqn):
-            yield from _list_equations(eqn.params["jaxpr"])
+            yield from _list_equations(eqn.params["jaxpr"].eqns)
         else:
             yield eqn
 

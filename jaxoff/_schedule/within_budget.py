@@ -18,7 +18,6 @@ from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.limits import Budget, UnmatchedError
 from jaxoff._budget.loop_pairs import roll_loops
 from jaxoff._budget.memory import estimate_nbytes
-from jaxoff._budget.placements import LayeredProgram
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
 from jaxoff._budget.tried import Tried
@@ -247,10 +246,6 @@ class Search:
     @functools.cached_property
     def _progress(self) -> Progress:
         return Progress()
-
-    @functools.cached_property
-    def _is_manual(self) -> bool:
-        return LayeredProgram(self.twin).is_manual
 
     @functools.cached_property
     def _state(self) -> State:

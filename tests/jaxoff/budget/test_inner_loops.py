@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoff
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._jaxpr import compat
-from jaxoff._runtime.program_memory import program_nbytes
+from tests.jaxoff.budget.checkpointed import check_fit
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 from tests.jaxoff.budget.test_placements import keep_all, keep_some, offload_inputs
 
@@ -170,10 +170,4 @@ def test_layers_of_attention_in_parts_of_the_queries(checkpoints):
         for _ in range(count)
     ]
     args = layers, jnp.cos(jnp.arange(2 * tokens * width)).reshape(2, tokens, width)
-    recomputed = jax.jit(make_step(jax.checkpoint(layer)), donate_argnums=0).lower(*args).compile()
-    limit = 1.03 * program_nbytes(recomputed)
-    step = jaxoff.jit(make_step(layer), donate_argnums=0, device_bytes=limit, host_bytes=1)
-    compiled = step.lower(*args).compile()
-    assert program_nbytes(compiled) <= limit
-    want = jax.jit(make_step(layer))(*args)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), compiled(*args), want)
+    check_fit(lambda wrap: make_step(wrap(layer)), args, 1.03, donate_argnums=0)

@@ -17,7 +17,7 @@ from jaxoff._budget import regions
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import write_in_parts, write_layers_in_parts
 from jaxoff._jaxpr.compat import jaxpr_as_fun
-from jaxoff._runtime.program_memory import program_nbytes
+from tests.jaxoff.budget.checkpointed import check_fit
 
 DEVICES = 8
 
@@ -190,10 +190,4 @@ def test_a_divided_list_fits_what_a_checkpoint_of_each_layer_takes(is_manual):
     layers = [{k: jnp.full(s, 0.02, device=whole) for k, s in shapes.items()} for _ in range(count)]
     state = layers, jax.device_put(optimizer.init(layers), whole)
     args = state, jax.device_put(jax.random.normal(jax.random.key(0), (batch, tokens, width)), rows)
-    recomputed = jax.jit(step_of(jax.checkpoint(layer)), donate_argnums=0).lower(*args).compile()
-    limit = 1.03 * program_nbytes(recomputed)
-    step = jaxoff.jit(step_of(layer), donate_argnums=0, device_bytes=limit, host_bytes=1)
-    compiled = step.lower(*args).compile()
-    assert program_nbytes(compiled) <= limit
-    want = jax.jit(step_of(layer))(*args)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), compiled(*args), want)
+    check_fit(lambda wrap: step_of(wrap(layer)), args, 1.03, donate_argnums=0)

@@ -1,4 +1,4 @@
-"""The standard output of a command."""
+"""The standard output of the process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 def to_standard_error() -> Iterator[None]:
     """A context in which the process writes its standard output, that of C code too, to standard error.
 
-    `jaxoff plan --json` searches in it: the solver HiGHS prints a line where it repairs a solution, under any
-    options, and a user's function may print under the trace.
+    The solver HiGHS runs in it, which prints a line where it repairs a solution, under any options. So does
+    `jaxoff plan --json`, as a user's function may print under the trace.
     """
     try:
         flush_c, kept = ctypes.CDLL(None).fflush, os.dup(1)
