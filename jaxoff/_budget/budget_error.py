@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
 
+from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import argument_nbytes, list_peak_values
 from jaxoff._budget.report import PlacedValue, shorten
 from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._report.tables import format_nbytes
 
 # Values that an error names.
 _LISTED = 10
+# A search tries all programs whose memory is at most this many times its budget.
+_NEAR = 1.2
+# Searches for less memory at most, behind one that found nothing.
+_SEARCHES = 3
 _LOSS_INSIDE = (
     ". A jax.shard_map is not placed whose loss is computed of arrays outside of it: compute the loss inside"
 )
@@ -22,8 +29,8 @@ class BudgetError(ValueError):
     """No placement fits the budget.
 
     Attributes:
-      smallest_bytes: the device memory of the smallest program found, for which there is a plan; None where
-        no placement fits the budget of host memory. Far below it, not every program is tried.
+      smallest_bytes: the device memory of the smallest program found, for which there is a plan (where layers
+        run in parts, for some percent more); None where no placement fits the budget of host memory.
     """
 
     __module__ = "jaxoff"  # the public name, in tracebacks
@@ -36,7 +43,10 @@ class BudgetError(ValueError):
 
     @functools.cached_property
     def largest(self) -> tuple[str, ...]:
-        """The largest values at the peak of that plan's program, by an estimate: bytes, shape and source."""
+        """The largest values at the peak of that plan's program, by an estimate: bytes, shape and source.
+
+        Empty where a search for a smaller budget found the program: its plan lists the values.
+        """
         return tuple(self._list_largest())
 
     def least_bytes(self) -> float:
@@ -55,6 +65,34 @@ class BudgetError(ValueError):
         """The same error with a further sentence, and with another smallest budget if given."""
         least = self.smallest_bytes if smallest_bytes is None else smallest_bytes
         return BudgetError(f"{self.args[0]} {text}", least, lambda: self.largest)
+
+
+def find_least(error: BudgetError, budget: Budget, find_nbytes: Callable[[Budget], float]) -> BudgetError:
+    """The error of a search with the least memory of any budget: not every program is tried far below it.
+
+    Args:
+      error: of the search.
+      budget: of the search.
+      find_nbytes: another search, budget -> bytes on a device of the program found.
+    """
+    first = least = error.least_bytes()
+    largest: tuple[str, ...] = ()
+    if least <= _NEAR * budget.device_nbytes or math.isinf(least):
+        return error
+    for _ in range(_SEARCHES):
+        try:
+            least = find_nbytes(dataclasses.replace(budget, device_nbytes=least / _NEAR))
+        except BudgetError as other:
+            if other.least_bytes() < least:
+                least, largest = other.least_bytes(), other.largest
+            break
+        except (ValueError, *FAULTS):  # of a program that nobody asked for
+            break
+    if least == first:
+        return error
+    nbytes = math.ceil(least)
+    text = f"{error.args[0]} A search for less found a program of {format_nbytes(nbytes)}."
+    return BudgetError(text, nbytes, lambda: largest)
 
 
 def describe_no_layers(*, is_manual: bool) -> str:

@@ -431,8 +431,6 @@ class _Search[P]:
         outside = "values outside of jax.shard_map" if self._is_manual else "values"
         whole = f" ({outside} are counted whole; {self._all_devices} devices divide them)"
         whole = whole if self._all_devices > 1 else ""
-        if nbytes > _WITHIN_REACH * self._budget.device_nbytes / self.devices:
-            whole += "; for a budget near that, further programs are tried"
         return BudgetError(
             f"no program fits {budget} of device memory. The least that was tried takes "
             f"{format_nbytes(nbytes)}, with {kept}{whole}.",

@@ -10,14 +10,14 @@ from typing import Any
 
 from jax.sharding import Sharding
 
-from jaxoff._budget.budget_error import BudgetError
+from jaxoff._budget.budget_error import BudgetError, find_least
 from jaxoff._budget.estimated import find_estimated
 from jaxoff._budget.fit import find_fitting
 from jaxoff._budget.forms import NO_COPIES, step_ms
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.limits import Budget, UnmatchedError
 from jaxoff._budget.loop_pairs import roll_loops
-from jaxoff._budget.memory import estimate_nbytes
+from jaxoff._budget.memory import ESTIMATE_MARGIN, estimate_nbytes
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
 from jaxoff._budget.tried import Tried
@@ -125,9 +125,14 @@ class Search:
         Raises:
           BudgetError: if no program fits.
         """
+
+        def find(budget: Budget) -> Within:
+            return dataclasses.replace(self, twin=merge_shard_maps(self.twin), budget=budget)._find_rolled()
+
         try:
-            return dataclasses.replace(self, twin=merge_shard_maps(self.twin))._find_rolled()
+            return find(self.budget)
         except BudgetError as error:
+            error = find_least(error, self.budget, lambda near: find(near).plan.peak_bytes)
             if has_ordered_effects(self.twin):
                 error = error.extend(_ORDERED_EFFECTS)
             if error.smallest_bytes is None and self.refusals:
@@ -325,14 +330,21 @@ def estimate_within(
     def find(closed: ClosedJaxpr, budget: Budget) -> Tried[None]:
         return find_estimated(closed, device, budget, donated, devices=call.devices)
 
+    def estimate(budget: Budget) -> Plan:
+        try:
+            return find(twin, budget).make_plan(budget, device, None, is_compiled=False)
+        except BudgetError as error:
+            if call.why_state_stays is not None:
+                raise
+            missing = error.least_bytes() - budget.device_nbytes
+            found, hosted = State.find(twin, donated, shardings, call.devices).search(
+                paths, device, budget, error, find, missing, Progress()
+            )
+            return hosted.add_to(found.make_plan(budget, device, None, is_compiled=False))
+
     twin, budget = merge_shard_maps(twin), limit_copies(budget, twin)
     try:
-        return find(twin, budget).make_plan(budget, device, None, is_compiled=False)
+        return estimate(budget)
     except BudgetError as error:
-        if call.why_state_stays is not None:
-            raise
-        missing = error.least_bytes() - budget.device_nbytes
-        found, hosted = State.find(twin, donated, shardings, call.devices).search(
-            paths, device, budget, error, find, missing, Progress()
-        )
-        return hosted.add_to(found.make_plan(budget, device, None, is_compiled=False))
+        part = 1 - ESTIMATE_MARGIN
+        raise find_least(error, budget, lambda near: estimate(near).peak_bytes / part) from None

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from bench.client_steps import PROGRAMS
-from jaxoff._budget import choose, fit, regions
+from jaxoff._budget import budget_error, choose, fit, regions
 from jaxoff._budget.estimated import find_estimated
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.parts import write_layers_in_parts
@@ -232,6 +232,26 @@ def test_a_search_takes_parts_of_layers_where_no_placements_fit(form, monkeypatc
     assert any(region.sums for region in found.tiles)
     plan = found.make_plan(Budget(0.8 * least, 0.0), device, None)
     assert "4096, 4096], 268.44 MB, in " in str(plan)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_least_of_an_error_is_that_of_budgets_near_it(form, monkeypatch):
+    """A search far below what fits does not try layers in parts."""
+    args = jax.eval_shape(lambda: FORMS[form](arguments(1, 4096)))
+    settings = {"host_bytes": 0, "compiled": False, "device": "h100"}
+    with monkeypatch.context() as patch:
+        patch.setattr(budget_error, "_SEARCHES", 0)
+        with pytest.raises(jaxoff.BudgetError) as error:
+            jaxoff.plan(step, *args, device_bytes=1e6, **settings)
+    first = error.value.smallest_bytes
+    with pytest.raises(jaxoff.BudgetError, match="A search for less found a program of") as error:
+        jaxoff.plan(step, *args, device_bytes=1e6, **settings)
+    least = error.value.smallest_bytes
+    assert first is not None and least is not None
+    assert least < 0.4 * first
+    assert str(error.value).startswith("no program fits 800.00 kB of device memory.")
+    plan = jaxoff.plan(step, *args, device_bytes=1.05 * least, **settings)
+    assert plan.in_parts
 
 
 @pytest.mark.parametrize("form", FORMS)
