@@ -6,12 +6,12 @@ The model ranks, compilation judges: `jaxoff._budget.fit` compiles each choice, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxoff._budget.costs import Costs
 from jaxoff._budget.integer_program import IntegerProgram
-from jaxoff._budget.joint_graph import JointGraph, Placements
+from jaxoff._budget.joint_graph import JointGraph, Nested, Placements
 from jaxoff._budget.segments import Segments
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.compat import Var
@@ -60,7 +60,8 @@ def choose_placements(
     program = IntegerProgram(_MB)
     memory = [_Memory([], []) for _ in costs]
     host: list[tuple[int, float]] = []
-    chosen = [_add_pair(program, cost, device, own, host) for cost, own in zip(costs, memory, strict=True)]
+    added = [_add_pair(program, cost, device, own, host) for cost, own in zip(costs, memory, strict=True)]
+    chosen = [pair.kept for pair in added]
     if host_nbytes is not None:
         program.add_upper_bound(host, host_nbytes / _MB)
     most = program.add_variable(upper=math.inf)
@@ -87,15 +88,20 @@ def choose_placements(
     if found is None:
         return None
     placements = []
-    for cost, variables_of in zip(costs, chosen, strict=True):
+    for cost, own in zip(costs, added, strict=True):
         taken = [
             (p, way)
             for p, v in enumerate(cost.pair.values)
-            for way in variables_of.get(v, ())
+            for way in own.kept.get(v, ())
             if found[way.variable] > 0.5
         ]
         saved, moved = (tuple(p for p, way in taken if way.offloads is moves) for moves in (False, True))
-        placements.append(Placements(saved, moved, frozenset(p for p, way in taken if way.compresses)))
+        compressed = frozenset(p for p, way in taken if way.compresses)
+        nested = tuple(
+            tuple(p for p, v in enumerate(inner.graph.values) if v in kept and found[kept[v]] > 0.5)
+            for inner, kept in zip(cost.pair.nested, own.nested, strict=True)
+        )
+        placements.append(Placements(saved, moved, compressed, nested))
     return placements, float(sum(factor * found[i] for i, factor in program.cost.items()))
 
 
@@ -134,6 +140,8 @@ def _kept_nbytes(cost: Costs, placed: Placements) -> float:
     for times, places in ((cost.pair.count, placed.saved), (buffers, placed.offloaded)):
         for i in places:
             total += times * (cost.compressible if i in placed.compressed else cost.nbytes)[values[i]]
+    for inner, places in zip(cost.nested, placed.nested, strict=True):
+        total += inner.pair.count * sum(inner.nbytes[inner.pair.values[i]] for i in places)
     return total
 
 
@@ -218,18 +226,26 @@ class _Way(NamedTuple):
     compresses: bool
 
 
+class _Added(NamedTuple):
+    """The variables of a pair of loops.
+
+    Attributes:
+      kept: value -> the ways to keep the value.
+      nested: for each loop in the layer, value of an iteration -> whether the loop's backward pass reads it.
+    """
+
+    kept: dict[Var, list[_Way]]
+    nested: list[dict[Var, int]]
+
+
 def _add_pair(
     program: IntegerProgram,
     costs: Costs,
     device: Device,
     memory: _Memory,
     host: list[tuple[int, float]],
-) -> dict[Var, list[_Way]]:
-    """Adds the variables and constraints of a pair of loops.
-
-    Returns:
-      value -> the ways to keep the value.
-    """
+) -> _Added:
+    """Adds the variables and constraints of a pair of loops."""
     pair, length = costs.pair, costs.pair.count
     times_run = length * pair.runs
     kept: dict[Var, list[_Way]] = {}
@@ -264,7 +280,8 @@ def _add_pair(
         without = [(way.variable, -1.0) for way in kept.get(other, ())]
         program.add_upper_bound([(way.variable, 1.0) for way in kept.get(v, ())] + without, 0.0)
     repeated = [program.add_variable() for _ in pair.pure]
-    maker = {v: i for i, eqn in enumerate(pair.pure) for v in eqn.outvars}
+    at = {id(eqn): i for i, eqn in enumerate(pair.pure)}
+    maker = {v: at[id(eqn)] for v, eqn in pair.makers.items()}
     free = pair.free
 
     def ways(v: Var) -> list[tuple[int, float]]:
@@ -280,6 +297,10 @@ def _add_pair(
         program.cost[repeated[i]] += times_run * (costs.equation_ms[i] + 1e-6)
         for v in dict.fromkeys(v for v in variables(eqn) if v not in free):
             program.add_upper_bound([(repeated[i], 1.0), *ways(v)], 0.0)
+    nested = [
+        _add_nested(program, inner, own, device, times_run, memory, ways)
+        for inner, own in zip(pair.nested, costs.nested, strict=True)
+    ]
 
     if copies_back:
         copying = program.add_variable(integer=True)
@@ -300,6 +321,61 @@ def _add_pair(
         for ready in sorted({ms for _, _, ms in copies_out}):
             later = [(move, copy_ms) for move, copy_ms, ms in copies_out if ms >= ready]
             program.add_lower_bound(exposed, later, -_HIDING_SHARE * (costs.forward_ms - ready))
+    return _Added(kept, nested)
+
+
+def _add_nested(
+    program: IntegerProgram,
+    inner: Nested,
+    costs: Costs,
+    device: Device,
+    times_run: int,
+    memory: _Memory,
+    ways_around: Callable[[Var], list[tuple[int, float]]],
+) -> dict[Var, int]:
+    """Adds the variables and constraints of a loop in a layer.
+
+    Args:
+      program: the integer program.
+      inner: the loop.
+      costs: of an iteration.
+      device: rates.
+      times_run: how often the layer runs in a step.
+      memory: of the layer's kept values.
+      ways_around: value of the layer -> the variables for ways to have it, with the factor -1.
+
+    Returns:
+      value of an iteration -> the variable of whether the loop's backward pass reads its stack.
+    """
+    pair, times = inner.graph, times_run * inner.graph.count
+    kept: dict[Var, int] = {}
+    for v, nbytes in costs.nbytes.items():
+        if v not in inner.stacks:
+            continue
+        kept[v] = program.add_variable(integer=True)
+        memory.kept.append((kept[v], pair.count * nbytes / _MB))  # of a single layer at a time
+        program.cost[kept[v]] += times * (costs.saving_ms[v] + _SAVING_SHARE * device.pass_ms(nbytes))
+        program.add_upper_bound([(kept[v], 1.0), *ways_around(inner.stacks[v])], 0.0)
+    repeated = [program.add_variable() for _ in pair.pure]
+    maker = {v: i for i, eqn in enumerate(pair.pure) for v in eqn.outvars}
+
+    def ways(v: Var) -> list[tuple[int, float]]:
+        if v in pair.free:
+            operand = pair.free[v]
+            return ways_around(operand) if isinstance(operand, Var) else []
+        return [(i, -1.0) for i in (kept.get(v), repeated[maker[v]] if v in maker else None) if i is not None]
+
+    for v, other in costs.only_with.items():
+        if v in kept:
+            program.add_upper_bound([(kept[v], 1.0), *([(kept[other], -1.0)] if other in kept else [])], 0.0)
+    for v in dict.fromkeys((*pair.carried, *(v for eqn in pair.pure for v in eqn.outvars))):
+        if v in pair.needed and v not in pair.free:
+            program.add_upper_bound(ways(v), -1.0)
+    for i, eqn in enumerate(pair.pure):
+        program.cost[repeated[i]] += times * (costs.equation_ms[i] + 1e-6)
+        for v in dict.fromkeys(variables(eqn)):
+            if (had := ways(v)) or v not in pair.free:
+                program.add_upper_bound([(repeated[i], 1.0), *had], 0.0)
     return kept
 
 

@@ -28,6 +28,8 @@ from jaxoff._report.near_miss import near_miss
 # Part of the link's rate, both directions at a time, that a loop over blocks of state reaches (bench/LOG.md,
 # "2026-11-26: state on the host").
 _STREAMED_SHARE = 0.9
+# How often memory takes a stack of a loop in a layer: it is copied to a stack of all layers, and from there.
+_STACK_PASSES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Costs:
         values in memory then. Values between elementwise kernels are not: XLA computes them in their readers.
       compressible: value that may be kept in float8 -> its bytes there.
       only_with: value -> another, without which it may not be kept.
+      nested: of the loops in the layer, those of an iteration.
     """
 
     pair: JointGraph
@@ -61,6 +64,7 @@ class Costs:
     segments: Segments
     compressible: Mapping[Var, int]
     only_with: Mapping[Var, Var]
+    nested: tuple[Costs, ...] = ()
 
     @staticmethod
     def of(pair: JointGraph, device: Device, compress: Sequence[str] = ()) -> Costs:
@@ -97,6 +101,15 @@ class Costs:
         into_kernels |= find_compute_operands(pure)
         into_kernels.update(v for i in index_between_strides(pure) for v in pure[i].outvars)
         segments = Segments.of(placed, nbytes)
+        nested = tuple(Costs.of(inner.graph, device) for inner in placed.nested)
+        for inner, costs in zip(placed.nested, nested, strict=True):
+            for v in inner.residuals:
+                nbytes.pop(v, None)
+            for v, stack in inner.stacks.items():
+                if v in costs.nbytes:
+                    nbytes[stack] = inner.graph.count * costs.nbytes[v]
+                    saving[stack] = _STACK_PASSES * device.pass_ms(nbytes[stack])
+                    ready[stack] = ready[inner.forward.outvars[0]]
         for i, eqn in enumerate(pure):
             in_readers = is_fused(eqn) and into_kernels.isdisjoint(eqn.outvars)
             if i in statistics.differences:
@@ -117,6 +130,7 @@ class Costs:
             segments,
             _find_compressible(pair, nbytes, compress),
             statistics.sums,
+            nested,
         )
 
 

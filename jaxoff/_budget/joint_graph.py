@@ -16,6 +16,23 @@ from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, variables
 
 
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    """A loop in a layer and the loop of its backward pass, in the layer's.
+
+    Attributes:
+      graph: their iterations.
+      forward: the loop, an equation of the layer.
+      residuals: its results that its backward loop alone reads.
+      stacks: value of `graph` -> its stack of all iterations. Stacks of kept values replace the residuals.
+    """
+
+    graph: JointGraph
+    forward: JaxprEqn
+    residuals: frozenset[Var]
+    stacks: Mapping[Var, Var]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JointGraph:
     """A repeated layer and its backward pass, over common variables.
@@ -39,6 +56,7 @@ class JointGraph:
       end: index of the equation with which the backward pass of the first layer begins; infinite where other
         layers are at other levels of the program.
       is_manual: whether the layers are in a `jax.shard_map`, where values are those of one device.
+      nested: the loops in the layer whose values have placements of their own.
       is_section: whether this is a section of the forward pass without repeats, and no layer.
     """
 
@@ -57,6 +75,7 @@ class JointGraph:
     end: float
     runs: int = 1
     is_manual: bool = False
+    nested: tuple[Nested, ...] = ()
     is_section: ClassVar[bool] = False
 
     @functools.cached_property
@@ -66,8 +85,15 @@ class JointGraph:
 
     @functools.cached_property
     def values(self) -> tuple[Var, ...]:
-        """The carried arguments and the values of the forward pass, in program order."""
-        return (*self.carried, *(v for eqn in self.eqns for v in eqn.outvars))
+        """The carried arguments and the values of the forward pass, in program order; stacks of `nested`."""
+        made = (v for eqn in self.eqns for v in eqn.outvars)
+        return (*self.carried, *made, *(v for inner in self.nested for v in inner.stacks.values()))
+
+    @functools.cached_property
+    def makers(self) -> Mapping[Var, JaxprEqn]:
+        """Value of the layer -> its equation in `pure`."""
+        stacks = {v: inner.forward for inner in self.nested for v in inner.stacks.values()}
+        return map_makers(self.pure) | stacks
 
     @property
     def holds_loops(self) -> bool:
@@ -90,11 +116,14 @@ class Placements:
       saved: on the device.
       offloaded: in pinned host memory.
       compressed: the positions of values in float8, among both.
+      nested: for each loop of `JointGraph.nested`, the positions of the values of an iteration which its
+        backward pass reads. Their stacks are kept as above, or the loop is repeated.
     """
 
     saved: tuple[int, ...] = ()
     offloaded: tuple[int, ...] = ()
     compressed: frozenset[int] = frozenset()
+    nested: tuple[tuple[int, ...], ...] = ()
 
     def list_kept(self, graph: JointGraph) -> list[Var]:
         """The kept values of a layer, in the order of the placements."""
@@ -111,9 +140,11 @@ def list_recomputed(graph: JointGraph, placements: Placements) -> list[JaxprEqn]
     Raises:
       ValueError: if a carried value of the layer is needed and not kept.
     """
-    makers = map_makers(graph.pure)
+    makers = graph.makers
     have = {*placements.list_kept(graph), *graph.free}
     todo, found = [v for v in graph.needed if v not in have], set()
+    for inner, places in zip(graph.nested, placements.nested, strict=True):
+        todo += [inner.stacks[inner.graph.values[i]] for i in places]
     while todo:
         v = todo.pop()
         if v in have:

