@@ -234,7 +234,9 @@ class _Group:
 
     def _find(self, operand: Any, spec: Any, aval: Any) -> Any:
         """The value of an operand inside: of a result, or an argument of type `aval`."""
-        if isinstance(operand, Var) and operand in self._results:
+        if not isinstance(operand, Var):
+            return operand
+        if operand in self._results:
             return self._results[operand].value
         key = operand, spec
         if key not in self._arguments:
