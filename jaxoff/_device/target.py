@@ -18,7 +18,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.jit_functions import add_shardings, compiler_options_of
 from jaxoff._report.near_miss import near_miss
 from jaxoff._runtime.flags import remember_options
 
@@ -147,7 +147,8 @@ class Target:
 
         Args:
           fun: a function, or a `jax.jit` function.
-          *args, **kwargs: its arguments; arrays and structs are placed as by `place`.
+          *args, **kwargs: its arguments; arrays and structs are placed as by `place`, structs without a
+            sharding by the `in_shardings` of a `jax.jit` function.
 
         Returns:
           The `jax.stages.Lowered`.
@@ -157,7 +158,7 @@ class Target:
             devices of this process.
         """
         jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun)
-        args, kwargs = self.place((args, kwargs))
+        args, kwargs = self.place((add_shardings(fun, args), kwargs))
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs))):
             raise ValueError(
                 "a function is compiled for the devices of its arguments; got no array among them: pass at "
@@ -202,7 +203,7 @@ class Target:
         lowered = self.lower(fun, *args, **kwargs)
         compiled = lowered.compile(dict(compiler_options) if compiler_options else None)
         # `jaxoff.jit` chooses its options by then.
-        return remember_options(compiled, compat.compiler_options_of(fun) | dict(compiler_options or {}))
+        return remember_options(compiled, compiler_options_of(fun) | dict(compiler_options or {}))
 
 
 def target(name: str | os.PathLike[str] = "h200", devices: int = 1) -> Target:

@@ -427,21 +427,3 @@ def transfer_in(eqn: JaxprEqn) -> str | None:
         return None
     source, target = is_host(eqn.invars[0].aval), is_host(eqn.outvars[0].aval)
     return {(False, True): "D2H", (True, False): "H2D"}.get((source, target))
-
-
-def jit_keywords(fun: Any) -> dict[str, Any]:
-    """The static and donated arguments of a function of `jax.jit`, as its keywords; {} of others."""
-    info = getattr(fun, "_jit_info", None)
-    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
-    return {} if info is None else {name: getattr(info, name) for name in names}
-
-
-def compiler_options_of(fun: Any) -> dict[str, Any]:
-    """The options given to `jax.jit`, or chosen by `jaxoff.jit` for its latest program; {} of others."""
-    info = getattr(fun, "_jit_info", None)
-    return dict(getattr(fun, "options", {}) if info is None else info.compiler_options_kvs)
-
-
-def statics_of(fun: Any) -> dict[str, Any]:
-    """`static_argnums` and `static_argnames` of a function of `jax.jit` or `jaxoff.jit`; {} of others."""
-    return {k: v for k, v in jit_keywords(getattr(fun, "_inner", fun)).items() if k.startswith("static")}

@@ -12,7 +12,7 @@ from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import Plan
 from jaxoff._device.profile import Device, find_device
 from jaxoff._device.target import PLUGINS, list_targets, target
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.jit_functions import add_shardings, jit_keywords
 from jaxoff._jaxpr.statics import list_statics
 from jaxoff._schedule.jit import jit
 from jaxoff._schedule.jitted import Jitted
@@ -90,7 +90,7 @@ def make_planner(
     statics: Mapping[str, Any] | None,
 ) -> Callable[[Budget], Plan]:
     """A function budget -> plan of a step; arguments as for `plan`. Estimates trace the step once for all."""
-    name = device if isinstance(device, str) else None
+    name, args = device if isinstance(device, str) else None, add_shardings(fun, args)
     jitted = _jit(fun, None if device is None else find_device(device), statics)
     on_gpu = jax.default_backend() == "gpu"
     ahead = name or _find_target(jitted.device)
@@ -127,7 +127,7 @@ def _jit(fun: Callable[..., Any], device: Device | None, statics: Mapping[str, A
         if not statics:
             return fun.within(None, device)
         device = device or fun.device
-    given = compat.jit_keywords(getattr(fun, "_inner", fun))  # calls of `fun` cannot donate
+    given = jit_keywords(getattr(fun, "_inner", fun))  # calls of `fun` cannot donate
     if statics:
         fun = getattr(fun, "__wrapped__", fun) if given else fun  # a jit without these static arguments
         given = {k: v for k, v in given.items() if not k.startswith("static")} | dict(statics)

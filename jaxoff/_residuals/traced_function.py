@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.jit_functions import statics_of
 from jaxoff._jaxpr.provenance import Scope, find_line
 from jaxoff._jaxpr.stack_slices import splits_stack
 from jaxoff._jaxpr.statics import find_statics
@@ -116,7 +117,7 @@ class TracedFunction:
           ValueError: for argnums out of range, and for a function without a floating-point output.
           TypeError: for an argument that is neither an array nor static, and for a wrong `has_aux`.
         """
-        fixed = find_statics(fun, statics or compat.statics_of(fun))
+        fixed = find_statics(fun, statics or statics_of(fun))
         given = args, kwargs
         args = tuple(None if i in fixed else arg for i, arg in enumerate(args))
         kwargs = {name: None if name in fixed else arg for name, arg in kwargs.items()}

@@ -21,6 +21,7 @@ from jaxoff._jaxpr.merged_maps import merge_shard_maps
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._jaxpr.refused_offloads import save_refused
 from jaxoff._jaxpr.settled import choose_known_branches, roll_loops_with_copies
+from jaxoff._jaxpr.sharded_calls import constrain_calls
 from jaxoff._policy.combinators import stores_in_float8
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import format_nbytes
@@ -62,7 +63,7 @@ def prepare(closed: ClosedJaxpr, watch: Watch, place: Place) -> tuple[ClosedJaxp
 
 
 def _prepare(closed: ClosedJaxpr, watch: Watch, place: Place) -> tuple[ClosedJaxpr, tuple[Finding, ...]]:
-    closed = split_copies(lift_constants(closed))
+    closed = split_copies(lift_constants(constrain_calls(closed)))
     if place.are_gpus:
         closed = roll_loops_with_copies(choose_known_branches(closed, "cuda"))
     requests = Requests.read(compat.as_open(closed))
