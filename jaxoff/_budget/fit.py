@@ -14,6 +14,7 @@ from jaxoff._budget.costs import refuse_unmatched
 from jaxoff._budget.forms import NO_COPIES, Form, step_ms
 from jaxoff._budget.joint_graph import Placements
 from jaxoff._budget.limits import Budget
+from jaxoff._budget.mask_loops import make_masks_in_readers
 from jaxoff._budget.memory import argument_nbytes, estimate_nbytes
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import Region, write_in_parts, write_layers_in_parts
@@ -150,7 +151,8 @@ class _Search[P]:
     ):
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         options = {"is_opened": is_opened, "sends_apart": is_tiled}
-        whole = compat.map_open(narrow_stacks(merge_nested_loops(closed)), drop_dead)
+        whole = make_masks_in_readers(narrow_stacks(merge_nested_loops(closed)))
+        whole = compat.map_open(whole, drop_dead)
         layered = LayeredProgram.of(whole, **options)
         self._is_manual, self._all_devices = layered.is_manual, devices
         self.devices = 1 if self._is_manual else devices

@@ -141,7 +141,7 @@ def split_scalars(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprE
 
 
 # Equations of a mask or a fill: fused into the kernel that reads the mask.
-_CHEAP = frozenset(
+CHEAP = frozenset(
     {"add", "and", "broadcast_in_dim", "convert_element_type", "eq", "ge", "gt", "iota", "le",
      "lt", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "squeeze", "sub", "transpose"}
 )  # fmt: skip
@@ -164,7 +164,7 @@ def make_masks_inside(body: Jaxpr, consts: Mapping[Any, Var], makers: Mapping[Va
         if isinstance(v, Literal):
             return True
         eqn = makers.get(v)
-        return eqn is not None and eqn.primitive.name in _CHEAP and all(map(can_make, eqn.invars))
+        return eqn is not None and eqn.primitive.name in CHEAP and all(map(can_make, eqn.invars))
 
     def make(v: Any) -> Any:
         if isinstance(v, Literal) or v in done:

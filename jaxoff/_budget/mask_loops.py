@@ -1,0 +1,144 @@
+"""Loops that make masks, inside of the loops that read the masks row by row.
+
+Attention over blocks of queries, with a mask by position, has a loop over the blocks in each layer.
+Differentiation moves what depends on a block's number alone out of all loops: a loop of its own stacks the
+masks of all blocks, which are as large as the scores of all blocks. Here the loop over the blocks makes each
+mask itself, from the number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import drop_dead, variables
+from jaxoff._jaxpr.inline import (
+    CHEAP,
+    Renamed,
+    inline_program,
+    instantiate,
+    resolve,
+    trace_scan,
+    write_otherwise,
+)
+from jaxoff._jaxpr.primitives import holds
+
+# The least bytes of a loop's results, as a multiple of its operands'.
+_LARGER = 8
+
+
+def make_masks_in_readers(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program without the stacks of loops that make masks, where loops alone read the stacks, row by row.
+
+    The loops are on the level of the readers, or around these.
+    """
+    return compat.map_open(closed, _write_level) if holds(closed.jaxpr, _makes_masks) else closed
+
+
+def _makes_masks(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a loop without a carry, of cheap equations, with results that are far larger."""
+    layout = compat.scan_in(eqn)
+    if layout is None or layout.num_carry or eqn.params["jaxpr"].consts:
+        return False
+    body = inline_program(compat.as_open(eqn.params["jaxpr"]))
+    is_cheap = all(inner.primitive.name in CHEAP for inner in body.eqns)
+    return is_cheap and compat.nbytes_of(eqn.outvars) >= _LARGER * compat.nbytes_of(variables(eqn))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Masks:
+    """A stack of masks.
+
+    Attributes:
+      body: of the loop that makes the stack.
+      layout: of that loop's operands.
+      place: of the stack among its results.
+      operands: of the loop, by their names where the stack is read.
+    """
+
+    body: Jaxpr
+    layout: compat.ScanLayout
+    place: int
+    operands: tuple[Any, ...]
+
+    @staticmethod
+    def list_of(eqn: JaxprEqn) -> dict[Var, _Masks]:
+        """The stacks that a loop makes; none of other loops."""
+        layout = compat.scan_in(eqn)
+        if layout is None or not _makes_masks(eqn):
+            return {}
+        body, operands = compat.as_open(eqn.params["jaxpr"]), tuple(eqn.invars)
+        return {v: _Masks(body, layout, i, operands) for i, v in enumerate(eqn.outvars)}
+
+
+def _write_level(program: Jaxpr) -> Jaxpr:
+    return _write_program(program, {})
+
+
+def _write_program(program: Jaxpr, around: Mapping[Var, _Masks]) -> Jaxpr:
+    """A program with masks made in their readers; the given one where no loop in it reads any.
+
+    Args:
+      program: the program.
+      around: the stacks of masks among its arguments.
+    """
+    level, known = inline_program(program), dict(around)
+
+    def write(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
+        known.update(_Masks.list_of(eqn))
+        layout = compat.scan_in(eqn)
+        found = None if layout is None else _write_reader(eqn, layout, known)
+        return compat.map_programs(eqn, _write_level) if found is None else found
+
+    written = write_otherwise(level, write)
+    return program if written is level else drop_dead(written)
+
+
+def _write_reader(
+    eqn: JaxprEqn, layout: compat.ScanLayout, known: Mapping[Var, _Masks]
+) -> tuple[list[JaxprEqn], list[Any]] | None:
+    """A loop that makes the masks it reads row by row, in it or in the loops inside; None of other loops."""
+    if eqn.params["jaxpr"].consts:
+        return None
+    body = compat.as_open(eqn.params["jaxpr"])
+    pairs = list(zip(eqn.invars, body.invars, strict=True))  # operand, argument
+    first = layout.num_consts + layout.num_carry
+    consts, rows = pairs[: layout.num_consts], pairs[first:]
+    masks: list[JaxprEqn] = []
+    renamed: Renamed = {}
+    inside: dict[Var, _Masks] = {}
+    for operand, argument in rows[:]:
+        stack = known.get(operand) if isinstance(operand, Var) else None
+        if stack is not None and stack.layout.length == layout.length:
+            new = [Var(v.aval) for v in stack.body.invars]
+            given = list(zip(stack.operands, new, strict=True))
+            consts, rows = consts + given[: stack.layout.num_consts], rows + given[stack.layout.num_consts :]
+            made, results = instantiate(stack.body, new, eqn)
+            masks += made
+            renamed[argument] = results[stack.place]
+    for operand, argument in pairs[: layout.num_consts]:
+        if isinstance(operand, Var) and operand in known:
+            new = [Var(v.aval) if isinstance(v, Var) else v for v in known[operand].operands]
+            inside[argument] = dataclasses.replace(known[operand], operands=tuple(new))
+            given = zip(known[operand].operands, new, strict=True)
+            consts += [(v, w) for v, w in given if isinstance(w, Var)]
+    if not renamed and not inside:
+        return None
+
+    carry = [argument for _, argument in pairs[layout.num_consts : first]]
+    eqns = [e.replace(invars=[resolve(renamed, v) for v in e.invars]) for e in body.eqns]
+    arguments = [*(w for _, w in consts), *carry, *(w for _, w in rows)]
+    outs = [resolve(renamed, v) for v in body.outvars]
+    body = body.replace(invars=arguments, eqns=[*masks, *eqns], outvars=outs)
+    body = _write_program(body, inside)
+    read = {v for e in body.eqns for v in variables(e)} | {v for v in body.outvars if isinstance(v, Var)}
+    if not renamed and not inside.keys().isdisjoint(read):  # by another equation than a loop
+        return None
+    consts, rows = ([pair for pair in part if pair[1] in read] for part in (consts, rows))
+    body = body.replace(invars=[*(w for _, w in consts), *carry, *(w for _, w in rows)])
+    operands = [v for v, _ in consts], eqn.invars[layout.num_consts : first], [v for v, _ in rows]
+    run = compat.jaxpr_as_fun(ClosedJaxpr(body, ()))
+    return trace_scan(run, operands, eqn, length=layout.length, unroll=layout.unroll)

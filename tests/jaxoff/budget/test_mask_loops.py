@@ -1,0 +1,101 @@
+"""Attention over blocks of queries keeps no masks of all blocks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxoff._budget.mask_loops import make_masks_in_readers
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.primitives import holds
+from tests.jaxoff.budget.checkpointed import check_fit
+
+LAYERS, BATCH, TOKENS, WIDTH, BLOCKS = 3, 4, 256, 32, 8
+
+
+def attend(q, k, v):
+    blocks = q.reshape(BATCH, BLOCKS, -1, WIDTH).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def attend_block(block, number):
+        rows = number * block.shape[1] + jnp.arange(block.shape[1])
+        scores = jnp.einsum("bqd,bkd->bqk", block, k)
+        scores = jnp.where(rows[:, None] >= jnp.arange(TOKENS)[None], scores, -1e30)
+        return jax.nn.softmax(scores) @ v
+
+    out = lax.map(lambda args: attend_block(*args), (blocks, jnp.arange(BLOCKS)))
+    return out.swapaxes(0, 1).reshape(q.shape)
+
+
+def layer(x, w):
+    x = x + attend(x @ w["q"], x @ w["k"], x @ w["v"])
+    return x + jnp.tanh(x @ w["up"]) @ w["up"].T
+
+
+def make_step(form):
+    def make(wrap):
+        block = wrap(layer)
+
+        def loss(ws, x):
+            if form == "scan":
+                return lax.scan(lambda x, w: (block(x, w), None), x, ws)[0].var()
+            for i in range(LAYERS):
+                x = block(x, jax.tree.map(lambda w, i=i: w[i], ws))
+            return x.var()
+
+        return lambda ws, x: jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x))
+
+    return make
+
+
+def make_arguments():
+    keys = jax.random.split(jax.random.key(0), 5)
+    ws = {n: jax.random.normal(k, (LAYERS, WIDTH, WIDTH)) / 6 for n, k in zip("qkv", keys[:3], strict=True)}
+    ws["up"] = jax.random.normal(keys[3], (LAYERS, WIDTH, 2 * WIDTH)) / 6
+    return ws, jax.random.normal(keys[4], (BATCH, TOKENS, WIDTH))
+
+
+def is_mask_stack(eqn):
+    rows = TOKENS // BLOCKS
+    shapes = (compat.shape_of(v.aval) for v in eqn.outvars)
+    return any(shape[:1] == (BLOCKS,) and shape[-2:] == (rows, TOKENS) for shape in shapes)
+
+
+def test_each_loop_makes_its_masks():
+    step, args = make_step("scan")(lambda layer: layer), make_arguments()
+    closed = jax.make_jaxpr(step)(*args)
+    assert holds(closed.jaxpr, is_mask_stack)
+    written = make_masks_in_readers(closed)
+    assert not holds(written.jaxpr, is_mask_stack)
+    got = jax.jit(compat.jaxpr_as_fun(written))(*jax.tree.leaves(args))
+    for a, b in zip(got, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_masks_with_other_readers_stay():
+    def both(x, numbers):
+        masks = lax.map(lambda i: jnp.broadcast_to(i > jnp.arange(64), (64, 64)), numbers)
+        rows = lax.scan(lambda c, m: (c + jnp.where(m, x, 0.0), None), x, masks)[0]
+        return rows, masks.sum()
+
+    args = jnp.ones((64, 64)), jnp.arange(4)
+    closed = jax.make_jaxpr(both)(*args)
+    got = jax.jit(compat.jaxpr_as_fun(make_masks_in_readers(closed)))(*args)
+    jax.tree.map(np.testing.assert_array_equal, tuple(got), jax.jit(both)(*args))
+
+    def sort(x, masks):  # a body that reads the stack otherwise than row by row
+        return lax.scan(lambda x, _: (jnp.where(masks[0], x, 0.0) + masks.sum(), None), x, None, length=2)[0]
+
+    def around(x, numbers):
+        return sort(x, lax.map(lambda i: jnp.broadcast_to(i > jnp.arange(64), (64, 64)), numbers))
+
+    closed = jax.make_jaxpr(around)(*args)
+    assert str(make_masks_in_readers(closed)) == str(closed)
+    plain = jax.make_jaxpr(lambda x: lax.scan(lambda c, _: (c * 2, c), x, None, length=3))(args[0])
+    assert make_masks_in_readers(plain) is plain
+
+
+@pytest.mark.parametrize("form", ["scan", "list"])
+def test_the_least_is_that_of_a_checkpoint_of_each_layer(form):
+    check_fit(make_step(form), make_arguments(), 1.03)
