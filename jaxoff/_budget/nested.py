@@ -79,10 +79,14 @@ def write_nested(pair: LoopPair, placements: Placements) -> tuple[LoopPair, Plac
         stacks.update(zip(kept, writer.stacks[id(inner.graph)], strict=True))
     positions = {v: i for i, v in enumerate(written.values)}
 
-    def find(places: Iterable[int]) -> tuple[int, ...]:
-        """The positions in the written pair; none of stacks that no loop reads."""
-        values = (stacks.get(v := pair.values[i], v) for i in places)
-        return tuple(positions[resolve(writer.renamed, v)] for v in values if v is not None)
+    def find(places: Iterable[int]) -> dict[int, None]:
+        """The positions in the written pair; none of stacks that no loop reads.
 
-    own = find(placements.saved), find(placements.offloaded), frozenset(find(placements.compressed))
-    return written, Placements(*own)
+        A result that a loop passes through is the loop's operand, which may be kept already.
+        """
+        values = (stacks.get(v := pair.values[i], v) for i in places)
+        return dict.fromkeys(positions[resolve(writer.renamed, v)] for v in values if v is not None)
+
+    saved, offloaded = find(placements.saved), find(placements.offloaded)
+    moved = tuple(i for i in offloaded if i not in saved)
+    return written, Placements(tuple(saved), moved, frozenset(find(placements.compressed)))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import glob
+import itertools
 import json
 import os
 import re
@@ -40,8 +40,8 @@ class PlacedValue:
     Attributes:
       value: the name of a named value, else `path:operation`, or "carry" for an input of the layer.
       shape: dtype and shape in a layer.
-      count: the number of layers.
-      nbytes: bytes of all layers.
+      count: the number of such arrays, one or several of each layer.
+      nbytes: bytes of all of them.
       placement: "save", "offload" or "recompute".
       source: `file:line (function)` of the code behind the value; for an input of the layer, of its first
         reader.
@@ -200,18 +200,14 @@ def shorten(source: str) -> str:
 
 
 def merge_rows(groups: Iterable[Iterable[PlacedValue]]) -> tuple[PlacedValue, ...]:
-    """The rows of groups of layers; rows of the same value and placement in several groups are merged."""
+    """The rows of groups of layers; those of the same value, shape, placement and source are one row."""
     rows: dict[Any, PlacedValue] = {}
-    for group in groups:
-        alike: collections.Counter[Any] = collections.Counter()
-        for v in group:
-            text = v.value, v.shape, v.placement, v.source
-            alike[text] += 1
-            key = *text, alike[text]
-            if key in rows:
-                count, nbytes = rows[key].count + v.count, rows[key].nbytes + v.nbytes
-                v = dataclasses.replace(v, count=count, nbytes=nbytes)
-            rows[key] = v
+    for v in itertools.chain.from_iterable(groups):
+        key = v.value, v.shape, v.placement, v.source
+        if key in rows:
+            count, nbytes = rows[key].count + v.count, rows[key].nbytes + v.nbytes
+            v = dataclasses.replace(v, count=count, nbytes=nbytes)
+        rows[key] = v
     return tuple(rows.values())
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -205,15 +206,24 @@ def find_naming(x: Any) -> Naming | None:
     return Naming(parent.params["name"], parent.in_tracers[0] if x is outer else None)
 
 
+# Files of libraries of layers, which a user's model calls, and how many frames deep their calls are at most.
+_OF_LAYERS = re.compile(r"/(site|dist)-packages/(equinox|flax|haiku|optax|einops)/")
+_FRAMES = 100
+
+
 def exclude_from_source_lines(path: str) -> None:
     """Lets source lines of equations point at the callers of the functions in a file."""
     source_info_util.register_exclusion(path)
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """`file:line (function)` of the user's code for an equation, or '' where unknown."""
-    text = source_info_util.summarize(eqn.source_info)
-    location, _, function = text.partition(" (")
+    """`file:line (function)` of the user's code for an equation, or '' where unknown.
+
+    Of code of a library of layers, such as Flax, the line of its caller.
+    """
+    frames = source_info_util.summarize(eqn.source_info, num_frames=_FRAMES).splitlines()[::-1]
+    own = (frame for frame in frames if not _OF_LAYERS.search(frame))
+    location, _, function = next(own, frames[0] if frames else "").partition(" (")
     parts = location.split(":")
     if len(parts) < 2:
         return ""

@@ -1,5 +1,7 @@
 """Loops in the layers of a loop: each value of an iteration has a placement of its own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +15,11 @@ import jaxoff
 from jaxoff._budget.choose import choose_placements, saved_nbytes
 from jaxoff._budget.costs import Costs
 from jaxoff._budget.joint_graph import Placements, list_recomputed
+from jaxoff._budget.nested import write_nested
 from jaxoff._budget.placements import LayeredProgram
 from jaxoff._jaxpr.merged_maps import merge_shard_maps
 from tests.jaxoff.budget.checkpointed import check_fit
+from tests.jaxoff.budget.test_placements import keep_all
 
 GROUPS, LAYERS, ROWS, WIDTH, HIDDEN = 3, 4, 128, 32, 96
 H200 = jaxoff.Device.of("h200")
@@ -114,7 +118,30 @@ def test_the_least_is_that_of_a_checkpoint_of_each_layer():
 def test_names_in_an_inner_loop_are_found():
     ws, x = structs(scale=128)
     plan = jaxoff.plan(step, ws, x, device_bytes=1e12, compiled=False, device="h200")
-    assert {v.count for v in plan.values if v.value == "wave"} == {GROUPS * LAYERS, GROUPS}
+    assert sum(v.count for v in plan.values if v.value == "wave") == GROUPS * (LAYERS + 1)
+
+
+def test_a_carry_that_inner_loops_pass_through():
+    """JAX takes the operand for such a result of a loop: two values of a layer are one in what is written."""
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def block(carry, w):
+        x, shift = carry
+        return (layer(x, w), shift), None
+
+    def group(carry, ws):
+        for _ in range(2):
+            carry, _ = lax.scan(block, carry, ws["inner"])
+        return carry, None
+
+    def loss(ws, x):
+        return sum(jnp.sum(a * a) for a in lax.scan(group, (x, jnp.zeros(())), ws)[0])
+
+    closed = jax.make_jaxpr(jax.grad(loss))(*arguments())
+    (pair,) = LayeredProgram.of(closed).list_joint_graphs()
+    written, placed = write_nested(pair, keep_all(pair))
+    kept = placed.list_kept(written)
+    assert len(kept) == len(set(kept)) < len(keep_all(pair).saved)
 
 
 def test_layers_of_a_pipeline_stage():
