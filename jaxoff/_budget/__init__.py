@@ -1,7 +1,7 @@
 """A differentiated step under a budget of device memory, without a name or a policy in its model.
 
 In: a traced train step. Its layers become `JointGraph`s, each the equations of a layer and of its backward
-pass: `find_loop_pairs` finds loops over layers with the loops of their backward passes (`LoopPair`),
+pass: `find_layers` finds loops over layers with the loops of their backward passes (`LoopPair`),
 `find_sequences` alike layers one after the other (`LayerSequence`) and sections of what does not repeat
 (`Section`). `choose_placements` decides for each value, as `Placements`: saved on the device, offloaded into
 host memory, or recomputed in the backward pass. `LayeredProgram` writes the program. A row-wise `Region` runs
