@@ -49,6 +49,9 @@ _COPIES_WIN = 0.01
 # The least program is not compiled first where its estimate is this many times the budget: programs have
 # taken from 0.9 to 1.4 times their estimates.
 _FAR_BEYOND = 1.5
+# Layers in parts have taken up to this many times their time by the model: attention over blocks of queries
+# (bench/LOG.md, "loops in layers of a loop, masks of blocks, calls with shardings").
+_PARTS_SLOWER = 1.5
 # Part of the least program's memory, by the estimate, that remains where another form is worth a search.
 _TILES_WIN = 0.97
 # The most by which a program may be over the budget where waiting for sums may help. A ResNet's least takes
@@ -122,7 +125,8 @@ def find_fitting[P](
         except (ValueError, *FAULTS) as fault:  # the program found stands
             tiled = None
             progress.say(f"layers in parts failed by a fault of jaxoff ({type(fault).__name__}: {fault})")
-        found = min((t for t in (found, tiled) if t), key=Tried.milliseconds)
+        if tiled is not None and _PARTS_SLOWER * tiled.milliseconds() < found.milliseconds():
+            found = tiled
     if found is None:
         raise min((search.make_error() for search in searches), key=BudgetError.least_bytes)
     return dataclasses.replace(found, nbytes=found.nbytes / search.devices, programs=progress.programs)
@@ -168,6 +172,7 @@ class _Search[P]:
             c.pair.count * c.pair.runs * (c.forward_ms + c.backward_ms) for c in self._whole.costs
         )
         self._written: tuple[Any, ClosedJaxpr, tuple[Region, ...]] | None = None  # the latest program
+        self._tiles_ms = 0.0  # what its layers in parts add to a step
         self._compiled: dict[Any, Tried[P]] = {}
         self._waits_for_sums = False  # as for `write_sequences`: once nothing fits otherwise
         self._least_nbytes: dict[tuple[Form, float | None], float] = {}
@@ -379,9 +384,10 @@ class _Search[P]:
             # A forward `jax.shard_map` that is made again is part of the backward one, as in a checkpoint.
             program, tiles = merge_shard_maps(form.layered.write(lambda pair: next(left), **options)), ()
             if self._is_tiled:
-                program, tiles = write_layers_in_parts(
-                    program, self._tile_nbytes, is_divided=self.devices > 1
-                )
+                whole, divided = program, self.devices > 1
+                program, tiles = write_layers_in_parts(whole, self._tile_nbytes, is_divided=divided)
+                whole_ms, tiled_ms = (step_ms(p, form.pairs, self._device) for p in (whole, program))
+                self._tiles_ms = max(0.0, tiled_ms - whole_ms)
             self._written = key, program, tuple(tiles)
         return self._written[1]
 
@@ -399,8 +405,8 @@ class _Search[P]:
         is_fastest = tuple(placements) == tuple(form.fastest[0])
         is_fastest = is_fastest and form is self._whole and not self._is_opened
         self._progress.programs = number = self._progress.programs + 1
-        times = added_ms, is_fastest, self._base_ms
         tiles = self._list_tiles(form, placements)
+        times = added_ms, is_fastest, self._base_ms + self._tiles_ms
         tried = Tried(*made, *times, self.devices * nbytes, number, handle, tiles)
         self.tried.append(tried)
         takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"

@@ -232,6 +232,10 @@ def test_a_search_takes_parts_of_layers_where_no_placements_fit(form, monkeypatc
     assert any(region.sums for region in found.tiles)
     plan = found.make_plan(Budget(0.8 * least, 0.0), device, None)
     assert "4096, 4096], 268.44 MB, in " in str(plan)
+    # Parts are made again in the backward pass, and have a time.
+    whole = find_estimated(closed, device, Budget(1.01 * least, 0.0), donated)
+    assert not whole.tiles
+    assert found.base_ms > 1.02 * whole.base_ms
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -283,6 +287,6 @@ def test_a_search_takes_parts_of_layers_where_copies_are_slower(monkeypatch):
         return (0.99 if fits else 1.3) * budget, None
 
     budget = 0.8 * 1.0143e9  # of what the least program takes, by the estimate
-    device = dataclasses.replace(jaxoff.Device.of("h100"), d2h_gbps=0.5, h2d_gbps=0.5)
+    device = dataclasses.replace(jaxoff.Device.of("h100"), d2h_gbps=0.05, h2d_gbps=0.05)
     found = fit.find_fitting(closed, device, Budget(budget), donated, compile_program)
     assert not any(placed.offloaded for placed in found.placements) and found.tiles
