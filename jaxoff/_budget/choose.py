@@ -226,6 +226,10 @@ class _Way(NamedTuple):
     compresses: bool
 
 
+# A variable of the integer program, and its factor.
+type _Term = tuple[int, float]
+
+
 class _Added(NamedTuple):
     """The variables of a pair of loops.
 
@@ -279,24 +283,9 @@ def _add_pair(
     for v, other in costs.only_with.items():
         without = [(way.variable, -1.0) for way in kept.get(other, ())]
         program.add_upper_bound([(way.variable, 1.0) for way in kept.get(v, ())] + without, 0.0)
-    repeated = [program.add_variable() for _ in pair.pure]
-    at = {id(eqn): i for i, eqn in enumerate(pair.pure)}
-    maker = {v: at[id(eqn)] for v, eqn in pair.makers.items()}
-    free = pair.free
-
-    def ways(v: Var) -> list[tuple[int, float]]:
-        """The variables for ways to have a value in the backward loop, with the factor -1."""
-        keeping = [(way.variable, -1.0) for way in kept.get(v, ())]
-        return keeping + ([(repeated[maker[v]], -1.0)] if v in maker else [])
-
-    # In the order of the program: the solver's choice among equals would differ from run to run.
-    for v in dict.fromkeys((*pair.carried, *(v for eqn in pair.pure for v in eqn.outvars))):
-        if v in pair.needed and v not in free:
-            program.add_upper_bound(ways(v), -1.0)
-    for i, eqn in enumerate(pair.pure):
-        program.cost[repeated[i]] += times_run * (costs.equation_ms[i] + 1e-6)
-        for v in dict.fromkeys(v for v in variables(eqn) if v not in free):
-            program.add_upper_bound([(repeated[i], 1.0), *ways(v)], 0.0)
+    repeated, ways = _add_repetitions(
+        program, costs, times_run, lambda v: [(way.variable, -1.0) for way in kept.get(v, ())]
+    )
     nested = [
         _add_nested(program, inner, own, device, times_run, memory, ways)
         for inner, own in zip(pair.nested, costs.nested, strict=True)
@@ -331,7 +320,7 @@ def _add_nested(
     device: Device,
     times_run: int,
     memory: _Memory,
-    ways_around: Callable[[Var], list[tuple[int, float]]],
+    ways_around: Callable[[Var], list[_Term]],
 ) -> dict[Var, int]:
     """Adds the variables and constraints of a loop in a layer.
 
@@ -356,18 +345,52 @@ def _add_nested(
         memory.kept.append((kept[v], pair.count * nbytes / _MB))  # of a single layer at a time
         program.cost[kept[v]] += times * (costs.saving_ms[v] + _SAVING_SHARE * device.pass_ms(nbytes))
         program.add_upper_bound([(kept[v], 1.0), *ways_around(inner.stacks[v])], 0.0)
-    repeated = [program.add_variable() for _ in pair.pure]
-    maker = {v: i for i, eqn in enumerate(pair.pure) for v in eqn.outvars}
-
-    def ways(v: Var) -> list[tuple[int, float]]:
-        if v in pair.free:
-            operand = pair.free[v]
-            return ways_around(operand) if isinstance(operand, Var) else []
-        return [(i, -1.0) for i in (kept.get(v), repeated[maker[v]] if v in maker else None) if i is not None]
-
     for v, other in costs.only_with.items():
         if v in kept:
             program.add_upper_bound([(kept[v], 1.0), *([(kept[other], -1.0)] if other in kept else [])], 0.0)
+
+    def ways_of_free(v: Var) -> list[_Term]:
+        operand = pair.free[v]
+        return ways_around(operand) if isinstance(operand, Var) else []
+
+    def keeping(v: Var) -> list[_Term]:
+        return [(kept[v], -1.0)] if v in kept else []
+
+    _add_repetitions(program, costs, times, keeping, ways_of_free)
+    return kept
+
+
+def _add_repetitions(
+    program: IntegerProgram,
+    costs: Costs,
+    times: int,
+    keeping: Callable[[Var], list[_Term]],
+    ways_of_free: Callable[[Var], list[_Term]] = lambda v: [],
+) -> tuple[list[int], Callable[[Var], list[_Term]]]:
+    """Adds the variables for repeated equations: each value that the backward pass reads is kept or repeated.
+
+    Args:
+      program: the integer program.
+      costs: of the layer.
+      times: how often the layer runs in a step.
+      keeping: value -> the variables for ways to keep it, with the factor -1.
+      ways_of_free: argument within reach of the backward pass -> the ways to have it; none where it is there.
+
+    Returns:
+      By equation of `JointGraph.pure`, the variable of whether it is repeated; and value -> the variables for
+      ways to have it in the backward pass, with the factor -1.
+    """
+    pair = costs.pair
+    repeated = [program.add_variable() for _ in pair.pure]
+    at = {id(eqn): i for i, eqn in enumerate(pair.pure)}
+    maker = {v: at[id(eqn)] for v, eqn in pair.makers.items()}
+
+    def ways(v: Var) -> list[_Term]:
+        if v in pair.free:
+            return ways_of_free(v)
+        return keeping(v) + ([(repeated[maker[v]], -1.0)] if v in maker else [])
+
+    # In the order of the program: the solver's choice among equals would differ from run to run.
     for v in dict.fromkeys((*pair.carried, *(v for eqn in pair.pure for v in eqn.outvars))):
         if v in pair.needed and v not in pair.free:
             program.add_upper_bound(ways(v), -1.0)
@@ -376,7 +399,7 @@ def _add_nested(
         for v in dict.fromkeys(variables(eqn)):
             if (had := ways(v)) or v not in pair.free:
                 program.add_upper_bound([(repeated[i], 1.0), *had], 0.0)
-    return kept
+    return repeated, ways
 
 
 def _is_marked(pair: JointGraph, v: Var) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxoff._budget.budget_error import BudgetError, describe_no_layers, list_largest
 from jaxoff._budget.choose import choose_placements, exposed_state_ms, saved_nbytes
 from jaxoff._budget.costs import refuse_unmatched
-from jaxoff._budget.forms import NO_COPIES, Form, step_ms
+from jaxoff._budget.forms import NO_COPIES, Form, count_parts_ms, step_ms
 from jaxoff._budget.joint_graph import Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.mask_loops import make_masks_in_readers
@@ -171,8 +171,8 @@ class _Search[P]:
         self._step_ms = sum(
             c.pair.count * c.pair.runs * (c.forward_ms + c.backward_ms) for c in self._whole.costs
         )
-        self._written: tuple[Any, ClosedJaxpr, tuple[Region, ...]] | None = None  # the latest program
-        self._tiles_ms = 0.0  # what its layers in parts add to a step
+        # The latest program, and the one whose layers it has in parts.
+        self._written: tuple[Any, ClosedJaxpr, tuple[Region, ...], ClosedJaxpr] | None = None
         self._compiled: dict[Any, Tried[P]] = {}
         self._waits_for_sums = False  # as for `write_sequences`: once nothing fits otherwise
         self._least_nbytes: dict[tuple[Form, float | None], float] = {}
@@ -382,13 +382,12 @@ class _Search[P]:
             left = iter(placements)
             options = {"fills": self._fills, "waits_for_sums": self._waits_for_sums}
             # A forward `jax.shard_map` that is made again is part of the backward one, as in a checkpoint.
-            program, tiles = merge_shard_maps(form.layered.write(lambda pair: next(left), **options)), ()
+            whole = program = merge_shard_maps(form.layered.write(lambda pair: next(left), **options))
+            tiles: Sequence[Region] = ()
             if self._is_tiled:
-                whole, divided = program, self.devices > 1
+                divided = self.devices > 1
                 program, tiles = write_layers_in_parts(whole, self._tile_nbytes, is_divided=divided)
-                whole_ms, tiled_ms = (step_ms(p, form.pairs, self._device) for p in (whole, program))
-                self._tiles_ms = max(0.0, tiled_ms - whole_ms)
-            self._written = key, program, tuple(tiles)
+            self._written = key, program, tuple(tiles), whole
         return self._written[1]
 
     def _list_tiles(self, form: Form, placements: Sequence[Placements]) -> tuple[Region, ...]:
@@ -406,7 +405,10 @@ class _Search[P]:
         is_fastest = is_fastest and form is self._whole and not self._is_opened
         self._progress.programs = number = self._progress.programs + 1
         tiles = self._list_tiles(form, placements)
-        times = added_ms, is_fastest, self._base_ms + self._tiles_ms
+        assert self._written is not None
+        _, program, _, whole = self._written
+        parts_ms = count_parts_ms(program, whole, form.pairs, self._device) if tiles else 0.0
+        times = added_ms, is_fastest, self._base_ms + parts_ms
         tried = Tried(*made, *times, self.devices * nbytes, number, handle, tiles)
         self.tried.append(tried)
         takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"

@@ -82,3 +82,10 @@ def step_ms(program: ClosedJaxpr, layers: Sequence[JointGraph], device: Device) 
         graph = KernelGraph(layers[0].rest, frozenset())
         device = lower_clock(graph, graph.kernels, device)
     return program_ms(program.jaxpr, device)
+
+
+def count_parts_ms(
+    program: ClosedJaxpr, whole: ClosedJaxpr, layers: Sequence[JointGraph], device: Device
+) -> float:
+    """The time in ms that a program with its layers in parts adds to a step of the whole."""
+    return max(0.0, step_ms(program, layers, device) - step_ms(whole, layers, device))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxoff._jaxpr import compat
@@ -132,6 +132,15 @@ class Placements:
     def list_compressed(self) -> list[bool]:
         """Whether each kept value is compressed, in the order of the placements."""
         return [i in self.compressed for i in self.saved + self.offloaded]
+
+
+def find_needed(
+    pure: Iterable[JaxprEqn], carried: Iterable[Var], rest: Iterable[JaxprEqn], outs: Iterable[Any]
+) -> frozenset[Var]:
+    """The values of a layer that its backward pass needs; arguments and result as in `JointGraph`."""
+    made = {v for eqn in pure for v in eqn.outvars}.union(carried)
+    read = {v for eqn in rest for v in variables(eqn)}.union(v for v in outs if isinstance(v, Var))
+    return frozenset(made & read)
 
 
 def list_recomputed(graph: JointGraph, placements: Placements) -> list[JaxprEqn]:

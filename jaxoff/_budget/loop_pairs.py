@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxoff._budget.inner_loops import InnerLoops, inline_body
-from jaxoff._budget.joint_graph import JointGraph
+from jaxoff._budget.joint_graph import JointGraph, find_needed
 from jaxoff._budget.numbering import Numbering
 from jaxoff._budget.segments import find_cuts
 from jaxoff._jaxpr import compat
@@ -213,8 +213,6 @@ def _pair(
     ]
     outs = tuple(resolve(known, v) for v in theirs.outvars)
     carry = tuple(body.invars[layout.num_consts : first])
-    made = {v for eqn in (*body.eqns, *only_backward) for v in eqn.outvars}.union(carry)
-    read = {v for eqn in rest for v in variables(eqn)}.union(v for v in outs if isinstance(v, Var))
     return LoopPair(
         count=layout.length,
         eqns=tuple(body.eqns),
@@ -224,7 +222,7 @@ def _pair(
         only_backward=tuple(only_backward),
         rest=tuple(rest),
         outs=outs,
-        needed=frozenset(made & read),
+        needed=find_needed((*body.eqns, *only_backward), carry, rest, outs),
         names=names,
         has_stacks=True,
         position=between[0],

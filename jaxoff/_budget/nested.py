@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from jaxoff._budget.joint_graph import Nested, Placements
+from jaxoff._budget.joint_graph import Nested, Placements, find_needed
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
 from jaxoff._budget.write_loops import LoopWriter
 from jaxoff._jaxpr.compat import Jaxpr, Var
@@ -59,8 +59,6 @@ def write_nested(pair: LoopPair, placements: Placements) -> tuple[LoopPair, Plac
     )
     eqns, only_backward, rest = (writer.write(part) for part in (pair.eqns, pair.only_backward, pair.rest))
     results, outs = ([resolve(writer.renamed, v) for v in part] for part in (pair.results, pair.outs))
-    made = {v for eqn in (*eqns, *only_backward) for v in eqn.outvars}.union(pair.carried)
-    read = {v for eqn in rest for v in variables(eqn)}.union(v for v in outs if isinstance(v, Var))
     written = dataclasses.replace(
         pair,
         eqns=tuple(eqns),
@@ -68,7 +66,7 @@ def write_nested(pair: LoopPair, placements: Placements) -> tuple[LoopPair, Plac
         only_backward=tuple(only_backward),
         rest=tuple(rest),
         outs=tuple(outs),
-        needed=frozenset(made & read),
+        needed=find_needed((*eqns, *only_backward), pair.carried, rest, outs),
         names={resolve(writer.renamed, v): name for v, name in pair.names.items()},
         body=pair.body.replace(eqns=eqns, outvars=results),
         nested=(),

@@ -216,7 +216,12 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
 
     Of recomputed values, results of products, attention, loops and the like have a row.
     """
-    of_iterations = {stack: (inner, v) for inner in pair.nested for v, stack in inner.stacks.items()}
+    own, loops = _Rows(pair), [_Rows(inner.graph, pair.count) for inner in pair.nested]
+    of_iterations = {
+        stack: (rows, v)
+        for rows, inner in zip(loops, pair.nested, strict=True)
+        for v, stack in inner.stacks.items()
+    }
     compressed = {pair.values[i] for i in placements.compressed}
     kept: tuple[tuple[Placement, list[Var]], ...] = (
         ("save", [pair.values[i] for i in placements.saved]),
@@ -224,49 +229,43 @@ def list_values(pair: JointGraph, placements: Placements) -> Iterator[PlacedValu
     )
     for placement, values in kept:
         for v in values:
-            if v in of_iterations:
-                inner, value = of_iterations[v]
-                yield _describe(inner.graph, value, placement, pair.count)
-            else:
-                yield _describe(pair, v, placement, is_compressed=v in compressed)
-    loops = {
-        id(inner.forward): (inner, places)
-        for inner, places in zip(pair.nested, placements.nested, strict=True)
-    }
-    for eqn in list_recomputed(pair, placements):
-        if id(eqn) not in loops:
-            yield from _list_recomputed(pair, [eqn])
-            continue
-        inner, _ = loops.pop(id(eqn))
-        yield from _list_recomputed(inner.graph, inner.graph.eqns, pair.count)
-    for inner, places in loops.values():
-        yield from _list_recomputed(inner.graph, list_recomputed(inner.graph, Placements(places)), pair.count)
+            rows, value = of_iterations.get(v, (own, v))
+            yield rows.describe(value, placement, is_compressed=v in compressed)
+    again = list_recomputed(pair, placements)
+    repeated, nested = {id(eqn) for eqn in again}, {id(inner.forward) for inner in pair.nested}
+    yield from own.describe_recomputed(eqn for eqn in again if id(eqn) not in nested)
+    for rows, inner, places in zip(loops, pair.nested, placements.nested, strict=True):
+        of_iteration = list_recomputed(inner.graph, Placements(places))
+        yield from rows.describe_recomputed(
+            inner.graph.eqns if id(inner.forward) in repeated else of_iteration
+        )
 
 
-def _list_recomputed(graph: JointGraph, eqns: Iterable[JaxprEqn], times: int = 1) -> Iterator[PlacedValue]:
-    """The rows of recomputed values, of the equations which compute."""
-    for eqn in map(look_inside, eqns):
-        if is_compute(eqn):
-            for v in eqn.outvars:
-                yield _describe(graph, v, "recompute", times)
+class _Rows:
+    """Rows for the values of a layer; `times`: how often the layers run, each in a layer around."""
 
+    def __init__(self, graph: JointGraph, times: int = 1):
+        self._graph, self._count = graph, times * graph.count
+        self._pure = [look_inside(eqn) for eqn in graph.pure]
+        self._makers = map_makers(self._pure)
 
-def _describe(
-    graph: JointGraph, v: Var, placement: Placement, times: int = 1, *, is_compressed: bool = False
-) -> PlacedValue:
-    """The row of a value of a layer; `times`: how often the layers run, each in a layer around."""
-    pure = [look_inside(e) for e in graph.pure]
-    eqn = map_makers(pure).get(v)
-    # Of an input, its first reader.
-    shown = eqn or next((reader for reader in pure if v in reader.invars), None)
-    nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
-    count = times * graph.count
-    return PlacedValue(
-        label(graph, v, eqn),
-        format_type(v.aval, "float8_e4m3fn" if is_compressed else None),
-        count,
-        count * nbytes,
-        placement,
-        "" if shown is None else compat.source_line(shown),
-        is_named=bool(find_name(graph, v)),
-    )
+    def describe(self, v: Var, placement: Placement, *, is_compressed: bool = False) -> PlacedValue:
+        """The row of a value."""
+        eqn = self._makers.get(v)
+        # Of an input, its first reader.
+        shown = eqn or next((reader for reader in self._pure if v in reader.invars), None)
+        nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
+        return PlacedValue(
+            label(self._graph, v, eqn),
+            format_type(v.aval, "float8_e4m3fn" if is_compressed else None),
+            self._count,
+            self._count * nbytes,
+            placement,
+            "" if shown is None else compat.source_line(shown),
+            is_named=bool(find_name(self._graph, v)),
+        )
+
+    def describe_recomputed(self, eqns: Iterable[JaxprEqn]) -> Iterator[PlacedValue]:
+        """The rows of recomputed values, of the equations which compute."""
+        computing = (eqn for eqn in map(look_inside, eqns) if is_compute(eqn))
+        return (self.describe(v, "recompute") for eqn in computing for v in eqn.outvars)

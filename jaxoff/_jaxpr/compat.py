@@ -221,9 +221,11 @@ def source_line(eqn: JaxprEqn) -> str:
 
     Of code of a library of layers, such as Flax, the line of its caller.
     """
-    frames = source_info_util.summarize(eqn.source_info, num_frames=_FRAMES).splitlines()[::-1]
-    own = (frame for frame in frames if not _OF_LAYERS.search(frame))
-    location, _, function = next(own, frames[0] if frames else "").partition(" (")
+    text = source_info_util.summarize(eqn.source_info)
+    if _OF_LAYERS.search(text):
+        frames = source_info_util.summarize(eqn.source_info, num_frames=_FRAMES).splitlines()[::-1]
+        text = next((frame for frame in frames if not _OF_LAYERS.search(frame)), text)
+    location, _, function = text.partition(" (")
     parts = location.split(":")
     if len(parts) < 2:
         return ""
