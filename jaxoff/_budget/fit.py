@@ -119,7 +119,7 @@ def find_fitting[P](
         found = find_tiled() or find_whole()
     elif (found := find_whole()) is None:
         found = find_tiled()
-    elif search.is_slowed(found):
+    elif search.devices == 1 and search.is_slowed(found):  # parts of divided layers each exchange sums
         try:
             tiled = find_tiled(copies=False)
         except (ValueError, *FAULTS) as fault:  # the program found stands
@@ -162,7 +162,7 @@ class _Search[P]:
         self.devices = 1 if self._is_manual else devices
         self._device, self._budget = join_devices(device, self.devices), budget.times(self.devices)
         self._tile_nbytes = _LARGE * self._budget.device_nbytes
-        in_parts, regions = write_in_parts(whole, self._tile_nbytes, is_divided=devices > 1, adds_up=is_tiled)
+        in_parts, regions = write_in_parts(whole, self._tile_nbytes, devices=devices, adds_up=is_tiled)
         self._whole = self._in_parts = Form.of(layered, (), self._device, budget)
         if regions:
             self._in_parts = Form.of(LayeredProgram.of(in_parts, **options), regions, self._device, budget)
@@ -385,8 +385,7 @@ class _Search[P]:
             whole = program = merge_shard_maps(form.layered.write(lambda pair: next(left), **options))
             tiles: Sequence[Region] = ()
             if self._is_tiled:
-                divided = self.devices > 1
-                program, tiles = write_layers_in_parts(whole, self._tile_nbytes, is_divided=divided)
+                program, tiles = write_layers_in_parts(whole, self._tile_nbytes, devices=self.devices)
             self._written = key, program, tuple(tiles), whole
         return self._written[1]
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxoff._budget.loop_pairs import find_loop_pairs
 from jaxoff._budget.pieces import cut_into_pieces, holds_layers
-from jaxoff._budget.regions import Region, find_region
+from jaxoff._budget.regions import MOST_PARTS, Region, find_region
 from jaxoff._budget.row_axes import resize
 from jaxoff._budget.sequences import find_sequences
 from jaxoff._jaxpr import compat, meshes
@@ -30,15 +30,16 @@ from jaxoff._jaxpr.primitives import is_shard_map
 
 
 def write_in_parts(
-    closed: ClosedJaxpr, least_nbytes: float, *, is_divided: bool = False, adds_up: bool = False
+    closed: ClosedJaxpr, least_nbytes: float, *, devices: int = 1, adds_up: bool = False
 ) -> tuple[ClosedJaxpr, list[Region]]:
     """A program with its widest row-wise region in parts, at each level outside of its loops over layers.
 
     Args:
       closed: a differentiated program.
       least_nbytes: the size of the values worth a loop over parts.
-      is_divided: whether the compiler divides values over devices. Their first axis is then not divided into
-        parts: it is the one of the batch, and each part would be on some of the devices only.
+      devices: the number of devices over which the compiler divides values. The first axis of divided values
+        is not divided into parts: it is the one of the batch, and each part would be on some of the devices
+        only.
       adds_up: whether the weights' gradients of a region are added up over its parts, in another order.
 
     Returns:
@@ -54,27 +55,25 @@ def write_in_parts(
         layers = found.values_ahead_of_head if found else frozenset[Var]()
         eqns = [eqn if id(eqn) in paired else compat.map_programs(eqn, write) for eqn in level.eqns]
         level = level.replace(eqns=eqns)
-        region = find_region(
-            level, least_nbytes, first_axis=int(is_divided), excluded=layers, adds_up=adds_up
-        )
+        region = find_region(level, least_nbytes, devices=devices, excluded=layers, adds_up=adds_up)
         if region is None:
             return level
         regions.append(region)
-        return _write_region(level, region, is_divided=is_divided)
+        return _write_region(level, region, devices)
 
     written = compat.map_open(closed, write)
     return (written, regions) if regions else (closed, [])
 
 
 def write_layers_in_parts(
-    closed: ClosedJaxpr, least_nbytes: float, *, is_divided: bool = False
+    closed: ClosedJaxpr, least_nbytes: float, *, devices: int = 1
 ) -> tuple[ClosedJaxpr, list[Region]]:
     """A program with the wide row-wise regions of its loops' bodies in parts: MLPs, norms and projections.
 
     The weights' gradients of a region are added up over its parts.
 
     Args:
-      closed, least_nbytes, is_divided: as for `write_in_parts`.
+      closed, least_nbytes, devices: as for `write_in_parts`.
     """
     regions: list[Region] = []
 
@@ -108,9 +107,9 @@ def write_layers_in_parts(
         return level.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in level.outvars])
 
     def write_regions(level: Jaxpr) -> Jaxpr:
-        while region := find_region(level, least_nbytes, first_axis=int(is_divided), adds_up=True):
+        while region := find_region(level, least_nbytes, devices=devices, adds_up=True):
             regions.append(region)
-            level = _write_region(level, region, is_divided=is_divided)
+            level = _write_region(level, region, devices)
         return level
 
     def write_body(program: Jaxpr) -> Jaxpr:
@@ -123,7 +122,7 @@ def write_layers_in_parts(
     return compat.map_open(closed, write_all), regions
 
 
-def _write_region(level: Jaxpr, region: Region, *, is_divided: bool) -> Jaxpr:
+def _write_region(level: Jaxpr, region: Region, devices: int) -> Jaxpr:
     """A level with the loop over a region's parts in the place of the region's equations."""
     inside = {id(eqn) for eqn in region.moved}
     made = {v for eqn in region.moved for v in eqn.outvars}
@@ -135,12 +134,12 @@ def _write_region(level: Jaxpr, region: Region, *, is_divided: bool) -> Jaxpr:
             (after if depends[i] or i > last else before).append(eqn)
     operands = list(dict.fromkeys(v for eqn in region.moved for v in variables(eqn) if v not in made))
     loop, results = trace_call(
-        lambda *values: _run_parts(region, dict(zip(operands, values, strict=True)), is_divided=is_divided),
+        lambda *values: _run_parts(region, dict(zip(operands, values, strict=True)), devices),
         operands,
         like=region.eqns[0],
     )
     renamed: Renamed = dict(zip((*region.results, *region.totals), results, strict=True))
-    if not is_divided and not region.sums:
+    if devices == 1 and not region.sums:
         loop += _read_early(level, region, after, renamed)
     after = [eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars]) for eqn in after]
     outvars = [resolve(renamed, v) for v in level.outvars]
@@ -173,7 +172,7 @@ def _read_early(level: Jaxpr, region: Region, after: list[JaxprEqn], renamed: Re
     return [*early, barrier]
 
 
-def _run_parts(region: Region, operands: dict[Var, Any], *, is_divided: bool) -> list[Any]:
+def _run_parts(region: Region, operands: dict[Var, Any], devices: int) -> list[Any]:
     """The results of a region, part by part, and its sums."""
     size = region.rows // region.parts
 
@@ -198,11 +197,21 @@ def _run_parts(region: Region, operands: dict[Var, Any], *, is_divided: bool) ->
     scalars = [compat.empty_scalar(v.aval) for v in region.results]
     scalars, operands[first] = jax.lax.optimization_barrier((scalars, operands[first]))
     empty = [
-        _allocate(scalar, v.aval, is_divided=is_divided)
+        _allocate(scalar, v.aval, is_divided=devices > 1)
         for scalar, v in zip(scalars, region.results, strict=True)
     ]
     zeros = [_make_zeros(v) for v in region.totals]
-    (results, sums), _ = jax.lax.scan(run_part, (empty, zeros), jnp.arange(region.parts))
+    state = empty, zeros
+    if devices > 1 and region.parts <= MOST_PARTS:
+        # In a loop the compiler would gather a divided weight once for each part.
+        sliced = [v for v in operands if v in region.axes]
+        for part in range(region.parts):
+            state, _ = run_part(state, part)
+            state, rows = jax.lax.optimization_barrier((state, [operands[v] for v in sliced]))
+            operands.update(zip(sliced, rows, strict=True))
+    else:
+        state, _ = jax.lax.scan(run_part, state, jnp.arange(region.parts))
+    results, sums = state
     totals = zip(sums, region.totals, strict=True)
     return [*results, *(total.astype(compat.struct_of(v.aval).dtype) for total, v in totals)]
 

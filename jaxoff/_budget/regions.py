@@ -21,8 +21,8 @@ from jaxoff._report.tables import format_nbytes
 
 # A part has at least this many rows, if it can: products of fewer rows run below the device's rate.
 _PART_ROWS = 2048
-_MOST_PARTS = 8
-# The rows of a part where a region adds up gradients. Wider values have more parts.
+MOST_PARTS = 8
+# The rows of a part on a device where a region adds up gradients. Wider values have more parts.
 _TILE_ROWS = 8192
 # Makers and readers of values with this part of the seed's bytes join the region.
 _LARGE = 1 / 8
@@ -79,7 +79,7 @@ def find_region(
     level: Jaxpr,
     least_nbytes: float,
     *,
-    first_axis: int = 0,
+    devices: int = 1,
     excluded: frozenset[Var] = frozenset(),
     adds_up: bool = False,
 ) -> Region | None:
@@ -88,7 +88,7 @@ def find_region(
     Args:
       level: the equations of a program or of a loop's body, calls inlined.
       least_nbytes: the bytes to be spared at least.
-      first_axis: the first of the axes to be divided.
+      devices: the number of devices over which the compiler divides values, along their first axes.
       excluded: values whose equations are in no region.
       adds_up: whether the parts may add up weights' gradients, in another order of the sums.
     """
@@ -96,9 +96,9 @@ def find_region(
     found: list[Region] = []
     for seed in graph.list_seeds(least_nbytes):
         shape = compat.shape_of(seed.aval)
-        whole = [i for i in range(first_axis, len(shape)) if not meshes.divides_axis(seed.aval, i)]
+        whole = [i for i in range(int(devices > 1), len(shape)) if not meshes.divides_axis(seed.aval, i)]
         for axis in sorted(whole, key=lambda i: -shape[i]):
-            region = _Growth(graph, seed, axis, least_nbytes, adds_up=adds_up).finish()
+            region = _Growth(graph, seed, axis, least_nbytes, devices, adds_up=adds_up).finish()
             if region is not None:
                 found.append(region)
     return max(found, key=lambda region: region.all_nbytes if adds_up else region.spared_nbytes, default=None)
@@ -127,8 +127,10 @@ class _Graph:
 class _Growth:
     """A region that grows from a value along an axis of its rows."""
 
-    def __init__(self, graph: _Graph, seed: Var, axis: int, least_nbytes: float, *, adds_up: bool):
-        self._graph, self._seed, self._adds_up = graph, seed, adds_up
+    def __init__(
+        self, graph: _Graph, seed: Var, axis: int, least_nbytes: float, devices: int, *, adds_up: bool
+    ):
+        self._graph, self._seed, self._devices, self._adds_up = graph, seed, devices, adds_up
         self._axes = {seed: axis}
         self._whole: set[Var] = set()  # values that equations of the region read as a whole
         self._inside: set[int] = set()
@@ -266,9 +268,11 @@ class _Growth:
         )
         products = math.prod(compat.shape_of(self._seed.aval)) // max(1, width)
         sizes = max(in_parts, default=0), sum(in_parts)
-        wanted = _MOST_PARTS
+        wanted = MOST_PARTS
         if self._adds_up:
-            wanted = max(wanted, products // _TILE_ROWS, math.ceil(sizes[0] / self._least_nbytes))
+            wanted = max(
+                wanted, products // (_TILE_ROWS * self._devices), math.ceil(sizes[0] / self._least_nbytes)
+            )
         parts = _count_parts(self._rows, products, wanted, or_more=self._adds_up)
         eqns, sums = ([graph.eqns[i] for i in sorted(found)] for found in (inside, self._sums))
         region = Region(tuple(eqns), self._axes, self._rows, parts, tuple(results), *sizes, tuple(sums))

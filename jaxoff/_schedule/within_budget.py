@@ -21,6 +21,7 @@ from jaxoff._budget.memory import ESTIMATE_MARGIN, estimate_nbytes
 from jaxoff._budget.report import Plan, make_plan_as_written
 from jaxoff._budget.state import State
 from jaxoff._budget.tried import Tried
+from jaxoff._device.joined import join_devices
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
@@ -200,7 +201,10 @@ class Search:
         if self.traced.has_copies or not (within.plan.host_bytes or _are_outside_loops(found.pairs)):
             return within
         part = 1.0 if within.plan.host_bytes else _WRITTEN_WINS
-        if step_ms(self.traced.given, found.pairs, self.device) >= part * within.plan.step_ms:
+        if (
+            step_ms(self.traced.given, found.pairs, join_devices(self.device, self.call.devices))
+            >= part * within.plan.step_ms
+        ):
             return within
         written = self.compile_written()
         return self._as_written(written) if written.nbytes <= self.budget.device_nbytes else within
@@ -261,11 +265,11 @@ class Search:
         return Within(setting, found.make_plan(self.budget, self.device, None), instance)
 
     def _as_written(self, written: Written) -> Within:
-        return _plan_as_written(self.traced, written, self.budget, self.device)
+        return _plan_as_written(self.call, self.traced, written, self.budget, self.device)
 
 
-def _plan_as_written(traced: Traced, written: Written, budget: Budget, device: Device) -> Within:
-    sizes = written.nbytes, peak_host_nbytes(written.program)
+def _plan_as_written(call: Call, traced: Traced, written: Written, budget: Budget, device: Device) -> Within:
+    sizes, device = (written.nbytes, peak_host_nbytes(written.program)), join_devices(device, call.devices)
     return Within(written.setting, make_plan_as_written(traced.given, sizes, budget, device, None))
 
 
@@ -296,7 +300,7 @@ def find_within(
     if written.nbytes > budget.device_nbytes:
         raise BudgetError(f"{reason} As it is written, the step takes {written.size}.", None)
     finding = Finding(FindingCode.RUNS_AS_WRITTEN, f"{reason} The step fits the budget as it is written.")
-    return dataclasses.replace(_plan_as_written(traced, written, budget, device), findings=(finding,))
+    return dataclasses.replace(_plan_as_written(call, traced, written, budget, device), findings=(finding,))
 
 
 def _count_written(error: BudgetError, written: Written) -> BudgetError:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
+from jaxoff._budget.parts import write_in_parts
 from jaxoff._compiled import hlo
 from jaxoff._compiled.exchange import exchanged_nbytes
 from jaxoff._runtime.program_memory import program_nbytes
@@ -233,3 +234,25 @@ def test_copies_of_a_list_in_a_shard_map_are_hidden():
     assert facts.h2d_bytes >= 4 * 16384 * (8192 + 2048) * 2
     assert all(copy.overlaps for copy in facts.copies)
     assert program_nbytes(compiled) < 0.75 * program_nbytes(target.compile(jax.jit(step), *args))
+
+
+def test_a_head_in_parts_gathers_its_weight_once():
+    """In a loop over parts, the compiler gathered the divided weight once for each part."""
+    target = jaxoff.target("h100", devices=2)
+    mesh = target.mesh((2,), ("fsdp",))
+    struct = functools.partial(struct_on, mesh)
+    args = struct(P("fsdp"), 512, 16384, dtype=jnp.float32), struct(P("fsdp"), 2, 8192, 512)
+
+    def loss(head, x):
+        logits = (x @ head.astype(x.dtype)).astype(jnp.float32)
+        return jax.nn.logsumexp(logits, -1).mean()
+
+    closed = jax.make_jaxpr(jax.grad(loss, (0, 1)))(*args)
+    written, (region,) = write_in_parts(closed, 1e8, devices=2)
+    assert region.parts == 8
+    texts = [
+        target.compile(jax.jit(functools.partial(jax.core.eval_jaxpr, p.jaxpr, p.consts)), *args).as_text()
+        for p in (closed, written)
+    ]
+    whole, in_parts = map(count_exchanged, texts)
+    assert 0 < in_parts <= 1.001 * whole

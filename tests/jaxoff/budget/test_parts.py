@@ -165,10 +165,10 @@ def test_small_values_and_batches_of_one_row_are_left():
 
 def test_the_first_axis_of_a_divided_program_stays_whole():
     closed = jax.make_jaxpr(jax.value_and_grad(make_loss(plain)))(*arguments((TOKENS, 2)))
-    rows = [write_in_parts(closed, 1e4, is_divided=divided)[1][0].rows for divided in (False, True)]
+    rows = [write_in_parts(closed, 1e4, devices=devices)[1][0].rows for devices in (1, 2)]
     assert rows == [TOKENS, 2]
     flat = jax.make_jaxpr(jax.value_and_grad(make_loss(plain, flat=True)))(*arguments())
-    assert write_in_parts(flat, 1e4, is_divided=True)[1] == []
+    assert write_in_parts(flat, 1e4, devices=2)[1] == []
     assert len(write_in_parts(flat, 1e4)[1]) == 1
 
 

@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from jaxoff._runtime.program_memory import program_nbytes
@@ -78,3 +81,17 @@ def test_the_least_budget_counts_the_step_as_written(monkeypatch):
     within = jaxoff.jit(step, device_bytes=taken)
     within.lower(*ARGS)
     assert within.plan.peak_bytes == taken
+
+
+@pytest.mark.filterwarnings("ignore:runs-as-written")
+def test_a_step_as_written_that_the_compiler_divides_has_the_time_of_its_devices(monkeypatch):
+    monkeypatch.setattr(within_budget, "find_fitting", fail)
+    w = jax.ShapeDtypeStruct((3, 1024, 1024), jnp.bfloat16)
+    times = []
+    for devices in (1, 2):
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+        rows = jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+        within = jaxoff.jit(step, device_bytes=1e12, device="h200")
+        within.lower(w, rows)
+        times.append(within.plan.step_ms)
+    assert times[1] == pytest.approx(times[0] / 2, rel=0.1)
