@@ -141,7 +141,7 @@ def test_rows_that_explicit_axes_divide_are_not_done_in_parts():
     with jax.set_mesh(mesh), pytest.raises(jaxoff.BudgetError) as raised:
         jaxoff.jit(step, donate_argnums=0, device_bytes=50e3).lower(w, put(P("data"), batch, length, width))
     assert "fault" not in str(raised.value)
-    assert raised.value.smallest_bytes < 1e6
+    assert raised.value.least_bytes() < 1e6
 
 
 @pytest.mark.parametrize("is_manual", [False, True])
