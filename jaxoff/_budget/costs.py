@@ -21,7 +21,7 @@ from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress, chooses, compressed_nbytes
 from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, index_between_strides
-from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_compute, is_fused, is_shard_map
+from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_collective, is_compute, is_fused, is_shard_map
 from jaxoff._jaxpr.split_maps import look_inside
 from jaxoff._report.near_miss import near_miss
 
@@ -79,12 +79,12 @@ class Costs:
         rest = KernelGraph(pair.rest, frozenset(v for v in pair.outs if isinstance(v, Var)))
         # Values of weights and constants alone are conversions and the like: cheap to repeat. Which operands
         # of a section are weights is not known. Random numbers are not cheap: dropout masks may be kept.
-        # Nor are products of weights, or of rows of a batch in a loop over its parts.
-        is_product = [product_flops(eqn) > 0 for eqn in pair.eqns]
-        costly = [p or e.primitive.name in RANDOM for p, e in zip(is_product, pair.eqns, strict=True)]
+        # Nor are gathered weights, products of weights, or of rows of a batch in a loop over its parts.
+        is_dear = [product_flops(eqn) > 0 or is_collective(eqn) for eqn in pair.eqns]
+        costly = [d or e.primitive.name in RANDOM for d, e in zip(is_dear, pair.eqns, strict=True)]
         made = {v for eqn in itertools.compress(pair.eqns, costly) for v in eqn.outvars}
         depends = mark_dependents(pair.eqns, made.union(pair.carried))
-        chosen = [pair.is_section or d or p for d, p in zip(depends, is_product, strict=True)]
+        chosen = [pair.is_section or any(either) for either in zip(depends, is_dear, strict=True)]
         layers = [eqn for eqn in itertools.compress(pair.eqns, chosen) if not compat.has_side_effects(eqn)]
         statistics = find_row_statistics(pair)
         inside = statistics.values | statistics.wide

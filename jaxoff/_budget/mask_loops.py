@@ -1,9 +1,10 @@
-"""Loops that make masks, inside of the loops that read the masks row by row.
+"""Masks and fills, made inside of the loops that read them.
 
 Attention over blocks of queries, with a mask by position, has a loop over the blocks in each layer.
 Differentiation moves what depends on a block's number alone out of all loops: a loop of its own stacks the
 masks of all blocks, which are as large as the scores of all blocks. Here the loop over the blocks makes each
-mask itself, from the number.
+mask itself, from the number. Likewise a loop makes a mask or a fill that depends on nothing, such as the
+-1e9 of masked scores, which differentiation moves out of all loops, too.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import drop_dead, variables
+from jaxoff._jaxpr.dataflow import drop_dead, map_makers, variables
 from jaxoff._jaxpr.inline import (
     CHEAP,
     Renamed,
     inline_program,
     instantiate,
+    make_masks_inside,
     resolve,
     trace_scan,
     write_otherwise,
@@ -28,14 +30,23 @@ from jaxoff._jaxpr.primitives import holds
 
 # The least bytes of a loop's results, as a multiple of its operands'.
 _LARGER = 8
+# The least bytes of a mask or fill that a loop makes itself.
+_FILL_NBYTES = 1 << 20
 
 
 def make_masks_in_readers(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program without the stacks of loops that make masks, where loops alone read the stacks, row by row.
 
-    The loops are on the level of the readers, or around these.
+    The loops are on the level of the readers, or around these. Nor do loops read large masks and fills.
     """
-    return compat.map_open(closed, _write_level) if holds(closed.jaxpr, _makes_masks) else closed
+    needs = holds(closed.jaxpr, lambda eqn: _makes_masks(eqn) or _is_fill(eqn))
+    return compat.map_open(closed, _write_level) if needs else closed
+
+
+def _is_fill(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes a large mask or fill of a number, or of nothing."""
+    is_small = compat.nbytes_of(variables(eqn)) * _LARGER <= compat.nbytes_of(eqn.outvars)
+    return eqn.primitive.name in CHEAP and is_small and compat.nbytes_of(eqn.outvars) >= _FILL_NBYTES
 
 
 def _makes_masks(eqn: JaxprEqn) -> bool:
@@ -86,11 +97,12 @@ def _write_program(program: Jaxpr, around: Mapping[Var, _Masks]) -> Jaxpr:
       around: the stacks of masks among its arguments.
     """
     level, known = inline_program(program), dict(around)
+    makers = map_makers(level.eqns)
 
     def write(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
         known.update(_Masks.list_of(eqn))
         layout = compat.scan_in(eqn)
-        found = None if layout is None else _write_reader(eqn, layout, known)
+        found = None if layout is None else _write_reader(eqn, layout, known, makers)
         return compat.map_programs(eqn, _write_level) if found is None else found
 
     written = write_otherwise(level, write)
@@ -98,13 +110,25 @@ def _write_program(program: Jaxpr, around: Mapping[Var, _Masks]) -> Jaxpr:
 
 
 def _write_reader(
-    eqn: JaxprEqn, layout: compat.ScanLayout, known: Mapping[Var, _Masks]
+    eqn: JaxprEqn,
+    layout: compat.ScanLayout,
+    known: Mapping[Var, _Masks],
+    makers: Mapping[Var, JaxprEqn],
 ) -> tuple[list[JaxprEqn], list[Any]] | None:
-    """A loop that makes the masks it reads row by row, in it or in the loops inside; None of other loops."""
+    """A loop that makes the masks and fills it reads, in it or in the loops inside; None of other loops.
+
+    Args:
+      eqn, layout: the loop, and the layout of its operands.
+      known: the stacks of masks.
+      makers: variable -> its equation on the level of the loop.
+    """
     if eqn.params["jaxpr"].consts:
         return None
     body = compat.as_open(eqn.params["jaxpr"])
     pairs = list(zip(eqn.invars, body.invars, strict=True))  # operand, argument
+    large = {v: w for v, w in pairs[: layout.num_consts] if compat.nbytes(w.aval) >= _FILL_NBYTES}
+    with_fills = make_masks_inside(body, large, makers)
+    body, has_fills = with_fills, len(with_fills.eqns) > len(body.eqns)
     first = layout.num_consts + layout.num_carry
     consts, rows = pairs[: layout.num_consts], pairs[first:]
     masks: list[JaxprEqn] = []
@@ -125,7 +149,7 @@ def _write_reader(
             inside[argument] = dataclasses.replace(known[operand], operands=tuple(new))
             given = zip(known[operand].operands, new, strict=True)
             consts += [(v, w) for v, w in given if isinstance(w, Var)]
-    if not renamed and not inside:
+    if not (renamed or inside or has_fills):
         return None
 
     carry = [argument for _, argument in pairs[layout.num_consts : first]]
@@ -135,7 +159,7 @@ def _write_reader(
     body = body.replace(invars=arguments, eqns=[*masks, *eqns], outvars=outs)
     body = _write_program(body, inside)
     read = {v for e in body.eqns for v in variables(e)} | {v for v in body.outvars if isinstance(v, Var)}
-    if not renamed and not inside.keys().isdisjoint(read):  # by another equation than a loop
+    if not (renamed or has_fills) and not inside.keys().isdisjoint(read):  # by another equation than a loop
         return None
     consts, rows = ([pair for pair in part if pair[1] in read] for part in (consts, rows))
     body = body.replace(invars=[*(w for _, w in consts), *carry, *(w for _, w in rows)])

@@ -143,7 +143,7 @@ def split_scalars(eqns: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], list[JaxprE
 # Equations of a mask or a fill: fused into the kernel that reads the mask.
 CHEAP = frozenset(
     {"add", "and", "broadcast_in_dim", "convert_element_type", "eq", "ge", "gt", "iota", "le",
-     "lt", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "squeeze", "sub", "transpose"}
+     "lt", "mul", "ne", "neg", "not", "or", "pvary", "reshape", "select_n", "squeeze", "sub", "transpose"}
 )  # fmt: skip
 
 

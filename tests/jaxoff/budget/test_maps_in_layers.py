@@ -133,3 +133,26 @@ def test_a_map_that_cannot_be_split_is_placed_whole(mesh, monkeypatch, caplog):
     assert [record.message.split(";")[0] for record in caplog.records] == [
         "no value in a jax.shard_map is placed (NotImplementedError: of JAX)"
     ]
+
+
+def test_a_gathered_weight_may_be_kept(mesh):
+    """A layer in a list gathers its weight from all devices: with room enough, once for both passes."""
+
+    def local(weights, x):
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = h + jnp.sin(h @ jax.lax.all_gather(w, "data", tiled=True))
+            return jax.lax.pmean(jnp.mean(h**2), "data")
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    step = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
+    width, rows = (NamedSharding(mesh, P("data")) for _ in range(2))
+    weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=width)] * LAYERS
+    args = weights, jax.ShapeDtypeStruct((DEVICES * 64, 1024), jnp.float32, sharding=rows)
+    written = program_nbytes(jax.jit(step, donate_argnums=0).lower(*args).compile())
+    within = jaxoff.jit(step, donate_argnums=0, device_bytes=0.98 * written, host_bytes=1, device="h200")
+    within.lower(*args)
+    gathered = [v for v in within.plan.values if v.value.endswith("all_gather")]
+    assert sum(v.count for v in gathered if v.placement == "save") >= LAYERS - 1

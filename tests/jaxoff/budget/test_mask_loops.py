@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxoff._budget.mask_loops import make_masks_in_readers
 from jaxoff._jaxpr import compat
@@ -99,3 +101,36 @@ def test_masks_with_other_readers_stay():
 @pytest.mark.parametrize("form", ["scan", "list"])
 def test_the_least_is_that_of_a_checkpoint_of_each_layer(form):
     check_fit(make_step(form), make_arguments(), 1.03)
+
+
+def is_fill_read_by_loop(eqn):
+    layout = compat.scan_in(eqn)
+    sizes = (compat.nbytes(v.aval) for v in eqn.invars[: layout.num_consts]) if layout else ()
+    return any(nbytes >= 1 << 20 for nbytes in sizes)
+
+
+@pytest.mark.parametrize("form", ["plain", "shard_map"])
+def test_a_loop_makes_its_fills(form):
+    """Differentiation moves the fill of masked scores out of both loops, and the mask of all positions."""
+
+    def attend(x, w):
+        def turn(total, i):
+            scores = x @ (w * i) @ x.T
+            masked = jnp.where(jnp.arange(512)[:, None] >= jnp.arange(512), scores, -1e9)
+            return total + jax.nn.softmax(masked) @ x, None
+
+        return lax.scan(turn, jnp.zeros_like(x), jnp.arange(3, dtype=x.dtype))[0], None
+
+    def step(ws, x):
+        return jax.grad(lambda ws: lax.scan(attend, x, ws)[0].var())(ws)
+
+    args = jax.random.normal(jax.random.key(0), (2, 16, 16)), jnp.linspace(-1, 1, 512 * 16).reshape(512, 16)
+    if form == "shard_map":
+        mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+        step = jax.shard_map(step, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
+    closed = jax.make_jaxpr(step)(*args)
+    assert holds(closed.jaxpr, is_fill_read_by_loop)
+    written = make_masks_in_readers(closed)
+    assert not holds(written.jaxpr, is_fill_read_by_loop)
+    got = jax.jit(compat.jaxpr_as_fun(written))(*args)[0]
+    np.testing.assert_allclose(got, jax.jit(step)(*args), rtol=1e-5, atol=1e-6)
