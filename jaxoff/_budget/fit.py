@@ -11,7 +11,7 @@ from typing import Any
 from jaxoff._budget.budget_error import BudgetError, describe_no_layers, list_largest
 from jaxoff._budget.choose import choose_placements, exposed_state_ms, saved_nbytes
 from jaxoff._budget.costs import refuse_unmatched
-from jaxoff._budget.forms import NO_COPIES, Form, count_parts_ms, step_ms
+from jaxoff._budget.forms import NO_COPIES, Form, step_ms
 from jaxoff._budget.joint_graph import Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.mask_loops import make_masks_in_readers
@@ -46,6 +46,8 @@ CLOSE_ENOUGH = 0.04
 # Part of the layers' time by which a program with copies must be faster, by the model, to be tried: copies
 # hide less well than the model believes (bench/LOG.md, "2026-11-26: budgets win time").
 _COPIES_WIN = 0.01
+# Part of a step's time by which loops in layers may be faster if placed alone to be tried so.
+_OPENED_WINS = 0.02
 # The least program is not compiled first where its estimate is this many times the budget: programs have
 # taken from 0.9 to 1.4 times their estimates.
 _FAR_BEYOND = 1.5
@@ -103,28 +105,34 @@ def find_fitting[P](
     def find_whole() -> Tried[P] | None:
         searches.append(search)
         found = search.run_both() or search.run_again(compile_otherwise)
-        if found is None and (opened := search.open()) is not None:
-            searches.append(opened)
-            found = opened.run(copies=False)
-        return found
+        if (opened := search.open()) is None or not opened.may_beat(found):
+            return found
+        searches.append(opened)
+        if found is None:
+            return opened.run(copies=False)
+        faster = run_beside("loops in layers", lambda: opened.run(copies=False))
+        return min((t for t in (found, faster) if t), key=Tried.milliseconds)
 
     def find_tiled(*, copies: bool = True) -> Tried[P] | None:
-        tiled = search.tile(copies=copies)
-        if tiled is None:
+        if (tiled := search.tile(copies=copies)) is None:
             return None
         searches.append(tiled)
         return tiled.run_both() if copies else tiled.run(copies=False)
+
+    def run_beside(what: str, run: Callable[[], Tried[P] | None]) -> Tried[P] | None:
+        """A further search, whose fault leaves the program found."""
+        try:
+            return run()
+        except (ValueError, *FAULTS) as fault:
+            progress.say(f"{what} failed by a fault of jaxoff ({type(fault).__name__}: {fault})")
+            return None
 
     if search.is_far_beyond:
         found = find_tiled() or find_whole()
     elif (found := find_whole()) is None:
         found = find_tiled()
     elif search.devices == 1 and search.is_slowed(found):  # parts of divided layers each exchange sums
-        try:
-            tiled = find_tiled(copies=False)
-        except (ValueError, *FAULTS) as fault:  # the program found stands
-            tiled = None
-            progress.say(f"layers in parts failed by a fault of jaxoff ({type(fault).__name__}: {fault})")
+        tiled = run_beside("layers in parts", lambda: find_tiled(copies=False))
         if tiled is not None and _PARTS_SLOWER * tiled.milliseconds() < found.milliseconds():
             found = tiled
     if found is None:
@@ -171,8 +179,7 @@ class _Search[P]:
         self._step_ms = sum(
             c.pair.count * c.pair.runs * (c.forward_ms + c.backward_ms) for c in self._whole.costs
         )
-        # The latest program, and the one whose layers it has in parts.
-        self._written: tuple[Any, ClosedJaxpr, tuple[Region, ...], ClosedJaxpr] | None = None
+        self._written: tuple[Any, ClosedJaxpr, tuple[Region, ...]] | None = None  # the latest
         self._compiled: dict[Any, Tried[P]] = {}
         self._waits_for_sums = False  # as for `write_sequences`: once nothing fits otherwise
         self._least_nbytes: dict[tuple[Form, float | None], float] = {}
@@ -194,6 +201,11 @@ class _Search[P]:
         left = iter(least[0])
         program = self._form.layered.write(lambda _: next(left))
         return _Search(program, *self._settings, is_opened=True)
+
+    def may_beat(self, found: Tried[P] | None) -> bool:
+        """Whether a program of this search may be clearly faster than another's, by the model."""
+        fastest = self._base_ms + self._whole.fastest[1]
+        return found is None or fastest < (1 - _OPENED_WINS) * found.milliseconds()
 
     def tile(self, *, copies: bool) -> _Search[P] | None:
         """A search for programs with the row-wise work of layers in parts, whose sums are in another order.
@@ -382,11 +394,11 @@ class _Search[P]:
             left = iter(placements)
             options = {"fills": self._fills, "waits_for_sums": self._waits_for_sums}
             # A forward `jax.shard_map` that is made again is part of the backward one, as in a checkpoint.
-            whole = program = merge_shard_maps(form.layered.write(lambda pair: next(left), **options))
+            program = merge_shard_maps(form.layered.write(lambda pair: next(left), **options))
             tiles: Sequence[Region] = ()
             if self._is_tiled:
-                program, tiles = write_layers_in_parts(whole, self._tile_nbytes, devices=self.devices)
-            self._written = key, program, tuple(tiles), whole
+                program, tiles = write_layers_in_parts(program, self._tile_nbytes, devices=self.devices)
+            self._written = key, program, tuple(tiles)
         return self._written[1]
 
     def _list_tiles(self, form: Form, placements: Sequence[Placements]) -> tuple[Region, ...]:
@@ -400,22 +412,15 @@ class _Search[P]:
     ) -> Tried[P]:
         nbytes, handle = compiled
         made = form.pairs, tuple(placements), form.regions
-        is_fastest = tuple(placements) == tuple(form.fastest[0])
-        is_fastest = is_fastest and form is self._whole and not self._is_opened
+        is_fastest = form is self._whole and not self._is_opened and made[1] == tuple(form.fastest[0])
         self._progress.programs = number = self._progress.programs + 1
         tiles = self._list_tiles(form, placements)
-        assert self._written is not None
-        _, program, _, whole = self._written
-        parts_ms = count_parts_ms(program, whole, form.pairs, self._device) if tiles else 0.0
+        parts_ms = form.count_parts_ms(placements, self._tile_nbytes, self.devices) if tiles else 0.0
         times = added_ms, is_fastest, self._base_ms + parts_ms
         tried = Tried(*made, *times, self.devices * nbytes, number, handle, tiles)
         self.tried.append(tried)
-        takes = format_nbytes(int(nbytes)) if math.isfinite(nbytes) else "more than XLA compiles"
-        takes += ", too much" if self._budget.device_nbytes < tried.nbytes < math.inf else ""
-        self._progress.say(
-            f"program {number} for {self._format_budget()} of device memory takes {takes}, with "
-            f"{describe_kept(tried.list_values())}{' on all devices' * (self.devices > 1)}"
-        )
+        text = f"program {number} for {self._format_budget()} of device memory "
+        self._progress.say(text + tried.describe(self._budget.device_nbytes, self.devices))
         return tried
 
     def _format_budget(self) -> str:
@@ -423,23 +428,19 @@ class _Search[P]:
 
     def make_error(self) -> BudgetError:
         """The error of a search that found nothing, with the least of its programs."""
-        least = min(self.tried, key=lambda t: t.nbytes, default=None)
-        budget = self._format_budget()
+        least, budget = min(self.tried, key=lambda t: t.nbytes, default=None), self._format_budget()
         if least is None:
             host = format_nbytes(int(self._budget.host_nbytes or 0))
             return BudgetError(f"no placement keeps a layer's input within {host} of host memory.", None)
         if math.isinf(least.nbytes):
-            return BudgetError(
-                f"no program for {budget} of device memory: XLA refuses to compile the "
-                f"{len(self.tried)} tried.",
-                None,
-            )
+            text = f"XLA refuses to compile the {len(self.tried)} tried."
+            return BudgetError(f"no program for {budget} of device memory: {text}", None)
         nbytes = int(least.nbytes / self.devices)
         kept = describe_kept(least.list_values())
         kept += "" if self._form.pairs else describe_no_layers(is_manual=self._is_manual)
         outside = "values outside of jax.shard_map" if self._is_manual else "values"
-        whole = f" ({outside} are counted whole; {self._all_devices} devices divide them)"
-        whole = whole if self._all_devices > 1 else ""
+        devices = self._all_devices
+        whole = f" ({outside} are counted whole; {devices} devices divide them)" if devices > 1 else ""
         return BudgetError(
             f"no program fits {budget} of device memory. The least that was tried takes "
             f"{format_nbytes(nbytes)}, with {kept}{whole}.",

@@ -10,6 +10,7 @@ from jaxoff._budget.choose import choose_placements
 from jaxoff._budget.costs import Costs
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
+from jaxoff._budget.parts import write_layers_in_parts
 from jaxoff._budget.placements import LayeredProgram
 from jaxoff._budget.regions import Region
 from jaxoff._budget.segments import Segments
@@ -17,6 +18,7 @@ from jaxoff._device.kernel_time import lower_clock, program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.kernels import KernelGraph
+from jaxoff._jaxpr.merged_maps import merge_shard_maps
 
 NO_COPIES = 0.0  # bytes of host memory
 
@@ -67,6 +69,19 @@ class Form:
         joined = dataclasses.replace(self, costs=costs, _least={})
         return min((self, joined), key=estimate_least)
 
+    def count_parts_ms(self, placements: Sequence[Placements], least_nbytes: float, devices: int) -> float:
+        """The time in ms that layers in parts add to a step with placements.
+
+        Args:
+          placements: of the layers.
+          least_nbytes, devices: as for `write_layers_in_parts`.
+        """
+        left = iter(placements)
+        whole = merge_shard_maps(self.layered.write(lambda _: next(left)))  # in loops of known lengths
+        program, _ = write_layers_in_parts(whole, least_nbytes, devices=devices)
+        times = [step_ms(closed, self.pairs, self._device) for closed in (program, whole)]
+        return max(0.0, times[0] - times[1])
+
     @staticmethod
     def of(layered: LayeredProgram, regions: Sequence[Region], device: Device, budget: Budget) -> Form:
         pairs = layered.list_joint_graphs()
@@ -82,10 +97,3 @@ def step_ms(program: ClosedJaxpr, layers: Sequence[JointGraph], device: Device) 
         graph = KernelGraph(layers[0].rest, frozenset())
         device = lower_clock(graph, graph.kernels, device)
     return program_ms(program.jaxpr, device)
-
-
-def count_parts_ms(
-    program: ClosedJaxpr, whole: ClosedJaxpr, layers: Sequence[JointGraph], device: Device
-) -> float:
-    """The time in ms that a program with its layers in parts adds to a step of the whole."""
-    return max(0.0, step_ms(program, layers, device) - step_ms(whole, layers, device))

@@ -6,6 +6,7 @@ keeps the values passed from section to section, and recomputes the rest a secti
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence, Set
 
@@ -90,7 +91,7 @@ def cut_stretches(
     in_layers += [n / max(1, loop.length) for loop, n in loops if loop is not None]
     forward = [i for i, eqn in enumerate(eqns) if not is_transposed(eqn)]
     last_reads = {v: i for i in forward for v in variables(eqns[i])}
-    found: list[Run] = []
+    floor, measured = max(in_layers, default=0), list[_Stretch]()
     for stretch in stretches:
         if nbytes[stretch.start : stretch.end].sum() < max(_LEAST_SHARE * total, LEAST_NBYTES):
             continue
@@ -99,8 +100,8 @@ def cut_stretches(
             for i in range(stretch.start, stretch.end)
             for v in eqns[i].outvars
         ]
-        found += cut_stretch(stretch, reads, nbytes, max(in_layers, default=0))
-    return found
+        measured.append(_Stretch.of(stretch, reads, nbytes, floor))
+    return list(_cut_together(measured, floor))
 
 
 def cut_stretch(
@@ -116,27 +117,67 @@ def cut_stretch(
       nbytes: bytes of the values of each equation that are read by the backward pass.
       floor: bytes below which the peak is some other place's.
     """
-    places = _list_places(stretch, reads, nbytes)
-    inner = np.concatenate([[0], np.cumsum(nbytes)])[places]
-    inner = np.maximum(inner[None, :] - inner[:, None], floor)  # of the section from a place to a place
-    # Of values made from place a on, ahead of place b, and read from place b on.
-    change = np.zeros((len(places) + 1, len(places) + 1))
-    for i, last, size in reads:
-        made, read = np.searchsorted(places, [i, last], side="right")
-        if made < read:
-            change[0, made] += size
-            change[made, made] -= size
-            change[0, read] -= size
-            change[made, read] += size
-    passed = change.cumsum(0).cumsum(1)[:-1, :-1] + LEAST_NBYTES  # the fewer sections, the better
-    low, high = floor, float(inner[0, -1])
-    best = [0, len(places) - 1]
-    while high - low > _PEAK_SHARE * inner[0, -1]:
+    yield from _cut_together([_Stretch.of(stretch, reads, nbytes, floor)], floor)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stretch:
+    """A stretch with what its sections take.
+
+    Attributes:
+      places: the indices of equations ahead of which it may be cut, with its start and its end.
+      passed, inner: bytes passed on, and bytes of values, by the section from a place to a place.
+    """
+
+    places: np.ndarray
+    passed: np.ndarray
+    inner: np.ndarray
+
+    @staticmethod
+    def of(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray, floor: float) -> _Stretch:
+        """Measures a stretch; arguments as for `cut_stretch`."""
+        places = _list_places(stretch, reads, nbytes)
+        inner = np.concatenate([[0], np.cumsum(nbytes)])[places]
+        inner = np.maximum(inner[None, :] - inner[:, None], floor)
+        # Of values made from place a on, ahead of place b, and read from place b on.
+        change = np.zeros((len(places) + 1, len(places) + 1))
+        for i, last, size in reads:
+            made, read = np.searchsorted(places, [i, last], side="right")
+            if made < read:
+                change[0, made] += size
+                change[made, made] -= size
+                change[0, read] -= size
+                change[made, read] += size
+        passed = change.cumsum(0).cumsum(1)[:-1, :-1] + LEAST_NBYTES  # the fewer sections, the better
+        return _Stretch(places, passed, inner)
+
+
+def _cut_together(stretches: Sequence[_Stretch], floor: float) -> Iterator[Run]:
+    """The sections of stretches, in program order, with the least peak of all: what they pass on adds up."""
+    high = held = 0.0
+    for stretch in stretches:
+        high, held = max(high, held + stretch.inner[0, -1]), held + stretch.passed[0, -1]
+    best = [[0, len(stretch.places) - 1] for stretch in stretches]
+    low, step = floor, _PEAK_SHARE * high
+    while high - low > step:
         middle = (low + high) / 2
-        ends = _find_ends(passed, inner, middle)
+        ends = _find_all_ends(stretches, middle)
         low, high, best = (middle, high, best) if ends is None else (low, middle, ends)
-    for start, end in itertools.pairwise(best):
-        yield Run(int(places[start]), int(places[end] - places[start]), 1)
+    for stretch, ends in zip(stretches, best, strict=True):
+        for start, end in itertools.pairwise(stretch.places[ends]):
+            yield Run(int(start), int(end - start), 1)
+
+
+def _find_all_ends(stretches: Sequence[_Stretch], peak: float) -> list[list[int]] | None:
+    """The places to cut each stretch where all pass on the fewest bytes within a peak, or None."""
+    found, held = list[list[int]](), 0.0
+    for stretch in stretches:
+        ends = _find_ends(stretch, peak - held)
+        if ends is None:
+            return None
+        found.append(ends)
+        held += sum(stretch.passed[start, end] for start, end in itertools.pairwise(ends))
+    return found
 
 
 def _list_places(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray) -> np.ndarray:
@@ -156,13 +197,14 @@ def _list_places(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np
     return stretch.start + np.array([0, *sorted(lowest.values()), stretch.length])
 
 
-def _find_ends(passed: np.ndarray, inner: np.ndarray, peak: float) -> list[int] | None:
+def _find_ends(stretch: _Stretch, peak: float) -> list[int] | None:
     """The places to cut a stretch where its sections pass on the fewest bytes within a peak, or None.
 
     Args:
-      passed, inner: bytes passed on, and bytes of values, by the section from a place to a place.
+      stretch: the stretch.
       peak: the most bytes that a section's backward pass may hold.
     """
+    passed, inner = stretch.passed, stretch.inner
     held, origin = np.full(len(passed), np.inf), np.zeros(len(passed), int)
     held[0] = 0
     for end in range(1, len(passed)):

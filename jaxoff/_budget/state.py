@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -205,6 +206,8 @@ class State:
             text = (
                 f"The state that may rest on the host takes {format_nbytes(nbytes)}, and "
                 f"{format_nbytes(int(missing_nbytes))} are missing."
+                if math.isfinite(missing_nbytes)
+                else "State on the host does not help."
             )
         elif self.is_donated:
             text = (

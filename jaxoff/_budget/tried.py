@@ -12,8 +12,9 @@ from jaxoff._budget.costs import Costs
 from jaxoff._budget.joint_graph import JointGraph, Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.regions import Region
-from jaxoff._budget.report import PlacedValue, Plan, list_values, merge_rows, shorten
+from jaxoff._budget.report import PlacedValue, Plan, describe_kept, list_values, merge_rows, shorten
 from jaxoff._device.profile import Device
+from jaxoff._report.tables import format_nbytes
 
 # The most by which a step towards the budget may be longer than the excess: the reciprocal.
 _LEAST_SLOPE = 1 / 16
@@ -50,6 +51,22 @@ class Tried[P]:
     def milliseconds(self) -> float:
         """The time of a step, by the model."""
         return self.base_ms + self.added_ms
+
+    def describe(self, device_nbytes: float, devices: int) -> str:
+        """What the program takes of a budget, as text.
+
+        Args:
+          device_nbytes: the budget.
+          devices: the number of devices whose bytes are counted together.
+        """
+        takes = format_nbytes(int(self.nbytes / devices)) if self.compiles else "more than XLA compiles"
+        takes += ", too much" if self.compiles and self.nbytes > device_nbytes else ""
+        return f"takes {takes}, with {describe_kept(self.list_values())}{' on all devices' * (devices > 1)}"
+
+    @property
+    def compiles(self) -> bool:
+        """Whether XLA compiles the program."""
+        return math.isfinite(self.nbytes)
 
     def list_values(self) -> tuple[PlacedValue, ...]:
         """The values of all layers with their placements."""

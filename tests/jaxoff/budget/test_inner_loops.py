@@ -1,5 +1,7 @@
 """Loops inside of checkpointed layers: their results and residuals are values that may be kept."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,3 +173,39 @@ def test_layers_of_attention_in_parts_of_the_queries(checkpoints):
     ]
     args = layers, jnp.cos(jnp.arange(2 * tokens * width)).reshape(2, tokens, width)
     check_fit(lambda wrap: make_step(wrap(layer)), args, 1.03, donate_argnums=0)
+
+
+def test_more_memory_is_no_slower_where_layers_in_a_list_hold_loops():
+    """The loops in the backward passes of recomputed layers have placements of their own."""
+    count, batch, tokens, width, keys, block = 4, 4, 2048, 512, 1024, 256
+
+    def layer(x, w):
+        q, k, v = jnp.split(x @ w["qkv"], 3, -1)
+
+        def attend(total, rows):
+            scores = jnp.einsum("bqd,bkd->bqk", rows, k[:, :keys]).astype(jnp.float32)
+            scores = scores[:, None] * jnp.arange(1.0, 9.0)[:, None, None]
+            return total + 1, jnp.einsum("bhqk,bkd->bqd", jax.nn.softmax(scores).astype(x.dtype), v[:, :keys])
+
+        parts = q.reshape(batch, tokens // block, block, width).swapaxes(0, 1)
+        out = lax.scan(attend, 0, parts)[1].swapaxes(0, 1).reshape(x.shape)
+        x = x + out @ w["o"]
+        return x + jax.nn.gelu(x @ w["up"]) @ w["up"].T
+
+    def step(ws, x):
+        def loss(ws):
+            y = x
+            for w in ws:
+                y = layer(y, w)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, ws, jax.grad(loss)(ws))
+
+    shapes = {"qkv": (width, 3 * width), "o": (width, width), "up": (width, 4 * width)}
+    ws = [{n: jax.ShapeDtypeStruct(s, jnp.bfloat16) for n, s in shapes.items()} for _ in range(count)]
+    args = ws, jax.ShapeDtypeStruct((batch, tokens, width), jnp.bfloat16)
+    times = [
+        jaxoff.plan(step, *args, device_bytes=b, host_bytes=1, device="h200", compiled=False).step_ms
+        for b in (0.4e9, 0.6e9, 1.2e9)
+    ]
+    assert all(more <= 1.02 * less for less, more in itertools.pairwise(times))

@@ -16,8 +16,11 @@ import jaxoff
 from bench.client_steps import PROGRAMS
 from jaxoff._budget import budget_error, choose, fit, regions
 from jaxoff._budget.estimated import find_estimated
+from jaxoff._budget.forms import NO_COPIES, Form
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.parts import write_layers_in_parts
+from jaxoff._budget.placements import LayeredProgram
+from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.primitives import holds_copies
 from tests.jaxoff.budget.test_parts import list_shapes
@@ -290,3 +293,21 @@ def test_a_search_takes_parts_of_layers_where_copies_are_slower(monkeypatch):
     device = dataclasses.replace(jaxoff.Device.of("h100"), d2h_gbps=0.05, h2d_gbps=0.05)
     found = fit.find_fitting(closed, device, Budget(budget), donated, compile_program)
     assert not any(placed.offloaded for placed in found.placements) and found.tiles
+
+
+def test_the_time_of_parts_is_that_of_all_layers():
+    def added_ms(layers):
+        def loss(ws, x):
+            run = lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), x, ws)[0]
+            return jnp.mean(run.astype(jnp.float32) ** 2)
+
+        shapes = {"up": (layers, 512, 2048), "down": (layers, 2048, 512)}
+        ws = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+        x = jax.ShapeDtypeStruct((1 << 16, 512), jnp.bfloat16)
+        layered = LayeredProgram.of(jax.make_jaxpr(jax.grad(loss))(ws, x))
+        form = Form.of(layered, (), H200, Budget(1e9, NO_COPIES))
+        least = form.choose_least(NO_COPIES)
+        assert least is not None
+        return form.count_parts_ms(least[0], 1e7, 1)
+
+    assert 0 < added_ms(8) == pytest.approx(2 * added_ms(4), rel=0.1)

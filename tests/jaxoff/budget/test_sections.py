@@ -17,7 +17,7 @@ from jaxoff._budget.fit import find_fitting
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.parts import write_in_parts
 from jaxoff._budget.repeats import Run
-from jaxoff._budget.sections import cut_stretch
+from jaxoff._budget.sections import _cut_together, _Stretch
 from jaxoff._device.profile import H200, Device
 from jaxoff._jaxpr.compat import jaxpr_as_fun
 from jaxoff._jaxpr.dataflow import variables
@@ -217,28 +217,39 @@ def test_memory_is_counted_when_the_backward_pass_of_a_section_runs():
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_other_sections_have_a_lower_peak(data):
-    """Beside all ways to cut a stretch of up to seven equations."""
-    length = data.draw(st.integers(2, 7))
+    """Beside all ways to cut one stretch or two, together of up to seven equations.
+
+    What the sections of the first stretch pass on is there in the backward pass of the second.
+    """
+    lengths = data.draw(st.lists(st.integers(2, 4), min_size=1, max_size=2))
     sizes = st.integers(1, 40)
-    nbytes = np.array(data.draw(st.lists(sizes, min_size=length, max_size=length)))
-    reads = [(i, data.draw(st.integers(i, length)), data.draw(sizes)) for i in range(length)]
+    nbytes = [np.array(data.draw(st.lists(sizes, min_size=n, max_size=n))) for n in lengths]
+    reads = [[(i, data.draw(st.integers(i, n)), data.draw(sizes)) for i in range(n)] for n in lengths]
     floor = data.draw(st.integers(0, 60))
 
-    def peak_of(ends):
+    def peak_of(ways):
         held, peaks = 0, []
-        for a, b in itertools.pairwise(ends):
-            peaks.append(held + max(floor, nbytes[a:b].sum()))
-            held += sum(size for i, last, size in reads if a <= i < b <= last)
+        for ends, own, values in zip(ways, nbytes, reads, strict=True):
+            for a, b in itertools.pairwise(ends):
+                peaks.append(held + max(floor, own[a:b].sum()))
+                held += sum(size for i, last, size in values if a <= i < b <= last)
         return max(peaks)
 
-    sections = list(cut_stretch(Run(0, length, 1), reads, nbytes, floor))
-    ends = [0, *(section.end for section in sections)]
-    assert [section.start for section in sections] == ends[:-1]
-    assert ends[-1] == length
-    inner = range(1, length)
-    ways = [[0, *some, length] for k in range(length) for some in itertools.combinations(inner, k)]
-    count = len(sections)  # each counts LEAST_NBYTES, here one byte
-    assert peak_of(ends) <= min(map(peak_of, ways)) + count + 1
+    stretches = zip(lengths, reads, nbytes, strict=True)
+    measured = [_Stretch.of(Run(0, n, 1), values, own, floor) for n, values, own in stretches]
+    sections = list(_cut_together(measured, floor))
+    count, found = len(sections), list[list[int]]()  # each counts LEAST_NBYTES, here one byte
+    for n in lengths:
+        found.append([0])
+        while found[-1][-1] < n:
+            section = sections.pop(0)
+            assert section.start == found[-1][-1]
+            found[-1].append(section.end)
+    assert not sections
+    ways = (
+        [[0, *some, n] for k in range(n) for some in itertools.combinations(range(1, n), k)] for n in lengths
+    )
+    assert peak_of(found) <= min(map(peak_of, itertools.product(*ways))) + count + 1
 
 
 def test_a_section_is_made_again_once_a_gradient_of_its_is_there():
