@@ -105,7 +105,7 @@ def find_fitting[P](
     def find_whole() -> Tried[P] | None:
         searches.append(search)
         found = search.run_both() or search.run_again(compile_otherwise)
-        if (opened := search.open()) is None or not opened.may_beat(found):
+        if (opened := search.open(found)) is None:
             return found
         searches.append(opened)
         if found is None:
@@ -189,23 +189,23 @@ class _Search[P]:
         self._closed, self._is_opened, self._progress = closed, is_opened, progress
         self._settings = device, budget, donated, compile_program, devices, progress
 
-    def open(self) -> _Search[P] | None:
-        """A search that places the loops within the backward passes of the least program; None without such.
+    def open(self, found: Tried[P] | None) -> _Search[P] | None:
+        """A search that places the loops within the backward passes of the least program.
 
         Layers in a loop over parts of a batch are an equation of that loop's body: its backward pass makes
-        all of their values again at once.
+        all of their values again at once. None where no layers hold loops; beside a program found, where none
+        in a list do, or the search has nothing clearly faster by the model.
         """
         least = self._form.choose_least(NO_COPIES)
-        if least is None or not any(pair.holds_loops for pair in self._form.pairs):
+        outside = (pair for pair in self._form.pairs if found is None or not pair.has_stacks)
+        if least is None or not any(pair.holds_loops for pair in outside):
             return None
         left = iter(least[0])
         program = self._form.layered.write(lambda _: next(left))
-        return _Search(program, *self._settings, is_opened=True)
-
-    def may_beat(self, found: Tried[P] | None) -> bool:
-        """Whether a program of this search may be clearly faster than another's, by the model."""
-        fastest = self._base_ms + self._whole.fastest[1]
-        return found is None or fastest < (1 - _OPENED_WINS) * found.milliseconds()
+        opened = _Search(program, *self._settings, is_opened=True)
+        fastest_ms = opened._base_ms + opened._whole.fastest[1]
+        wins = found is None or fastest_ms < (1 - _OPENED_WINS) * found.milliseconds()
+        return opened if wins else None
 
     def tile(self, *, copies: bool) -> _Search[P] | None:
         """A search for programs with the row-wise work of layers in parts, whose sums are in another order.
