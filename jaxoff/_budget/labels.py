@@ -8,6 +8,8 @@ from typing import Any
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import map_makers
+from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.tag import Tag
 
 # Words of JAX's transformations in scopes.
@@ -26,8 +28,30 @@ def find_name(graph: JointGraph, v: Var) -> str | None:
 
 
 def label(graph: JointGraph, v: Var, maker: JaxprEqn | None) -> str:
-    """The name of a value, else its path and operation; "carry" for an input of the layer."""
-    return find_name(graph, v) or ("carry" if maker is None else _describe(maker))
+    """The name of a value, else its path and operation; "carry" for an input of the layer.
+
+    A result of a loop or a condition has the operation in it, too: "scan/dot_general".
+    """
+    if maker is None:
+        return find_name(graph, v) or "carry"
+    inner = find_maker_inside(maker, v)
+    return find_name(graph, v) or _describe(maker) + (f"/{inner.primitive.name}" if inner else "")
+
+
+def find_maker_inside(eqn: JaxprEqn, v: Var) -> JaxprEqn | None:
+    """The equation in a loop or a condition that makes a result of it; None for other equations.
+
+    Of a condition's branches, one that makes the result of other values: the others fill it with zeros.
+    """
+    if compat.control_flow(eqn) is None:
+        return None
+    place, found = eqn.outvars.index(v), list[JaxprEqn]()
+    for program in map(inline_program, compat.sub_jaxprs(eqn)):
+        result = program.outvars[place] if len(program.outvars) == len(eqn.outvars) else None
+        maker = map_makers(program.eqns).get(result) if isinstance(result, Var) else None
+        if maker is not None and isinstance(result, Var):
+            found.append(find_maker_inside(maker, result) or maker)
+    return min(found, key=lambda maker: maker.primitive.name == "broadcast_in_dim", default=None)
 
 
 def _describe(eqn: JaxprEqn) -> str:

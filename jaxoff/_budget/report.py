@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
-from jaxoff._budget.labels import find_name, format_type, label
+from jaxoff._budget.labels import find_maker_inside, find_name, format_type, label
 from jaxoff._budget.limits import Budget
 from jaxoff._device.kernel_time import program_ms
 from jaxoff._device.profile import Device
@@ -254,6 +254,8 @@ class _Rows:
         eqn = self._makers.get(v)
         # Of an input, its first reader.
         shown = eqn or next((reader for reader in self._pure if v in reader.invars), None)
+        inner = find_maker_inside(eqn, v) if eqn else None
+        source = compat.source_line(inner) if inner else ""
         nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
         return PlacedValue(
             label(self._graph, v, eqn),
@@ -261,7 +263,7 @@ class _Rows:
             self._count,
             self._count * nbytes,
             placement,
-            "" if shown is None else compat.source_line(shown),
+            source or ("" if shown is None else compat.source_line(shown)),
             is_named=bool(find_name(self._graph, v)),
         )
 

@@ -127,3 +127,20 @@ def test_what_the_solver_prints_is_no_part_of_the_output(monkeypatch, capfd):
     printed = capfd.readouterr()
     assert printed.out == f"{plan.device}\n"
     assert "of the solver" in printed.err
+
+
+def test_values_of_a_condition_in_a_layer_have_the_operations_in_it():
+    def layer(x, w):
+        def attend(x):
+            return x + jnp.tanh(x @ w["up"]) @ w["down"]
+
+        return jax.lax.cond(w["keep"] > 0, attend, lambda x: x, x), None
+
+    def loss(w, x):
+        return (jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2).mean()
+
+    w = {"up": struct(8, 1024, 4096), "down": struct(8, 4096, 1024), "keep": struct(8)}
+    values = plan_within(1e9, jax.value_and_grad(loss), w, struct(8192, 1024)).values
+    inside = {v.value: v.source for v in values if v.value.startswith("cond")}
+    assert "cond/tanh" in inside and "cond" not in inside
+    assert all("test_report.py" in source for source in inside.values())
