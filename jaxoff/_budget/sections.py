@@ -91,7 +91,7 @@ def cut_stretches(
     in_layers += [n / max(1, loop.length) for loop, n in loops if loop is not None]
     forward = [i for i, eqn in enumerate(eqns) if not is_transposed(eqn)]
     last_reads = {v: i for i in forward for v in variables(eqns[i])}
-    floor, measured = max(in_layers, default=0), list[_Stretch]()
+    floor, measured = max(in_layers, default=0), list[Stretch]()
     for stretch in stretches:
         if nbytes[stretch.start : stretch.end].sum() < max(_LEAST_SHARE * total, LEAST_NBYTES):
             continue
@@ -100,8 +100,8 @@ def cut_stretches(
             for i in range(stretch.start, stretch.end)
             for v in eqns[i].outvars
         ]
-        measured.append(_Stretch.of(stretch, reads, nbytes, floor))
-    return list(_cut_together(measured, floor))
+        measured.append(Stretch.of(stretch, reads, nbytes, floor))
+    return list(cut_together(measured, floor))
 
 
 def cut_stretch(
@@ -117,11 +117,11 @@ def cut_stretch(
       nbytes: bytes of the values of each equation that are read by the backward pass.
       floor: bytes below which the peak is some other place's.
     """
-    yield from _cut_together([_Stretch.of(stretch, reads, nbytes, floor)], floor)
+    yield from cut_together([Stretch.of(stretch, reads, nbytes, floor)], floor)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Stretch:
+class Stretch:
     """A stretch with what its sections take.
 
     Attributes:
@@ -134,7 +134,7 @@ class _Stretch:
     inner: np.ndarray
 
     @staticmethod
-    def of(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray, floor: float) -> _Stretch:
+    def of(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray, floor: float) -> Stretch:
         """Measures a stretch; arguments as for `cut_stretch`."""
         places = _list_places(stretch, reads, nbytes)
         inner = np.concatenate([[0], np.cumsum(nbytes)])[places]
@@ -149,10 +149,10 @@ class _Stretch:
                 change[0, read] -= size
                 change[made, read] += size
         passed = change.cumsum(0).cumsum(1)[:-1, :-1] + LEAST_NBYTES  # the fewer sections, the better
-        return _Stretch(places, passed, inner)
+        return Stretch(places, passed, inner)
 
 
-def _cut_together(stretches: Sequence[_Stretch], floor: float) -> Iterator[Run]:
+def cut_together(stretches: Sequence[Stretch], floor: float) -> Iterator[Run]:
     """The sections of stretches, in program order, with the least peak of all: what they pass on adds up."""
     high = held = 0.0
     for stretch in stretches:
@@ -168,7 +168,7 @@ def _cut_together(stretches: Sequence[_Stretch], floor: float) -> Iterator[Run]:
             yield Run(int(start), int(end - start), 1)
 
 
-def _find_all_ends(stretches: Sequence[_Stretch], peak: float) -> list[list[int]] | None:
+def _find_all_ends(stretches: Sequence[Stretch], peak: float) -> list[list[int]] | None:
     """The places to cut each stretch where all pass on the fewest bytes within a peak, or None."""
     found, held = list[list[int]](), 0.0
     for stretch in stretches:
@@ -197,7 +197,7 @@ def _list_places(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np
     return stretch.start + np.array([0, *sorted(lowest.values()), stretch.length])
 
 
-def _find_ends(stretch: _Stretch, peak: float) -> list[int] | None:
+def _find_ends(stretch: Stretch, peak: float) -> list[int] | None:
     """The places to cut a stretch where its sections pass on the fewest bytes within a peak, or None.
 
     Args:

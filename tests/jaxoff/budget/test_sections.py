@@ -17,7 +17,7 @@ from jaxoff._budget.fit import find_fitting
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.parts import write_in_parts
 from jaxoff._budget.repeats import Run
-from jaxoff._budget.sections import _cut_together, _Stretch
+from jaxoff._budget.sections import Stretch, cut_together
 from jaxoff._device.profile import H200, Device
 from jaxoff._jaxpr.compat import jaxpr_as_fun
 from jaxoff._jaxpr.dataflow import variables
@@ -236,8 +236,8 @@ def test_no_other_sections_have_a_lower_peak(data):
         return max(peaks)
 
     stretches = zip(lengths, reads, nbytes, strict=True)
-    measured = [_Stretch.of(Run(0, n, 1), values, own, floor) for n, values, own in stretches]
-    sections = list(_cut_together(measured, floor))
+    measured = [Stretch.of(Run(0, n, 1), values, own, floor) for n, values, own in stretches]
+    sections = list(cut_together(measured, floor))
     count, found = len(sections), list[list[int]]()  # each counts LEAST_NBYTES, here one byte
     for n in lengths:
         found.append([0])

@@ -69,6 +69,19 @@ def test_a_budget_error_says_why_xla_compiles_nothing():
         within.lower(*ARGS)
 
 
+def test_state_on_the_host_is_no_cure_where_xla_compiles_nothing():
+    def train(state, x):
+        w, moments = state
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, w - step(w, x))
+        return (w - 0.1 * moments, moments), x.sum()
+
+    w = jax.ShapeDtypeStruct((3, 512, 512), jnp.float32)
+    options = {"xla_nonsense": True}
+    within = jaxoff.jit(train, donate_argnums=0, device_bytes=1e8, device="h200", compiler_options=options)
+    with pytest.raises(jaxoff.BudgetError, match=r"(?s)does not help.*XLA says: .*xla_nonsense"):
+        within.lower((w, w), jax.ShapeDtypeStruct((8192, 512), jnp.float32))
+
+
 def test_the_least_budget_counts_the_step_as_written(monkeypatch):
     def find_nothing(*args, **kwargs):
         raise jaxoff.BudgetError("no placement fits.", 10**9)
