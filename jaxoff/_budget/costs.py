@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxoff._budget.joint_graph import JointGraph
-from jaxoff._budget.labels import label
+from jaxoff._budget.labels import label, map_makers_inside
 from jaxoff._budget.limits import UnmatchedError
 from jaxoff._budget.row_statistics import find_row_statistics
 from jaxoff._budget.segments import Segments
@@ -159,13 +159,13 @@ def _label_compressible(pair: JointGraph, values: Iterable[Var]) -> Iterator[tup
     Values behind a choice, such as the experts of a token, are not: a choice computed again by rounded values
     may be another.
     """
-    makers = map_makers(pair.eqns)
+    makers, inside = map_makers(pair.eqns), map_makers_inside(pair.eqns)
     behind: set[Var] = set()
     for eqn in reversed(pair.pure):
         if chooses(eqn) or not behind.isdisjoint(eqn.outvars):
             behind.update(variables(eqn))
     fit = (v for v in values if pair.has_stacks and can_compress(v.aval) and v not in behind)
-    return ((v, label(pair, v, makers.get(v))) for v in fit)
+    return ((v, label(pair, v, makers.get(v), inside.get(v))) for v in fit)
 
 
 def _find_compressible(pair: JointGraph, values: Iterable[Var], patterns: Sequence[str]) -> dict[Var, int]:

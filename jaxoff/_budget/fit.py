@@ -27,7 +27,6 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.faults import FAULTS
-from jaxoff._jaxpr.merged_maps import merge_shard_maps
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
@@ -179,7 +178,7 @@ class _Search[P]:
         self._step_ms = sum(
             c.pair.count * c.pair.runs * (c.forward_ms + c.backward_ms) for c in self._whole.costs
         )
-        self._written: tuple[Any, ClosedJaxpr, tuple[Region, ...]] | None = None  # the latest
+        self._written: tuple[Any, ClosedJaxpr, tuple[Region, ...]] | None = None  # the latest program
         self._compiled: dict[Any, Tried[P]] = {}
         self._waits_for_sums = False  # as for `write_sequences`: once nothing fits otherwise
         self._least_nbytes: dict[tuple[Form, float | None], float] = {}
@@ -275,10 +274,8 @@ class _Search[P]:
         The time of the fastest leaves out copies of state, which its placements have in theirs.
         """
         placements, added_ms = self._whole.fastest
-        left = iter(placements)
-        fastest = merge_shard_maps(self._whole.layered.write(lambda _: next(left)))
         exposed_ms = sum(c.pair.count * c.pair.runs * exposed_state_ms(c) for c in self._whole.costs)
-        return step_ms(fastest, self._whole.pairs, self._device) + exposed_ms - added_ms
+        return step_ms(self._whole.write(placements), self._whole.pairs, self._device) + exposed_ms - added_ms
 
     def run_both(self) -> Tried[P] | None:
         """The fastest program found within the budget; None if none fits."""
@@ -391,10 +388,7 @@ class _Search[P]:
         """The program of a form with placements, which is estimated first and then compiled."""
         key = form, tuple(placements), self._waits_for_sums
         if self._written is None or self._written[0] != key:
-            left = iter(placements)
-            options = {"fills": self._fills, "waits_for_sums": self._waits_for_sums}
-            # A forward `jax.shard_map` that is made again is part of the backward one, as in a checkpoint.
-            program = merge_shard_maps(form.layered.write(lambda pair: next(left), **options))
+            program = form.write(placements, fills=self._fills, waits_for_sums=self._waits_for_sums)
             tiles: Sequence[Region] = ()
             if self._is_tiled:
                 program, tiles = write_layers_in_parts(program, self._tile_nbytes, devices=self.devices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxoff._budget.choose import choose_placements
 from jaxoff._budget.costs import Costs
@@ -69,6 +69,12 @@ class Form:
         joined = dataclasses.replace(self, costs=costs, _least={})
         return min((self, joined), key=estimate_least)
 
+    def write(self, placements: Iterable[Placements], **options: bool) -> ClosedJaxpr:
+        """The program with placements of its layers; options as for `LayeredProgram.write`."""
+        left = iter(placements)
+        # A forward `jax.shard_map` that is made again is part of the backward one, as in a checkpoint.
+        return merge_shard_maps(self.layered.write(lambda _: next(left), **options))
+
     def count_parts_ms(self, placements: Sequence[Placements], least_nbytes: float, devices: int) -> float:
         """The time in ms that layers in parts add to a step with placements.
 
@@ -76,8 +82,7 @@ class Form:
           placements: of the layers.
           least_nbytes, devices: as for `write_layers_in_parts`.
         """
-        left = iter(placements)
-        whole = merge_shard_maps(self.layered.write(lambda _: next(left)))  # in loops of known lengths
+        whole = self.write(placements)  # in loops of known lengths
         program, _ = write_layers_in_parts(whole, least_nbytes, devices=devices)
         times = [step_ms(closed, self.pairs, self._device) for closed in (program, whole)]
         return max(0.0, times[0] - times[1])

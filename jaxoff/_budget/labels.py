@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from jaxoff._budget.joint_graph import JointGraph
@@ -27,31 +28,40 @@ def find_name(graph: JointGraph, v: Var) -> str | None:
     return (Tag.of(name).label or None) if name else None
 
 
-def label(graph: JointGraph, v: Var, maker: JaxprEqn | None) -> str:
+def label(graph: JointGraph, v: Var, maker: JaxprEqn | None, inner: JaxprEqn | None) -> str:
     """The name of a value, else its path and operation; "carry" for an input of the layer.
 
-    A result of a loop or a condition has the operation in it, too: "scan/dot_general".
+    Args:
+      graph, v: the layer and the value.
+      maker: the equation that makes the value; None for an input.
+      inner: of a loop's or a condition's result, the equation inside, whose operation is shown, too.
     """
-    if maker is None:
-        return find_name(graph, v) or "carry"
-    inner = find_maker_inside(maker, v)
-    return find_name(graph, v) or _describe(maker) + (f"/{inner.primitive.name}" if inner else "")
+    inside = f"/{inner.primitive.name}" if inner else ""
+    return find_name(graph, v) or ("carry" if maker is None else _describe(maker) + inside)
 
 
-def find_maker_inside(eqn: JaxprEqn, v: Var) -> JaxprEqn | None:
-    """The equation in a loop or a condition that makes a result of it; None for other equations.
+def map_makers_inside(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:
+    """Results of loops and conditions -> the equations inside that make them.
 
     Of a condition's branches, one that makes the result of other values: the others fill it with zeros.
     """
-    if compat.control_flow(eqn) is None:
-        return None
-    place, found = eqn.outvars.index(v), list[JaxprEqn]()
-    for program in map(inline_program, compat.sub_jaxprs(eqn)):
-        result = program.outvars[place] if len(program.outvars) == len(eqn.outvars) else None
-        maker = map_makers(program.eqns).get(result) if isinstance(result, Var) else None
-        if maker is not None and isinstance(result, Var):
-            found.append(find_maker_inside(maker, result) or maker)
-    return min(found, key=lambda maker: maker.primitive.name == "broadcast_in_dim", default=None)
+    found: dict[Var, JaxprEqn] = {}
+    for eqn in eqns:
+        if compat.control_flow(eqn) is None:
+            continue
+        for program in map(inline_program, compat.sub_jaxprs(eqn)):
+            if len(program.outvars) != len(eqn.outvars):  # the condition of a `while`
+                continue
+            makers = map_makers(program.eqns) | map_makers_inside(program.eqns)
+            for v, result in zip(eqn.outvars, program.outvars, strict=True):
+                maker = makers.get(result) if isinstance(result, Var) else None
+                if maker is not None and (v not in found or _is_fill(found[v])):
+                    found[v] = maker
+    return found
+
+
+def _is_fill(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "broadcast_in_dim"
 
 
 def _describe(eqn: JaxprEqn) -> str:

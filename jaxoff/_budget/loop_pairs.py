@@ -164,7 +164,7 @@ def _pair(
     first, arguments = _first_row(layout), list(zip(forward.invars, body.invars, strict=True))
     constants = _Constants(arguments[: layout.num_consts], makers)
     rows = {v: inner for v, inner in arguments[first:] if isinstance(v, Var)}
-    body = make_masks_inside(body, constants.arguments, makers)
+    body = make_masks_inside(body, constants.arguments.items(), makers)
     numbering = Numbering(body.invars, body.eqns, constants.aliases)
     theirs, _ = inline_body(bodies[1].jaxpr)
     if any(eqn.outvars and compat.has_side_effects(eqn) for eqn in (*body.eqns, *theirs.eqns)):

@@ -126,9 +126,9 @@ def _write_reader(
         return None
     body = compat.as_open(eqn.params["jaxpr"])
     pairs = list(zip(eqn.invars, body.invars, strict=True))  # operand, argument
-    large = {v: w for v, w in pairs[: layout.num_consts] if compat.nbytes(w.aval) >= _FILL_NBYTES}
-    with_fills = make_masks_inside(body, large, makers)
-    body, has_fills = with_fills, len(with_fills.eqns) > len(body.eqns)
+    count = len(body.eqns)
+    body = make_masks_inside(body, pairs[: layout.num_consts], makers, _FILL_NBYTES)
+    has_fills = len(body.eqns) > count
     first = layout.num_consts + layout.num_carry
     consts, rows = pairs[: layout.num_consts], pairs[first:]
     masks: list[JaxprEqn] = []

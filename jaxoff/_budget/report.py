@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
-from jaxoff._budget.labels import find_maker_inside, find_name, format_type, label
+from jaxoff._budget.labels import find_name, format_type, label, map_makers_inside
 from jaxoff._budget.limits import Budget
 from jaxoff._device.kernel_time import program_ms
 from jaxoff._device.profile import Device
@@ -247,18 +247,18 @@ class _Rows:
     def __init__(self, graph: JointGraph, times: int = 1):
         self._graph, self._count = graph, times * graph.count
         self._pure = [look_inside(eqn) for eqn in graph.pure]
-        self._makers = map_makers(self._pure)
+        self._makers, self._inside = map_makers(self._pure), map_makers_inside(self._pure)
 
     def describe(self, v: Var, placement: Placement, *, is_compressed: bool = False) -> PlacedValue:
         """The row of a value."""
         eqn = self._makers.get(v)
         # Of an input, its first reader.
         shown = eqn or next((reader for reader in self._pure if v in reader.invars), None)
-        inner = find_maker_inside(eqn, v) if eqn else None
+        inner = self._inside.get(v)
         source = compat.source_line(inner) if inner else ""
         nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
         return PlacedValue(
-            label(self._graph, v, eqn),
+            label(self._graph, v, eqn, inner),
             format_type(v.aval, "float8_e4m3fn" if is_compressed else None),
             self._count,
             self._count * nbytes,

@@ -172,11 +172,11 @@ def _find_all_ends(stretches: Sequence[Stretch], peak: float) -> list[list[int]]
     """The places to cut each stretch where all pass on the fewest bytes within a peak, or None."""
     found, held = list[list[int]](), 0.0
     for stretch in stretches:
-        ends = _find_ends(stretch, peak - held)
-        if ends is None:
+        if (cut := _find_ends(stretch, peak - held)) is None:
             return None
+        ends, passed = cut
         found.append(ends)
-        held += sum(stretch.passed[start, end] for start, end in itertools.pairwise(ends))
+        held += passed
     return found
 
 
@@ -197,8 +197,10 @@ def _list_places(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np
     return stretch.start + np.array([0, *sorted(lowest.values()), stretch.length])
 
 
-def _find_ends(stretch: Stretch, peak: float) -> list[int] | None:
-    """The places to cut a stretch where its sections pass on the fewest bytes within a peak, or None.
+def _find_ends(stretch: Stretch, peak: float) -> tuple[list[int], float] | None:
+    """The places to cut a stretch where its sections pass on the fewest bytes within a peak, and these bytes.
+
+    None where no places are within the peak.
 
     Args:
       stretch: the stretch.
@@ -217,4 +219,4 @@ def _find_ends(stretch: Stretch, peak: float) -> list[int] | None:
     ends = [len(passed) - 1]
     while ends[-1]:
         ends.append(int(origin[ends[-1]]))
-    return ends[::-1]
+    return ends[::-1], float(held[-1])

@@ -147,15 +147,18 @@ CHEAP = frozenset(
 )  # fmt: skip
 
 
-def make_masks_inside(body: Jaxpr, consts: Mapping[Any, Var], makers: Mapping[Var, JaxprEqn]) -> Jaxpr:
+def make_masks_inside(
+    body: Jaxpr, consts: Iterable[tuple[Any, Var]], makers: Mapping[Var, JaxprEqn], least_nbytes: int = 0
+) -> Jaxpr:
     """A body that makes the masks and fills among the loop's constants itself.
 
     As operands of a loop they would be arrays in memory.
 
     Args:
       body: the body of a loop.
-      consts: an operand of the loop -> its argument in the body.
+      consts: operands of the loop with their arguments in the body.
       makers: variable -> the equation outside of the loop.
+      least_nbytes: the least size of a mask or fill that the body makes.
     """
     done: Renamed = {}
     eqns: list[JaxprEqn] = []
@@ -175,7 +178,9 @@ def make_masks_inside(body: Jaxpr, consts: Mapping[Any, Var], makers: Mapping[Va
         return done[v]
 
     made: Renamed = {
-        argument: make(v) for v, argument in consts.items() if isinstance(v, Var) and can_make(v)
+        argument: make(v)
+        for v, argument in consts
+        if isinstance(v, Var) and compat.nbytes(argument.aval) >= least_nbytes and can_make(v)
     }
     renamed = (eqn.replace(invars=[resolve(made, v) for v in eqn.invars]) for eqn in body.eqns)
     return body.replace(eqns=[*eqns, *renamed], outvars=[resolve(made, v) for v in body.outvars])

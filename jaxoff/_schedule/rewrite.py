@@ -242,10 +242,7 @@ class _Rewriter:
         for i, loop in loops.items():
             operands, arguments = (loop.split(list(part))[0] for part in (loop.eqn.invars, loop.body.invars))
             pairs = zip((resolve(renamed, v) for v in operands), arguments, strict=True)
-            large = {
-                v: argument for v, argument in pairs if compat.nbytes(argument.aval) >= self._large_nbytes
-            }
-            body = make_masks_inside(loop.body, large, makers)
+            body = make_masks_inside(loop.body, pairs, makers, self._large_nbytes)
             body = body.replace(eqns=self._prepare(body.eqns, body.outvars))
             found[i] = dataclasses.replace(loop, body=body)
         return found

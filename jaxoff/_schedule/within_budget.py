@@ -201,10 +201,8 @@ class Search:
         if self.traced.has_copies or not (within.plan.host_bytes or _are_outside_loops(found.pairs)):
             return within
         part = 1.0 if within.plan.host_bytes else _WRITTEN_WINS
-        if (
-            step_ms(self.traced.given, found.pairs, join_devices(self.device, self.call.devices))
-            >= part * within.plan.step_ms
-        ):
+        device = join_devices(self.device, self.call.devices)
+        if step_ms(self.traced.given, found.pairs, device) >= part * within.plan.step_ms:
             return within
         written = self.compile_written()
         return self._as_written(written) if written.nbytes <= self.budget.device_nbytes else within
