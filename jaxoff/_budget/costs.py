@@ -165,7 +165,7 @@ def _label_compressible(pair: JointGraph, values: Iterable[Var]) -> Iterator[tup
         if chooses(eqn) or not behind.isdisjoint(eqn.outvars):
             behind.update(variables(eqn))
     fit = (v for v in values if pair.has_stacks and can_compress(v.aval) and v not in behind)
-    return ((v, label(pair, v, makers.get(v), inside.get(v))) for v in fit)
+    return ((v, label(pair, v, makers, inside)) for v in fit)
 
 
 def _find_compressible(pair: JointGraph, values: Iterable[Var], patterns: Sequence[str]) -> dict[Var, int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import map_makers
+from jaxoff._jaxpr.dataflow import map_makers, variables
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.tag import Tag
 
@@ -28,16 +28,26 @@ def find_name(graph: JointGraph, v: Var) -> str | None:
     return (Tag.of(name).label or None) if name else None
 
 
-def label(graph: JointGraph, v: Var, maker: JaxprEqn | None, inner: JaxprEqn | None) -> str:
+def label(graph: JointGraph, v: Var, makers: Mapping[Var, JaxprEqn], inside: Mapping[Var, JaxprEqn]) -> str:
     """The name of a value, else its path and operation; "carry" for an input of the layer.
 
     Args:
       graph, v: the layer and the value.
-      maker: the equation that makes the value; None for an input.
-      inner: of a loop's or a condition's result, the equation inside, whose operation is shown, too.
+      makers: value -> the equation that makes the value.
+      inside: result of a loop or a condition -> the equation inside, whose operation is shown, too.
     """
-    inside = f"/{inner.primitive.name}" if inner else ""
-    return find_name(graph, v) or ("carry" if maker is None else _describe(maker) + inside)
+    origin = find_origin(v, makers)
+    if (name := find_name(graph, v) or find_name(graph, origin)) or origin not in makers:
+        return name or "carry"
+    inner = inside.get(origin)
+    return _describe(makers[origin]) + (f"/{inner.primitive.name}" if inner else "")
+
+
+def find_origin(v: Var, makers: Mapping[Var, JaxprEqn]) -> Var:
+    """A value before the constraints of its sharding."""
+    while (maker := makers.get(v)) is not None and maker.primitive.name == "sharding_constraint":
+        (v,) = variables(maker)
+    return v
 
 
 def map_makers_inside(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:

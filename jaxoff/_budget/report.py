@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxoff._budget.joint_graph import JointGraph, Placements, list_recomputed
-from jaxoff._budget.labels import find_name, format_type, label, map_makers_inside
+from jaxoff._budget.labels import find_name, find_origin, format_type, label, map_makers_inside
 from jaxoff._budget.limits import Budget
 from jaxoff._device.kernel_time import program_ms
 from jaxoff._device.profile import Device
@@ -251,14 +251,15 @@ class _Rows:
 
     def describe(self, v: Var, placement: Placement, *, is_compressed: bool = False) -> PlacedValue:
         """The row of a value."""
-        eqn = self._makers.get(v)
+        origin = find_origin(v, self._makers)
+        eqn = self._makers.get(origin)
         # Of an input, its first reader.
         shown = eqn or next((reader for reader in self._pure if v in reader.invars), None)
-        inner = self._inside.get(v)
+        inner = self._inside.get(origin)
         source = compat.source_line(inner) if inner else ""
         nbytes = compressed_nbytes(v.aval) if is_compressed else compat.nbytes(v.aval)
         return PlacedValue(
-            label(self._graph, v, eqn, inner),
+            label(self._graph, v, self._makers, self._inside),
             format_type(v.aval, "float8_e4m3fn" if is_compressed else None),
             self._count,
             self._count * nbytes,

@@ -31,6 +31,8 @@ from jaxoff._jaxpr.primitives import (
     num_shards,
 )
 
+# Equations that store what was not stored, and move nothing.
+_STORES = frozenset({"optimization_barrier", "sharding_constraint"})
 # Primitives that read a part of an operand.
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
 
@@ -82,7 +84,7 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
         if eqn.primitive.name == "dynamic_update_slice":
             return device.pass_ms(compat.nbytes(eqn.invars[1].aval))
         reads, between = graph.find_loads(i)
-        if eqn.primitive.name == "optimization_barrier":  # it stores what was not stored, and moves nothing
+        if eqn.primitive.name in _STORES:
             given = set(variables(eqn))
             made, reads = compat.nbytes_of(given.difference(reads)), [v for v in reads if v not in given]
         sliced = not _SLICES.isdisjoint(e.primitive.name for e in (eqn, *between))

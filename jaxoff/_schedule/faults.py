@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.compat import ClosedJaxpr
@@ -53,7 +54,7 @@ def rewrite_safely(
     given: ClosedJaxpr,
     device: Device,
     place: Place,
-    compile_marked: Callable[[ClosedJaxpr], None] | None,
+    compile_marked: Callable[[ClosedJaxpr], Any] | None,
     *,
     in_order: bool = False,
 ) -> tuple[Rewritten, list[Finding]]:

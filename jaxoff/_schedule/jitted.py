@@ -23,7 +23,7 @@ from jaxoff._policy.marks import is_recording
 from jaxoff._report.finding import Finding
 from jaxoff._report.warn import warn_of
 from jaxoff._runtime.disk import make_key
-from jaxoff._runtime.flags import PlacedBy
+from jaxoff._runtime.flags import UNTUNED, PlacedBy
 from jaxoff._runtime.program_memory import lowered_nbytes, program_nbytes_if_compiled
 from jaxoff._schedule.argument_types import ArgumentTypes
 from jaxoff._schedule.call import Call, Place
@@ -49,6 +49,8 @@ from jaxoff._schedule.within_budget import Written, estimate_within, find_within
 from jaxoff._state import hosted
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
+type _Compile = Callable[[ClosedJaxpr], Any]
+type _Made = tuple[float, tuple[Setting, Any]]  # bytes; the setting and the `jax.jit` function
 
 _jax_jit = jax.jit  # `jax.jit = jaxoff.jit` must not make this module call itself
 
@@ -218,7 +220,8 @@ class Jitted:
                 raise AssertionError("a probe ends with ProbedError")
             except ProbedError as error:
                 signature, given, shapes, findings = error.found
-            program = self._rewrite(call, signature, given, shapes)
+            ask = functools.partial(self._compile_given, call, signature, shapes)
+            program = self._rewrite(call, given, ask)
             traced = Traced(signature, given, shapes, program, findings)
             unknown = profile_at_hand().findings if self._device is None else ()
             is_planned = program.scanned or program.flat or self._budget
@@ -229,21 +232,19 @@ class Jitted:
         finally:
             self._probed.traced = None
 
-    def _rewrite(
-        self, call: Call, signature: Any, given: ClosedJaxpr, shapes: Any, *, in_order: bool = False
-    ) -> Rewritten:
+    def _rewrite(self, call: Call, given: ClosedJaxpr, ask: _Compile, *, in_order: bool = False) -> Rewritten:
         """Rewrites a call's program; asks the compiler how loops are divided over several devices."""
-
-        def compile_marked(marked: ClosedJaxpr) -> None:
-            self._probed.traced = Traced(signature, marked, shapes, Rewritten.as_given(marked))
-            stock = self._overlapped(call.place, Setting(Recipe.STOCK, ()))
-            call.lower(_jax_jit(stock, **self._kwargs)).compile()
-
-        divided = call.devices > 1 and not compat.holds_tracers(given)
-        ask, device = compile_marked if divided else None, self._share_link(call.devices)
-        program, findings = rewrite_safely(given, device, call.place, ask, in_order=in_order)
+        asks = call.devices > 1 and not compat.holds_tracers(given)
+        place, device = call.place, self._share_link(call.devices)
+        program, findings = rewrite_safely(given, device, place, ask if asks else None, in_order=in_order)
         self._report(findings)
         return program
+
+    def _compile_given(self, call: Call, signature: Any, shapes: Any, closed: ClosedJaxpr) -> Any:
+        """Compiles a program with a call's arguments and results as `jax.jit` does, to be read."""
+        self._probed.traced = Traced(signature, closed, shapes, Rewritten.as_given(closed))
+        jitted = _jax_jit(self._overlapped(call.place, Setting(Recipe.STOCK, ())), **self._kwargs)
+        return call.lower(jitted).compile(UNTUNED if call.is_on_gpu else None)
 
     def _share_link(self, devices: int) -> Device:
         return self.device.sharing(max(1, devices // jax.process_count()))
@@ -276,15 +277,14 @@ class Jitted:
         self.plan = None
         assert self._budget is not None
         budget, refusals = self._budget.resolve(call.described), list[str]()
+        compile_given = functools.partial(self._compile_given, call, traced.signature, traced.shapes)
 
-        def compile_program(
-            closed: ClosedJaxpr, *, preferred: bool, in_order: bool = False
-        ) -> tuple[float, Any] | None:
-            program = self._rewrite(call, traced.signature, closed, traced.shapes, in_order=in_order)
+        def compile_program(closed: ClosedJaxpr, *, preferred: bool, in_order: bool = False) -> _Made | None:
+            program = self._rewrite(call, closed, compile_given, in_order=in_order)
             self._probed.traced = made = dataclasses.replace(traced, given=closed, program=program)
             settings = list_settings(program, self._given, has_twin=False, budgeted=True)
             hiding = [s for s in settings if s.recipe.hides_copies] or settings[:1]
-            found: list[tuple[float, Any]] = []
+            found: list[_Made] = []
             for setting in hiding if preferred else settings[len(hiding) :]:
                 if preferred and any(nbytes <= budget.device_nbytes for nbytes, _ in found):
                     break
@@ -303,12 +303,11 @@ class Jitted:
             nbytes = program_nbytes_if_compiled(self._lower(call, setting).compile)
             return Written(setting, nbytes, traced.follow(setting.recipe))
 
-        facts = call.describe_arguments(self._fun, traced.signature[1], self._kwargs)
-        device, compilers = self._share_link(call.devices), (compile_program, compile_written)
-        within = find_within(call, traced, device, budget, *compilers, *facts, refusals)
+        facts = *call.describe_arguments(self._fun, traced.signature[1], self._kwargs), refusals
+        compilers = compile_program, compile_written, compile_given
+        within = find_within(call, traced, self._share_link(call.devices), budget, *compilers, *facts)
         self._report(within.findings)
-        on_host = within.instance.on_host if isinstance(within.instance, hosted.Hosted) else ()
-        places = hosted.list_shardings(call.described[0], on_host)
+        places = hosted.list_shardings(call.described[0], within.instance)
         self.plan = dataclasses.replace(within.plan, step=self, in_shardings=places)
         if within.instance is not None:
             self._instances[call.key, within.setting] = within.instance

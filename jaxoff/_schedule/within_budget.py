@@ -33,6 +33,7 @@ from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
 from jaxoff._schedule.call import Call
+from jaxoff._schedule.divided_batch import divide_batch
 from jaxoff._schedule.faults import describe_fault, name_fault
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.settings import Setting
@@ -102,6 +103,7 @@ class Search:
         copies, or of the others that of the least memory; whether to order the program in any case) -> bytes
         on the device, and the compiled program's setting and function; None without others.
       compile_written: compiles the step as the user wrote it.
+      compile_given: compiles a program as `jax.jit` does, to be read.
       paths: the name of each argument.
       donated: for each argument, whether the program may reuse its memory.
       shardings: of the arguments over several devices, else None.
@@ -115,6 +117,7 @@ class Search:
     budget: Budget
     compile_program: Callable[..., tuple[float, _Made] | None]
     compile_written: Callable[[], Written]
+    compile_given: Callable[[ClosedJaxpr], Any]
     paths: Sequence[str]
     donated: Sequence[bool]
     shardings: Sequence[Sharding | None]
@@ -128,7 +131,14 @@ class Search:
         """
 
         def find(budget: Budget) -> Within:
-            return dataclasses.replace(self, twin=merge_shard_maps(self.twin), budget=budget)._find_rolled()
+            error: BudgetError | None = None
+            for twin in self._twins:
+                try:
+                    return dataclasses.replace(self, twin=twin, budget=budget)._find()
+                except BudgetError as other:
+                    error = min(error or other, other, key=BudgetError.least_bytes)
+            assert error is not None
+            raise error
 
         try:
             return find(self.budget)
@@ -149,18 +159,17 @@ class Search:
             finding = describe_fault(fault, doing)
             return dataclasses.replace(self._as_written(written), findings=(finding,))
 
-    def _find_rolled(self) -> Within:
-        """The step with its loops unrolled as the user wrote them, else without."""
-        try:
-            return self._find()
-        except BudgetError as error:
-            rolled = compat.map_open(self.twin, roll_loops)
-            if rolled is self.twin:
-                raise
-            try:
-                return dataclasses.replace(self, twin=rolled)._find()
-            except BudgetError as other:
-                raise min(error, other, key=BudgetError.least_bytes) from None
+    @functools.cached_property
+    def _twins(self) -> Sequence[ClosedJaxpr]:
+        """The twin in the forms to search, the preferred one first.
+
+        With its batch divided throughout, where that exchanges less; with its loops rolled up that the user
+        unrolled; with its batch divided as the compiler divides it.
+        """
+        merged = divided = merge_shard_maps(self.twin)
+        if self.call.devices > 1:
+            divided = divide_batch(merged, self.donated, self.shardings, self.compile_given)
+        return [*dict.fromkeys((divided, compat.map_open(divided, roll_loops), merged))]
 
     def _find(self) -> Within:
         arguments = sum(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -163,13 +163,14 @@ def taking_host_arrays(jitted: Any, are_given: bool) -> Any:
     return Hosted(jitted, (), frozenset(), frozenset()) if moves else jitted
 
 
-def list_shardings(args: tuple[Any, ...], on_host: Collection[int]) -> tuple[Any, ...]:
+def list_shardings(args: tuple[Any, ...], jitted: Any) -> tuple[Any, ...]:
     """The shardings of arguments, with their memories: a pytree like the arguments.
 
     Args:
       args: the arguments; without a sharding, an argument gets the first device's.
-      on_host: positions of the arguments in host memory, among the leaves.
+      jitted: the function that takes them; a `Hosted` takes some in host memory.
     """
+    on_host = jitted.on_host if isinstance(jitted, Hosted) else ()
 
     def describe(i: int, leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None) or _first_device()

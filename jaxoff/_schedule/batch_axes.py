@@ -1,0 +1,111 @@
+"""Follows the axis of the batch through a program, its calls, loops and conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxoff._budget.row_axes import find_result_axis
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.primitives import OPAQUE, is_shard_map
+
+# Kernels without a rule, whose first axis is the batch of the operands and of the results.
+_BATCH_FIRST = OPAQUE | {"conv_general_dilated"}
+
+# Of each value, the axis of the batch; None for a value without.
+type Axes = tuple[int | None, ...]
+
+
+class BatchAxes:
+    """The axis of the batch in the values of programs.
+
+    A value made of operands whose batches reach it along different axes has none.
+    """
+
+    def __init__(self):
+        self._followed: dict[tuple[int, Axes], tuple[Jaxpr, Mapping[Var, int]]] = {}
+
+    def follow(self, program: Jaxpr, given: Axes) -> Mapping[Var, int]:
+        """The axes of a program's values, for the axes of its arguments."""
+        key = id(program), given
+        if key not in self._followed:
+            found = {v: axis for v, axis in zip(program.invars, given, strict=True) if axis is not None}
+            for eqn in program.eqns:
+                results = self._find_results(eqn, read(found, eqn.invars))
+                found |= {v: axis for v, axis in zip(eqn.outvars, results, strict=True) if axis is not None}
+            self._followed[key] = program, found
+        return self._followed[key][1]
+
+    def enter(self, eqn: JaxprEqn, given: Axes) -> Axes | None:
+        """The axes of the arguments of the programs in an equation; None where they are not followed.
+
+        Args:
+          eqn: the equation.
+          given: the axes of its operands.
+        """
+        if is_shard_map(eqn) or eqn.primitive.name == "while" or all(axis is None for axis in given):
+            return None
+        if (layout := compat.scan_in(eqn)) is not None:
+            consts, end = given[: layout.num_consts], layout.num_consts + layout.num_carry
+            rows = tuple(axis - 1 if axis else None for axis in given[end:])
+            return self._settle(eqn, consts, given[layout.num_consts : end], rows)
+        if eqn.primitive.name == "cond":
+            return given[1:]
+        is_call = compat.inlinable_call(eqn) is not None
+        return given if is_call and len(compat.sub_jaxprs(eqn)[0].invars) == len(given) else None
+
+    def _settle(self, eqn: JaxprEqn, consts: Axes, carry: Axes, rows: Axes) -> Axes:
+        """The axes of a loop's arguments that hold in all of its iterations."""
+        (body,) = compat.sub_jaxprs(eqn)
+        mixed: set[int] = set()  # carried values whose batch changes its axis
+        while True:
+            made = self._list_outs(body, (*consts, *carry, *rows))[: len(carry)]
+            both = list(zip(carry, made, strict=True))
+            mixed |= {k for k, (a, b) in enumerate(both) if None not in (a, b) and a != b}
+            found = (b if a is None else a for a, b in both)
+            settled = tuple(None if k in mixed else axis for k, axis in enumerate(found))
+            if settled == carry:
+                return *consts, *carry, *rows
+            carry = settled
+
+    def _list_outs(self, program: Jaxpr, given: Axes) -> Axes:
+        return read(self.follow(program, given), program.outvars)
+
+    def _find_results(self, eqn: JaxprEqn, given: Axes) -> Axes:
+        """The axes of an equation's results."""
+        nothing = (None,) * len(eqn.outvars)
+        inner = self.enter(eqn, given)
+        if inner is None:
+            is_whole = bool(compat.sub_jaxprs(eqn)) and eqn.primitive.name not in _BATCH_FIRST
+            return nothing if is_whole or not eqn.outvars else _follow_rule(eqn, given)
+        first, *others = (self._list_outs(program, inner) for program in compat.sub_jaxprs(eqn))
+        if (layout := compat.scan_in(eqn)) is not None:
+            stacks = (None if axis is None else axis + 1 for axis in first[layout.num_carry :])
+            return *inner[layout.num_consts : layout.num_consts + layout.num_carry], *stacks
+        return first if all(found == first for found in others) else nothing
+
+
+def read(axes: Mapping[Var, int], values: Sequence[Any]) -> Axes:
+    """The axes of values; a literal has none."""
+    return tuple(axes.get(v) if isinstance(v, Var) else None for v in values)
+
+
+def _follow_rule(eqn: JaxprEqn, given: Axes) -> Axes:
+    """The axes of the results of an equation without programs inside."""
+    if eqn.primitive.name == "optimization_barrier":
+        return given
+    sizes = {compat.shape_of(v.aval)[i] for v, i in zip(eqn.invars, given, strict=True) if i is not None}
+    if len(sizes) != 1:
+        return (None,) * len(eqn.outvars)
+    if eqn.primitive.name in _BATCH_FIRST:
+        found = {0} if set(given) <= {0, None} else set[int | None]()
+    else:
+        operands = ((k, axis) for k, axis in enumerate(given) if axis is not None)
+        found = {find_result_axis(eqn, k, axis) for k, axis in operands} - {None}
+    (size,) = sizes
+    axis = found.pop() if len(found) == 1 else None
+    return tuple(
+        axis if axis is not None and compat.shape_of(v.aval)[axis : axis + 1] == (size,) else None
+        for v in eqn.outvars
+    )

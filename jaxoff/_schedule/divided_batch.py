@@ -1,0 +1,203 @@
+"""Keeps the rows of the batch divided as the caller divides the batch.
+
+The compiler propagates shardings through the whole program. Where both operands of a product are divided over
+the same devices, along axes that both reach the result, it has to pick one. In fully sharded data parallel
+training it may divide an activation, or its gradient, by the rows or columns of a weight, and then exchanges
+activations where weights would do: a decoder divided by rows over two devices exchanged 39 GB a step, and
+10.7 with the batch divided throughout (bench/LOG.md).
+
+So the axis of the batch is followed through the program, and a program with marks on the products along that
+axis is compiled up to its partition. If the compiler divides one of them otherwise, all are pinned; their
+other axes are left to the compiler. The compiler is the judge: the pins stay if the program then exchanges
+less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from jaxoff._compiled import hlo
+from jaxoff._compiled.exchange import exchanged_nbytes
+from jaxoff._device.flops import product_flops
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.dataflow import variables
+from jaxoff._jaxpr.inline import trace_call
+from jaxoff._jaxpr.meshes import explicit_mesh, list_axes
+from jaxoff._jaxpr.shares import record_sharding
+from jaxoff._schedule.batch_axes import Axes, BatchAxes, read
+from jaxoff._schedule.sharding_marks import Recorded
+
+# Smaller products are left to the compiler.
+_LEAST_NBYTES = 2**20
+# Pins stay where the program exchanges less than this part of what it exchanges without.
+_WINS = 0.99
+
+# (the result of a product, axis=the axis of its batch) -> the result.
+type _Wrap = Callable[..., jax.Array]
+type _Compile = Callable[[ClosedJaxpr], Any]
+
+
+def divide_batch(
+    closed: ClosedJaxpr,
+    donated: Sequence[bool],
+    shardings: Sequence[Sharding | None],
+    compile_program: _Compile,
+) -> ClosedJaxpr:
+    """A program with the batch divided throughout, if it then exchanges less between devices.
+
+    Args:
+      closed: a program which is not differentiated any more.
+      donated: for each argument, whether the program may reuse its memory.
+      shardings: of the arguments; None for one that is not divided.
+      compile_program: compiles a program for its devices, as `jax.jit` does.
+
+    Returns:
+      The program with pins, or the program itself.
+    """
+    batch = Batch.find(closed, donated, shardings)
+    if batch is None or batch.is_divided_by(compile_program, closed):
+        return closed
+    pinned = batch.wrap_products(closed, batch.pin)
+    exchanged = [_count_exchanged(program, compile_program) for program in (pinned, closed)]
+    return pinned if exchanged[0] < _WINS * exchanged[1] else closed
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The arguments of a program that are its batch, divided over devices.
+
+    Attributes:
+      mesh: the devices.
+      names: the axes of the mesh that divide the batch.
+      axes: of each argument, the axis that they divide; None for arguments that are no batch.
+    """
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    names: tuple[str, ...]
+    axes: Axes
+
+    @staticmethod
+    def find(
+        closed: ClosedJaxpr, donated: Sequence[bool], shardings: Sequence[Sharding | None]
+    ) -> Batch | None:
+        """The batch of a step; None where the step has none that the compiler divides.
+
+        State is donated, or returned in a new version of the same type. Of the other arguments, frozen
+        weights may be divided, too: integers, such as tokens and labels, tell the batch from these.
+        """
+        arguments, returned = closed.jaxpr.invars, {_type_of(v) for v in closed.jaxpr.outvars}
+        divided: dict[int, tuple[NamedSharding, int]] = {}
+        for k, (v, sharding) in enumerate(zip(arguments, shardings, strict=True)):
+            is_state = donated[k] or _type_of(v) in returned
+            if is_state or not isinstance(sharding, NamedSharding) or explicit_mesh(v.aval) is not None:
+                continue
+            axis = next((i for i, axes in enumerate(sharding.spec) if list_axes(axes)), None)
+            divided |= {} if axis is None else {k: (sharding, axis)}
+        whole_numbers = (k for k in divided if jnp.issubdtype(_type_of(arguments[k])[1], jnp.integer))
+        first = next(whole_numbers, next(iter(divided), None))
+        if first is None:
+            return None
+
+        def describe(k: int) -> tuple[int, tuple[str, ...]]:
+            sharding, axis = divided[k]
+            return compat.shape_of(arguments[k].aval)[axis], list_axes(sharding.spec[axis])
+
+        alike = {k for k in divided if describe(k) == describe(first)}
+        axes = tuple(divided[k][1] if k in alike else None for k in range(len(arguments)))
+        return Batch(divided[first][0].mesh, describe(first)[1], axes)
+
+    def pin(self, value: jax.Array, axis: int) -> jax.Array:
+        """Divides a value along an axis as the batch; its other axes are the compiler's."""
+        spec = P(*(self.names if i == axis else P.UNCONSTRAINED for i in range(value.ndim)))
+        return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
+
+    def is_divided_by(self, compile_program: _Compile, closed: ClosedJaxpr) -> bool:
+        """Whether the compiler divides the large products of a program as the batch."""
+        marks: list[bool | None] = []  # whether it divides a product so, once recorded
+
+        def mark(value: jax.Array, axis: int) -> jax.Array:
+            number = len(marks)
+            marks.append(None)
+
+            def record(sharding: NamedSharding) -> None:
+                names = list_axes((*sharding.spec, *[None] * value.ndim)[axis])
+                marks[number] = set(self.names) <= set(names)
+                if None not in marks:
+                    raise Recorded
+
+            return record_sharding(value, record)
+
+        marked = self.wrap_products(closed, mark)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # by `Recorded`, or XLA refuses the program
+            if marks:
+                compile_program(marked)
+        return False not in marks
+
+    def wrap_products(self, closed: ClosedJaxpr, wrap: _Wrap) -> ClosedJaxpr:
+        """A program with a function of the results of its large products along the batch's axis.
+
+        Products that a backward pass computes again stay alike to those of the forward pass.
+        """
+        shards, axes = math.prod(self.mesh.shape[name] for name in self.names), BatchAxes()
+        written: dict[tuple[int, Axes], Jaxpr] = {}  # what several equations call stays one program
+
+        def write(program: Jaxpr, given: Axes) -> Jaxpr:
+            key = id(program), given
+            if key not in written:
+                known = axes.follow(program, given)
+                eqns = [made for eqn in program.eqns for made in write_equation(eqn, known)]
+                written[key] = compat.replace_equations(program, eqns)
+            return written[key]
+
+        def write_equation(eqn: JaxprEqn, known: Mapping[Var, int]) -> list[JaxprEqn]:
+            inner = axes.enter(eqn, read(known, eqn.invars))
+            if inner is not None:
+                return [compat.map_programs(eqn, functools.partial(write, given=inner))]
+            rows = [v for v in eqn.outvars if v in known]
+            made = {v: Var(v.aval) for v in rows if compat.shape_of(v.aval)[known[v]] % shards == 0}
+            if not made or not _is_pinned(eqn, known):
+                return [eqn]
+            eqns = [eqn.replace(outvars=[made.get(v, v) for v in eqn.outvars])]
+            for v, result in made.items():
+                (*others, last), _ = trace_call(functools.partial(wrap, axis=known[v]), [result], like=eqn)
+                eqns += [*others, last.replace(outvars=[v])]
+            return eqns
+
+        return compat.map_open(closed, functools.partial(write, given=self.axes))
+
+
+def _is_pinned(eqn: JaxprEqn, known: Mapping[Var, int]) -> bool:
+    """Whether an equation makes a large product of the batch, or looks up rows of a table.
+
+    Not a product with larger weights than rows of the batch: to gather those would cost more.
+    """
+    if compat.sub_jaxprs(eqn) or compat.nbytes_of(eqn.outvars) < _LEAST_NBYTES:
+        return False
+    if eqn.primitive.name == "gather":
+        return True
+    rows = [v for v in variables(eqn) if v in known]
+    is_of_rows = 2 * compat.nbytes_of(rows) >= compat.nbytes_of(variables(eqn))
+    return is_of_rows and product_flops(eqn) > 0
+
+
+def _type_of(v: Any) -> tuple[tuple[int, ...], Any]:
+    return compat.shape_of(v.aval), getattr(v.aval, "dtype", None)
+
+
+def _count_exchanged(closed: ClosedJaxpr, compile_program: _Compile) -> float:
+    """Bytes that a program exchanges on a device; infinite if XLA refuses to compile it."""
+    try:
+        return exchanged_nbytes(hlo.parse(compile_program(closed).as_text()))
+    except jax.errors.JaxRuntimeError:
+        return math.inf
