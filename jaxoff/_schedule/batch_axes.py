@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,6 +96,8 @@ def _follow_rule(eqn: JaxprEqn, given: Axes) -> Axes:
     """The axes of the results of an equation without programs inside."""
     if eqn.primitive.name == "optimization_barrier":
         return given
+    if eqn.primitive.name == "reshape":
+        return (_follow_reshape(eqn, given[0]),)
     sizes = {compat.shape_of(v.aval)[i] for v, i in zip(eqn.invars, given, strict=True) if i is not None}
     if len(sizes) != 1:
         return (None,) * len(eqn.outvars)
@@ -109,3 +112,15 @@ def _follow_rule(eqn: JaxprEqn, given: Axes) -> Axes:
         axis if axis is not None and compat.shape_of(v.aval)[axis : axis + 1] == (size,) else None
         for v in eqn.outvars
     )
+
+
+def _follow_reshape(eqn: JaxprEqn, axis: int | None) -> int | None:
+    """The axis of the batch after a reshape; rows of the batch may become blocks of rows, and rows again."""
+    if axis is None:
+        return None
+    before, after = (compat.shape_of(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+    for i, size in enumerate(after):
+        is_of_blocks = max(size, before[axis]) % min(size, before[axis]) == 0
+        if size > 1 and is_of_blocks and math.prod(after[:i]) == math.prod(before[:axis]):
+            return i
+    return None

@@ -1,0 +1,250 @@
+"""The batch of a step: found, followed through its program, and divided throughout."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoff
+from jaxoff._compiled import hlo
+from jaxoff._compiled.exchange import exchanged_nbytes
+from jaxoff._jaxpr import compat
+from jaxoff._schedule import divided_batch
+from jaxoff._schedule.batch_axes import BatchAxes, read
+from jaxoff._schedule.divided_batch import Batch, divide_batch
+
+WIDTH, HIDDEN, WORDS = 256, 1024, 2048
+LAYERS = 3
+
+
+@functools.cache
+def mesh(*sizes, names=("data", "model")):
+    sizes = sizes or (4,)
+    count = int(np.prod(sizes))
+    types = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(sizes, names[: len(sizes)], types, devices=jax.devices()[:count])
+
+
+def layer(x, w):
+    normed = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
+    return x + (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
+
+
+def loss(in_loop, w, tokens):
+    x = w["embed"][tokens]
+    if in_loop:
+        x, _ = jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, w["layers"])
+    else:
+        for parameters in w["layers"]:
+            x = jax.checkpoint(layer)(x, parameters)
+    return jnp.mean(jax.nn.logsumexp(x @ w["head"], -1))
+
+
+def step(in_loop, w, tokens):
+    """A step of gradient descent; layers in a loop, or in a list."""
+    value, gradients = jax.value_and_grad(functools.partial(loss, in_loop))(w, tokens)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, w, gradients), value
+
+
+def make_arguments(in_loop, *, on=None, axis=0):
+    """Weights divided along their first or last axis, and tokens divided by the batch."""
+    on = on or mesh()
+    keys = iter(jax.random.split(jax.random.key(0), 20))
+
+    def draw(*shape, stacked=False):
+        spec = [None] * len(shape)
+        spec[axis if axis < 0 else axis + stacked] = on.axis_names[-1]
+        return jax.device_put(jax.random.normal(next(keys), shape) / 16, NamedSharding(on, P(*spec)))
+
+    def draw_layer(*stack):
+        sizes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+        return {name: draw(*stack, *shape, stacked=bool(stack)) for name, shape in sizes.items()}
+
+    layers = draw_layer(LAYERS) if in_loop else [draw_layer() for _ in range(LAYERS)]
+    w = {"embed": draw(WORDS, WIDTH), "layers": layers, "head": draw(WIDTH, WORDS)}
+    tokens = jax.random.randint(next(keys), (4, 512), 0, WORDS)
+    return w, jax.device_put(tokens, NamedSharding(on, P(on.axis_names[0])))
+
+
+def compile_both(in_loop, args):
+    """The step by `jax.jit` and within a budget: the compiled programs."""
+    fun = functools.partial(step, in_loop)
+    options = {"out_shardings": (jax.tree.map(lambda leaf: leaf.sharding, args[0]), None)}
+    plain = jax.jit(fun, **options).lower(*args).compile()
+    return plain, jaxoff.jit(fun, device_bytes="1GB", **options).lower(*args).compile()
+
+
+def exchanged(compiled):
+    return exchanged_nbytes(hlo.parse(compiled.as_text()))
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_a_step_within_a_budget_exchanges_weights_and_no_activations(axis):
+    """By itself the compiler divides activations, or their gradients, as the weights."""
+    args = make_arguments(True, axis=axis)
+    plain, planned = compile_both(True, args)
+    assert 2.5 * exchanged(planned) < exchanged(plain)
+    for got, want in zip(*(jax.tree.leaves(fun(*args)) for fun in (planned, plain)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_is_divided_so_stays_as_it_is(monkeypatch):
+    """Nothing is pinned, and nothing but the marks compiled, where the compiler divides the batch already."""
+    args, programs = make_arguments(False), []
+    found = divided_batch.divide_batch
+    monkeypatch.setattr(
+        "jaxoff._schedule.within_budget.divide_batch",
+        lambda closed, *rest: programs.append((closed, found(closed, *rest))) or programs[-1][1],
+    )
+    plain, planned = compile_both(False, args)
+    assert [given is divided for given, divided in programs] == [True]
+    assert exchanged(planned) <= exchanged(plain)
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_pins_stay_where_less_is_exchanged(wins, monkeypatch):
+    args = make_arguments(True)
+    closed, donated, shardings = trace(functools.partial(step, True), args)
+    compiled = []
+
+    def compile_program(program):
+        compiled.append(program)
+        return jax.jit(compat.jaxpr_as_fun(program)).lower(*jax.tree.leaves(args)).compile()
+
+    monkeypatch.setattr(divided_batch, "_WINS", 0.99 if wins else 0.01)
+    divided = divide_batch(closed, donated, shardings, compile_program)
+    assert len(compiled) == 3
+    assert divided is (compiled[1] if wins else closed)
+
+
+def trace(fun, args):
+    closed = jax.make_jaxpr(fun)(*args)
+    leaves = jax.tree.leaves(args)
+    return closed, [False] * len(leaves), [leaf.sharding for leaf in leaves]
+
+
+def test_other_axes_of_products_are_left_to_the_compiler():
+    """Over data and tensor parallel devices, the pins divide the batch and leave the columns free."""
+    args = make_arguments(True, on=mesh(2, 2), axis=-1)
+    closed, donated, shardings = trace(functools.partial(step, True), args)
+    batch = Batch.find(closed, donated, shardings)
+    assert batch is not None and batch.names == ("data",)
+    program = batch.wrap_products(closed, batch.pin)
+    options = {"out_shardings": [*shardings[:-1], None]}
+    compiled = jax.jit(compat.jaxpr_as_fun(program), **options).lower(*jax.tree.leaves(args)).compile()
+    divided = f"f32[2,512,{HIDDEN // 2}]"  # by rows of the batch and by columns
+    assert divided in compiled.as_text()
+
+
+def struct(spec, *shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(), spec))
+
+
+FEATURES = {"w": struct(P("data"), 64, 64)}
+ROWS = struct(P("data"), 8, 64)
+LABELS = struct(P("data"), 8, dtype=jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("others", "axes"),
+    [
+        ((ROWS,), (0,)),
+        ((ROWS, LABELS), (0, 0)),
+        ((struct(P("data"), 64, 32), ROWS, LABELS), (None, 0, 0)),  # frozen weights
+        ((struct(P(None, "data"), 2, 8, 64), struct(P(None, "data"), 2, 8, dtype=jnp.int32)), (1, 1)),
+        ((struct(P(), 8, 64), LABELS), (None, 0)),
+        ((struct(P(), 8, 64),), None),
+        ((struct(P("data"), 64, 64),), None),  # of the type of a result: a state that is not donated
+    ],
+)
+def test_what_counts_as_the_batch(others, axes):
+    def fun(state, *others):
+        return jax.tree.map(lambda w: w - sum(jnp.sum(other) for other in others), state)
+
+    batch = Batch.find(*trace(fun, (FEATURES, *others)))
+    assert (None if batch is None else batch.axes[1:]) == axes
+
+
+def normalized(x):
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True))
+
+
+def branches(x, w):
+    return jax.lax.cond(jnp.sum(w) > 0, lambda x: x @ w, lambda x: x * 2, x)
+
+
+def attention(x, w):
+    q = (x @ w).reshape(*x.shape[:2], 2, -1)
+    return jax.nn.dot_product_attention(q, q, q, is_causal=True).reshape(x.shape)
+
+
+FOLLOWED = {
+    "product": lambda x, w: x @ w,
+    "product from the left": lambda x, w: jnp.einsum("de,bse->dbs", w, x),
+    "norm": lambda x, w: normalized(x) @ w,
+    "attention": attention,
+    "scan over layers": lambda x, w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, w[None])[0],
+    "stack of a scan": lambda x, w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, w[None])[1],
+    "scan over time": lambda x, w: jax.lax.scan(
+        lambda h, row: (jnp.tanh(h @ w + row), h), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1)
+    )[1],
+    "checkpoint": lambda x, w: jax.checkpoint(lambda x: jnp.sin(x @ w))(x),
+    "jit": lambda x, w: jax.jit(lambda x: x @ w)(x),
+    "cond": branches,
+    "gather": lambda x, w: w[jnp.argmax(x, -1)],
+    "sort of rows": lambda x, w: jnp.sort(x, -1) @ w,
+    "cumsum": lambda x, w: jnp.cumsum(x, 1),
+    "vmap": lambda x, w: jax.vmap(lambda row: row @ w)(x),
+    "convolution": lambda x, w: jax.lax.conv_general_dilated(
+        x.swapaxes(1, 2), w[:, :, None], (1,), "SAME", dimension_numbers=("NCH", "OIH", "NCH")
+    ),
+    "heads": lambda x, w: (x @ w).reshape(*x.shape[:2], 4, -1).transpose(2, 0, 1, 3),
+    "tokens in one axis": lambda x, w: x.reshape(-1, 8) @ w,
+    "tokens in one axis, and back": lambda x, w: (x.reshape(-1, 8) @ w).reshape(x.shape),
+    "gradient": lambda x, w: jax.grad(lambda x: jnp.sum(jnp.sin(x @ w)))(x),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_the_axis_of_the_batch_is_followed(name):
+    """With the rows of the batch in another order, the result has them in that order along the axis."""
+    fun = FOLLOWED[name]
+    x = jax.random.normal(jax.random.key(0), (6, 5, 8))
+    w = jax.random.normal(jax.random.key(1), (8, 8))
+    program = jax.make_jaxpr(fun)(x, w).jaxpr
+    (axis,) = read(BatchAxes().follow(program, (0, None)), program.outvars)
+    assert axis is not None
+    order = jnp.array([3, 1, 5, 0, 4, 2])
+    got, want = (jnp.moveaxis(fun(rows, w), axis, 0).reshape(6, -1) for rows in (x[order], x))
+    np.testing.assert_allclose(got, want[order], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, w: x.sum(0),
+        lambda x, w: jnp.einsum("bse,bsd->ed", x, x),  # the gradient of a weight
+        lambda x, w: jnp.einsum("bse,cse->bc", x, x),  # of each row with each
+        lambda x, w: x[:3],
+        lambda x, w: x.swapaxes(0, 1).reshape(-1, 8) @ w,
+        lambda x, w: jnp.sort(x, 0),
+        lambda x, w: jax.lax.scan(lambda c, row: (c + row, row @ w), jnp.zeros((5, 8)), x)[0],
+        lambda x, w: jax.lax.while_loop(lambda x: x.sum() < 0, lambda x: x @ w, x),
+        lambda x, w: w @ w,
+    ],
+)
+def test_no_axis_is_the_batch_where_rows_meet(fun):
+    program = jax.make_jaxpr(fun)(jnp.ones((6, 5, 8)), jnp.ones((8, 8))).jaxpr
+    assert read(BatchAxes().follow(program, (0, None)), program.outvars) == (None,)
+
+
+def test_a_carry_whose_batch_changes_its_axis_has_none():
+    def swap(x, _):
+        return x.swapaxes(0, 1), x
+
+    program = jax.make_jaxpr(lambda x: jax.lax.scan(swap, x, length=3))(jnp.ones((6, 6, 8))).jaxpr
+    assert read(BatchAxes().follow(program, (0,)), program.outvars) == (None, None)
