@@ -13,6 +13,8 @@ from jaxoff._jaxpr.primitives import OPAQUE, is_shard_map
 
 # Kernels without a rule, whose first axis is the batch of the operands and of the results.
 _BATCH_FIRST = OPAQUE | {"conv_general_dilated"}
+# Equations whose results have some rows of the batch, or those of several batches, along the same axis.
+_SOME_ROWS = frozenset({"concatenate", "dynamic_slice", "pad", "slice"})
 
 # Of each value, the axis of the batch; None for a value without.
 type Axes = tuple[int | None, ...]
@@ -98,6 +100,9 @@ def _follow_rule(eqn: JaxprEqn, given: Axes) -> Axes:
         return given
     if eqn.primitive.name == "reshape":
         return (_follow_reshape(eqn, given[0]),)
+    if eqn.primitive.name in _SOME_ROWS:
+        kept = {axis for axis in given if axis is not None}
+        return (kept.pop() if len(kept) == 1 else None,)
     sizes = {compat.shape_of(v.aval)[i] for v, i in zip(eqn.invars, given, strict=True) if i is not None}
     if len(sizes) != 1:
         return (None,) * len(eqn.outvars)

@@ -14,6 +14,7 @@ less.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -45,14 +46,15 @@ _WINS = 0.99
 
 # (the result of a product, axis=the axis of its batch) -> the result.
 type _Wrap = Callable[..., jax.Array]
-type _Compile = Callable[[ClosedJaxpr], Any]
+# Lowers a program; the result compiles it.
+type _Lower = Callable[[ClosedJaxpr], Callable[[], Any]]
 
 
 def divide_batch(
     closed: ClosedJaxpr,
     donated: Sequence[bool],
     shardings: Sequence[Sharding | None],
-    compile_program: _Compile,
+    lower_program: _Lower,
 ) -> ClosedJaxpr:
     """A program with the batch divided throughout, if it then exchanges less between devices.
 
@@ -60,16 +62,17 @@ def divide_batch(
       closed: a program which is not differentiated any more.
       donated: for each argument, whether the program may reuse its memory.
       shardings: of the arguments; None for one that is not divided.
-      compile_program: compiles a program for its devices, as `jax.jit` does.
+      lower_program: lowers a program for its devices, as `jax.jit` does, to a function that compiles it.
 
     Returns:
       The program with pins, or the program itself.
     """
     batch = Batch.find(closed, donated, shardings)
-    if batch is None or batch.is_divided_by(compile_program, closed):
+    if batch is None or batch.is_divided_by(lower_program, closed):
         return closed
     pinned = batch.wrap_products(closed, batch.pin)
-    exchanged = [_count_exchanged(program, compile_program) for program in (pinned, closed)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        exchanged = [*pool.map(_count_exchanged, map(lower_program, (pinned, closed)))]
     return pinned if exchanged[0] < _WINS * exchanged[1] else closed
 
 
@@ -94,35 +97,34 @@ class Batch:
         """The batch of a step; None where the step has none that the compiler divides.
 
         State is donated, or returned in a new version of the same type. Of the other arguments, frozen
-        weights may be divided, too: integers, such as tokens and labels, tell the batch from these.
+        weights may be divided, too: whole numbers, such as tokens and labels, tell the batch from these, also
+        where the step returns some, such as predictions. Without any, all have to be divided alike.
         """
         arguments, returned = closed.jaxpr.invars, {_type_of(v) for v in closed.jaxpr.outvars}
-        divided: dict[int, tuple[NamedSharding, int]] = {}
+        groups: dict[tuple[int, tuple[str, ...]], dict[int, int]] = {}  # size and division -> axes
+        meshes = set[Any]()
         for k, (v, sharding) in enumerate(zip(arguments, shardings, strict=True)):
-            is_state = donated[k] or _type_of(v) in returned
-            if is_state or not isinstance(sharding, NamedSharding) or explicit_mesh(v.aval) is not None:
+            if not isinstance(sharding, NamedSharding):
                 continue
+            meshes.add(sharding.mesh)
             axis = next((i for i, axes in enumerate(sharding.spec) if list_axes(axes)), None)
-            divided |= {} if axis is None else {k: (sharding, axis)}
-        whole_numbers = (k for k in divided if jnp.issubdtype(_type_of(arguments[k])[1], jnp.integer))
-        first = next(whole_numbers, next(iter(divided), None))
-        if first is None:
+            is_state = donated[k] or (_type_of(v) in returned and not _holds_indices(v))
+            if axis is not None and not is_state and explicit_mesh(v.aval) is None:
+                division = compat.shape_of(v.aval)[axis], list_axes(sharding.spec[axis])
+                groups.setdefault(division, {})[k] = axis
+        told = [d for d, axes in groups.items() if any(_holds_indices(arguments[k]) for k in axes)]
+        if len(meshes) != 1 or not (told or len(groups) == 1):  # a program has shardings over a single mesh
             return None
-
-        def describe(k: int) -> tuple[int, tuple[str, ...]]:
-            sharding, axis = divided[k]
-            return compat.shape_of(arguments[k].aval)[axis], list_axes(sharding.spec[axis])
-
-        alike = {k for k in divided if describe(k) == describe(first)}
-        axes = tuple(divided[k][1] if k in alike else None for k in range(len(arguments)))
-        return Batch(divided[first][0].mesh, describe(first)[1], axes)
+        division = (told or [*groups])[0]
+        axes = tuple(groups[division].get(k) for k in range(len(arguments)))
+        return Batch(meshes.pop(), division[1], axes)
 
     def pin(self, value: jax.Array, axis: int) -> jax.Array:
         """Divides a value along an axis as the batch; its other axes are the compiler's."""
         spec = P(*(self.names if i == axis else P.UNCONSTRAINED for i in range(value.ndim)))
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
 
-    def is_divided_by(self, compile_program: _Compile, closed: ClosedJaxpr) -> bool:
+    def is_divided_by(self, lower_program: _Lower, closed: ClosedJaxpr) -> bool:
         """Whether the compiler divides the large products of a program as the batch."""
         marks: list[bool | None] = []  # whether it divides a product so, once recorded
 
@@ -141,7 +143,7 @@ class Batch:
         marked = self.wrap_products(closed, mark)
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # by `Recorded`, or XLA refuses the program
             if marks:
-                compile_program(marked)
+                lower_program(marked)()
         return False not in marks
 
     def wrap_products(self, closed: ClosedJaxpr, wrap: _Wrap) -> ClosedJaxpr:
@@ -191,13 +193,19 @@ def _is_pinned(eqn: JaxprEqn, known: Mapping[Var, int]) -> bool:
     return is_of_rows and product_flops(eqn) > 0
 
 
+def _holds_indices(v: Any) -> bool:
+    """Whether a variable is of whole numbers, such as tokens and labels; quantized weights are narrower."""
+    dtype = _type_of(v)[1]
+    return dtype is not None and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
+
+
 def _type_of(v: Any) -> tuple[tuple[int, ...], Any]:
     return compat.shape_of(v.aval), getattr(v.aval, "dtype", None)
 
 
-def _count_exchanged(closed: ClosedJaxpr, compile_program: _Compile) -> float:
+def _count_exchanged(compile_program: Callable[[], Any]) -> float:
     """Bytes that a program exchanges on a device; infinite if XLA refuses to compile it."""
     try:
-        return exchanged_nbytes(hlo.parse(compile_program(closed).as_text()))
+        return exchanged_nbytes(hlo.parse(compile_program().as_text()))
     except jax.errors.JaxRuntimeError:
         return math.inf

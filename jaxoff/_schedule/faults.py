@@ -54,7 +54,7 @@ def rewrite_safely(
     given: ClosedJaxpr,
     device: Device,
     place: Place,
-    compile_marked: Callable[[ClosedJaxpr], Any] | None,
+    lower_marked: Callable[[ClosedJaxpr], Callable[[], Any]] | None,
     *,
     in_order: bool = False,
 ) -> tuple[Rewritten, list[Finding]]:
@@ -63,11 +63,12 @@ def rewrite_safely(
     Args:
       given, device: as for `rewrite`.
       place: where the program runs.
-      compile_marked: compiles a program with marks, to learn how the compiler divides its loops; or None.
+      lower_marked: lowers a program with marks, to a function that compiles it, to learn how the compiler
+        divides its loops; or None.
       in_order: as for `rewrite`.
     """
     try:
-        shardings = None if compile_marked is None else find_loop_shardings(given, compile_marked)
+        shardings = None if lower_marked is None else find_loop_shardings(given, lower_marked)
         at = {"one_device": place.devices == 1, "on_gpus": place.are_gpus}
         return rewrite(given, device, shardings=shardings, in_order=in_order, **at), []
     except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, for example over what differs by device

@@ -49,7 +49,8 @@ from jaxoff._schedule.within_budget import Written, estimate_within, find_within
 from jaxoff._state import hosted
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
-type _Compile = Callable[[ClosedJaxpr], Any]
+type _Compile = Callable[[], Any]
+type _Lower = Callable[[ClosedJaxpr], _Compile]
 type _Made = tuple[float, tuple[Setting, Any]]  # bytes; the setting and the `jax.jit` function
 
 _jax_jit = jax.jit  # `jax.jit = jaxoff.jit` must not make this module call itself
@@ -220,7 +221,7 @@ class Jitted:
                 raise AssertionError("a probe ends with ProbedError")
             except ProbedError as error:
                 signature, given, shapes, findings = error.found
-            ask = functools.partial(self._compile_given, call, signature, shapes)
+            ask = functools.partial(self._lower_given, call, signature, shapes)
             program = self._rewrite(call, given, ask)
             traced = Traced(signature, given, shapes, program, findings)
             unknown = profile_at_hand().findings if self._device is None else ()
@@ -232,7 +233,7 @@ class Jitted:
         finally:
             self._probed.traced = None
 
-    def _rewrite(self, call: Call, given: ClosedJaxpr, ask: _Compile, *, in_order: bool = False) -> Rewritten:
+    def _rewrite(self, call: Call, given: ClosedJaxpr, ask: _Lower, *, in_order: bool = False) -> Rewritten:
         """Rewrites a call's program; asks the compiler how loops are divided over several devices."""
         asks = call.devices > 1 and not compat.holds_tracers(given)
         place, device = call.place, self._share_link(call.devices)
@@ -240,11 +241,11 @@ class Jitted:
         self._report(findings)
         return program
 
-    def _compile_given(self, call: Call, signature: Any, shapes: Any, closed: ClosedJaxpr) -> Any:
-        """Compiles a program with a call's arguments and results as `jax.jit` does, to be read."""
+    def _lower_given(self, call: Call, signature: Any, shapes: Any, closed: ClosedJaxpr) -> _Compile:
+        """Lowers a program with a call's arguments and results as `jax.jit` does, to compile and be read."""
         self._probed.traced = Traced(signature, closed, shapes, Rewritten.as_given(closed))
         jitted = _jax_jit(self._overlapped(call.place, Setting(Recipe.STOCK, ())), **self._kwargs)
-        return call.lower(jitted).compile(UNTUNED if call.is_on_gpu else None)
+        return functools.partial(call.lower(jitted).compile, UNTUNED if call.is_on_gpu else None)
 
     def _share_link(self, devices: int) -> Device:
         return self.device.sharing(max(1, devices // jax.process_count()))
@@ -277,10 +278,10 @@ class Jitted:
         self.plan = None
         assert self._budget is not None
         budget, refusals = self._budget.resolve(call.described), list[str]()
-        compile_given = functools.partial(self._compile_given, call, traced.signature, traced.shapes)
+        lower_given = functools.partial(self._lower_given, call, traced.signature, traced.shapes)
 
         def compile_program(closed: ClosedJaxpr, *, preferred: bool, in_order: bool = False) -> _Made | None:
-            program = self._rewrite(call, closed, compile_given, in_order=in_order)
+            program = self._rewrite(call, closed, lower_given, in_order=in_order)
             self._probed.traced = made = dataclasses.replace(traced, given=closed, program=program)
             settings = list_settings(program, self._given, has_twin=False, budgeted=True)
             hiding = [s for s in settings if s.recipe.hides_copies] or settings[:1]
@@ -304,7 +305,7 @@ class Jitted:
             return Written(setting, nbytes, traced.follow(setting.recipe))
 
         facts = *call.describe_arguments(self._fun, traced.signature[1], self._kwargs), refusals
-        compilers = compile_program, compile_written, compile_given
+        compilers = compile_program, compile_written, lower_given
         within = find_within(call, traced, self._share_link(call.devices), budget, *compilers, *facts)
         self._report(within.findings)
         places = hosted.list_shardings(call.described[0], within.instance)

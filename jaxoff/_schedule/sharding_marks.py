@@ -85,13 +85,13 @@ def _is_array(v: Any) -> bool:
 
 
 def find_loop_shardings(
-    closed: ClosedJaxpr, compile_program: Callable[[ClosedJaxpr], Any]
+    closed: ClosedJaxpr, lower_program: Callable[[ClosedJaxpr], Callable[[], Any]]
 ) -> Mapping[int, LoopShardings]:
     """Finds how the compiler divides the values of a program's layer loops.
 
     Args:
       closed: the program.
-      compile_program: compiles a program for its devices.
+      lower_program: lowers a program for its devices, to a function that compiles it.
 
     Returns:
       Number of a loop -> its shardings; empty if the compiler refuses the program.
@@ -101,5 +101,5 @@ def find_loop_shardings(
     if not marks.count:
         return {}
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # by `Recorded`, or XLA refuses the program
-        compile_program(marked)
+        lower_program(marked)()
     return marks.loops

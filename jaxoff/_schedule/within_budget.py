@@ -103,7 +103,7 @@ class Search:
         copies, or of the others that of the least memory; whether to order the program in any case) -> bytes
         on the device, and the compiled program's setting and function; None without others.
       compile_written: compiles the step as the user wrote it.
-      compile_given: compiles a program as `jax.jit` does, to be read.
+      lower_given: lowers a program as `jax.jit` does, to a function that compiles it, to be read.
       paths: the name of each argument.
       donated: for each argument, whether the program may reuse its memory.
       shardings: of the arguments over several devices, else None.
@@ -117,7 +117,7 @@ class Search:
     budget: Budget
     compile_program: Callable[..., tuple[float, _Made] | None]
     compile_written: Callable[[], Written]
-    compile_given: Callable[[ClosedJaxpr], Any]
+    lower_given: Callable[[ClosedJaxpr], Callable[[], Any]]
     paths: Sequence[str]
     donated: Sequence[bool]
     shardings: Sequence[Sharding | None]
@@ -168,7 +168,7 @@ class Search:
         """
         merged = divided = merge_shard_maps(self.twin)
         if self.call.devices > 1:
-            divided = divide_batch(merged, self.donated, self.shardings, self.compile_given)
+            divided = divide_batch(merged, self.donated, self.shardings, self.lower_given)
         return [*dict.fromkeys((divided, compat.map_open(divided, roll_loops), merged))]
 
     def _find(self) -> Within:

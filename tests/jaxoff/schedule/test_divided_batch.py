@@ -109,16 +109,16 @@ def test_a_step_that_is_divided_so_stays_as_it_is(monkeypatch):
 def test_pins_stay_where_less_is_exchanged(wins, monkeypatch):
     args = make_arguments(True)
     closed, donated, shardings = trace(functools.partial(step, True), args)
-    compiled = []
+    lowered = []
 
-    def compile_program(program):
-        compiled.append(program)
-        return jax.jit(compat.jaxpr_as_fun(program)).lower(*jax.tree.leaves(args)).compile()
+    def lower_program(program):
+        lowered.append(program)
+        return jax.jit(compat.jaxpr_as_fun(program)).lower(*jax.tree.leaves(args)).compile
 
     monkeypatch.setattr(divided_batch, "_WINS", 0.99 if wins else 0.01)
-    divided = divide_batch(closed, donated, shardings, compile_program)
-    assert len(compiled) == 3
-    assert divided is (compiled[1] if wins else closed)
+    divided = divide_batch(closed, donated, shardings, lower_program)
+    assert len(lowered) == 3  # the first has the marks
+    assert divided is (lowered[1] if wins else closed)
 
 
 def trace(fun, args):
@@ -158,6 +158,8 @@ LABELS = struct(P("data"), 8, dtype=jnp.int32)
         ((struct(P(None, "data"), 2, 8, 64), struct(P(None, "data"), 2, 8, dtype=jnp.int32)), (1, 1)),
         ((struct(P(), 8, 64), LABELS), (None, 0)),
         ((struct(P(), 8, 64),), None),
+        ((struct(P("data"), 64, 64, dtype=jnp.int8), ROWS), None),  # which of both is the batch?
+        ((struct(P("data"), 64, 64, dtype=jnp.int8), ROWS, LABELS), (None, 0, 0)),
         ((struct(P("data"), 64, 64),), None),  # of the type of a result: a state that is not donated
     ],
 )
@@ -229,7 +231,6 @@ def test_the_axis_of_the_batch_is_followed(name):
         lambda x, w: x.sum(0),
         lambda x, w: jnp.einsum("bse,bsd->ed", x, x),  # the gradient of a weight
         lambda x, w: jnp.einsum("bse,cse->bc", x, x),  # of each row with each
-        lambda x, w: x[:3],
         lambda x, w: x.swapaxes(0, 1).reshape(-1, 8) @ w,
         lambda x, w: jnp.sort(x, 0),
         lambda x, w: jax.lax.scan(lambda c, row: (c + row, row @ w), jnp.zeros((5, 8)), x)[0],
@@ -240,6 +241,25 @@ def test_the_axis_of_the_batch_is_followed(name):
 def test_no_axis_is_the_batch_where_rows_meet(fun):
     program = jax.make_jaxpr(fun)(jnp.ones((6, 5, 8)), jnp.ones((8, 8))).jaxpr
     assert read(BatchAxes().follow(program, (0, None)), program.outvars) == (None,)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: x[:3],
+        lambda x: jnp.concatenate([x, x * 2]),  # chosen and rejected, real and made
+        lambda x: jax.grad(lambda x: jnp.sum(x[:3] ** 2))(x),
+    ],
+)
+def test_some_rows_of_the_batch_and_two_batches_keep_its_axis(fun):
+    program = jax.make_jaxpr(fun)(jnp.ones((6, 8))).jaxpr
+    assert read(BatchAxes().follow(program, (0,)), program.outvars) == (0,)
+
+
+def test_arguments_over_two_meshes_are_no_batch():
+    rows = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(mesh(2, 2), P("data")))
+    assert Batch.find(*trace(lambda w, x: w * jnp.sum(x), (FEATURES["w"], ROWS))) is not None
+    assert Batch.find(*trace(lambda w, x: w * jnp.sum(x), (FEATURES["w"], rows))) is None
 
 
 def test_a_carry_whose_batch_changes_its_axis_has_none():

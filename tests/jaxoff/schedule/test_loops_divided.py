@@ -97,11 +97,11 @@ def test_marks_record_what_the_compiler_chooses(mesh):
     closed = jax.make_jaxpr(step)(*arguments)
     compiled = []
 
-    def compile_program(marked):
-        flat = jax.tree.leaves(arguments)
-        compiled.append(jax.jit(jax.extend.core.jaxpr_as_fun(marked)).lower(*flat).compile())
+    def lower_program(marked):
+        lowered = jax.jit(jax.extend.core.jaxpr_as_fun(marked)).lower(*jax.tree.leaves(arguments))
+        return lambda: compiled.append(lowered.compile())
 
-    shardings = sharding_marks.find_loop_shardings(closed, compile_program)
+    shardings = sharding_marks.find_loop_shardings(closed, lower_program)
     assert not compiled  # the last mark ends the compilation
     forward, backward = shardings[0], shardings[1]
     assert forward.carry[0].spec == P("data", None)
