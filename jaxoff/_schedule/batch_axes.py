@@ -11,8 +11,6 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.primitives import OPAQUE, is_shard_map
 
-# Kernels without a rule, whose first axis is the batch of the operands and of the results.
-_BATCH_FIRST = OPAQUE | {"conv_general_dilated"}
 # Equations whose results have some rows of the batch, or those of several batches, along the same axis.
 _SOME_ROWS = frozenset({"concatenate", "dynamic_slice", "pad", "slice"})
 
@@ -26,7 +24,9 @@ class BatchAxes:
     A value made of operands whose batches reach it along different axes has none.
     """
 
-    def __init__(self):
+    def __init__(self, shards: int = 1):
+        """Takes the number of parts of the batch."""
+        self._shards = shards
         self._followed: dict[tuple[int, Axes], tuple[Jaxpr, Mapping[Var, int]]] = {}
 
     def follow(self, program: Jaxpr, given: Axes) -> Mapping[Var, int]:
@@ -61,13 +61,17 @@ class BatchAxes:
     def _settle(self, eqn: JaxprEqn, consts: Axes, carry: Axes, rows: Axes) -> Axes:
         """The axes of a loop's arguments that hold in all of its iterations."""
         (body,) = compat.sub_jaxprs(eqn)
-        mixed: set[int] = set()  # carried values whose batch changes its axis
+        first, mixed = carry, set[int]()  # carried values whose batch changes its axis
         while True:
             made = self._list_outs(body, (*consts, *carry, *rows))[: len(carry)]
             both = list(zip(carry, made, strict=True))
-            mixed |= {k for k, (a, b) in enumerate(both) if None not in (a, b) and a != b}
-            found = (b if a is None else a for a, b in both)
-            settled = tuple(None if k in mixed else axis for k, axis in enumerate(found))
+            changed = {k for k, (a, b) in enumerate(both) if None not in (a, b) and a != b}
+            if changed:  # others may have followed these
+                mixed |= changed
+                settled = tuple(None if k in mixed else axis for k, axis in enumerate(first))
+            else:
+                found = (b if a is None else a for a, b in both)
+                settled = tuple(None if k in mixed else axis for k, axis in enumerate(found))
             if settled == carry:
                 return *consts, *carry, *rows
             carry = settled
@@ -80,8 +84,8 @@ class BatchAxes:
         nothing = (None,) * len(eqn.outvars)
         inner = self.enter(eqn, given)
         if inner is None:
-            is_whole = bool(compat.sub_jaxprs(eqn)) and eqn.primitive.name not in _BATCH_FIRST
-            return nothing if is_whole or not eqn.outvars else _follow_rule(eqn, given)
+            is_whole = bool(compat.sub_jaxprs(eqn)) and eqn.primitive.name not in OPAQUE
+            return nothing if is_whole or not eqn.outvars else _follow_rule(eqn, given, self._shards)
         first, *others = (self._list_outs(program, inner) for program in compat.sub_jaxprs(eqn))
         if (layout := compat.scan_in(eqn)) is not None:
             stacks = (None if axis is None else axis + 1 for axis in first[layout.num_carry :])
@@ -94,19 +98,22 @@ def read(axes: Mapping[Var, int], values: Sequence[Any]) -> Axes:
     return tuple(axes.get(v) if isinstance(v, Var) else None for v in values)
 
 
-def _follow_rule(eqn: JaxprEqn, given: Axes) -> Axes:
+def _follow_rule(eqn: JaxprEqn, given: Axes, shards: int) -> Axes:
     """The axes of the results of an equation without programs inside."""
-    if eqn.primitive.name == "optimization_barrier":
+    name, nothing = eqn.primitive.name, (None,) * len(eqn.outvars)
+    if name == "optimization_barrier":
         return given
-    if eqn.primitive.name == "reshape":
-        return (_follow_reshape(eqn, given[0]),)
-    if eqn.primitive.name in _SOME_ROWS:
+    if name == "reshape":
+        return (_follow_reshape(eqn, given[0], shards),)
+    if name == "conv_general_dilated":
+        return (_follow_convolution(eqn, given),)
+    if name in _SOME_ROWS:
         kept = {axis for axis in given if axis is not None}
         return (kept.pop() if len(kept) == 1 else None,)
     sizes = {compat.shape_of(v.aval)[i] for v, i in zip(eqn.invars, given, strict=True) if i is not None}
     if len(sizes) != 1:
-        return (None,) * len(eqn.outvars)
-    if eqn.primitive.name in _BATCH_FIRST:
+        return nothing
+    if name in OPAQUE:  # whose first axis is the batch of the operands and of the results
         found = {0} if set(given) <= {0, None} else set[int | None]()
     else:
         operands = ((k, axis) for k, axis in enumerate(given) if axis is not None)
@@ -119,13 +126,23 @@ def _follow_rule(eqn: JaxprEqn, given: Axes) -> Axes:
     )
 
 
-def _follow_reshape(eqn: JaxprEqn, axis: int | None) -> int | None:
-    """The axis of the batch after a reshape; rows of the batch may become blocks of rows, and rows again."""
+def _follow_reshape(eqn: JaxprEqn, axis: int | None, shards: int) -> int | None:
+    """The axis of the batch after a reshape: rows may become blocks of rows, and rows again.
+
+    Rows that become microbatches are divided within each, unless the devices divide the microbatches.
+    """
     if axis is None:
         return None
     before, after = (compat.shape_of(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     for i, size in enumerate(after):
         is_of_blocks = max(size, before[axis]) % min(size, before[axis]) == 0
         if size > 1 and is_of_blocks and math.prod(after[:i]) == math.prod(before[:axis]):
-            return i
+            splits = before[axis] > size and size % shards and i + 1 < len(after)
+            return i + 1 if splits and before[axis] % (size * after[i + 1]) == 0 else i
     return None
+
+
+def _follow_convolution(eqn: JaxprEqn, given: Axes) -> int | None:
+    """The axis of the batch after a convolution; the gradient of a kernel, or a part of it, has none."""
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["batch_group_count"]
+    return numbers.out_spec[0] if given == (numbers.lhs_spec[0], None) and groups == 1 else None

@@ -125,10 +125,23 @@ class Call:
         return None
 
     def list_shardings(self, positions: Sequence[int]) -> list[jax.sharding.Sharding | None]:
-        """The shardings over several devices of leaves of `(args, kwargs)`; None for the other leaves."""
+        """The shardings over several devices of leaves of `(args, kwargs)`; None for the other leaves.
+
+        Of arguments on a single device, or without a sharding, those of `in_shardings`.
+        """
         leaves = jax.tree.leaves(self.described)
-        found = (_sharding_of(leaves[i]) for i in positions)
-        return [s if s is not None and s.num_devices > 1 else None for s in found]
+        own, given = map(_sharding_of, leaves), self._list_in_shardings(len(leaves))
+        found = [s if s is not None and s.num_devices > 1 else g for s, g in zip(own, given, strict=True)]
+        return [s if s is not None and s.num_devices > 1 else None for s in map(found.__getitem__, positions)]
+
+    def _list_in_shardings(self, count: int) -> list[jax.sharding.Sharding | None]:
+        """The shardings that `jit` was given for the leaves of `(args, kwargs)`, `count` of them."""
+        given = self.given.get("in_shardings")
+        if given is None or any(self.given.get(name) for name in ("static_argnums", "static_argnames")):
+            return [None] * count
+        entries = jax.tree.broadcast(given, self.args, is_leaf=_is_none)
+        found = [_sharding_of(entry) for entry in jax.tree.leaves(entries, is_leaf=_is_none)]
+        return found + [None] * (count - len(found))
 
     def list_paths(self, fun: Callable[..., Any], positions: Sequence[int]) -> list[str]:
         """The paths of leaves of `(args, kwargs)`, such as "state/params/w" in the argument `state`."""
@@ -164,6 +177,10 @@ class Call:
         """Whether the call compiles for GPUs."""
         platforms = {device.platform for s in self._shardings for device in _devices_of(s)}
         return not (platforms or {jax.default_backend()}).isdisjoint({"gpu", "cuda", "rocm"})
+
+
+def _is_none(entry: Any) -> bool:
+    return entry is None
 
 
 def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:

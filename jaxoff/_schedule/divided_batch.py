@@ -96,9 +96,9 @@ class Batch:
     ) -> Batch | None:
         """The batch of a step; None where the step has none that the compiler divides.
 
-        State is donated, or returned in a new version of the same type. Of the other arguments, frozen
-        weights may be divided, too: whole numbers, such as tokens and labels, tell the batch from these, also
-        where the step returns some, such as predictions. Without any, all have to be divided alike.
+        State is donated, or returned in a new version of the same type; whole numbers, such as tokens and
+        labels, are none. Of the other arguments, frozen weights may be divided, too: whole numbers tell the
+        batch from these. Without any, all have to be divided alike.
         """
         arguments, returned = closed.jaxpr.invars, {_type_of(v) for v in closed.jaxpr.outvars}
         groups: dict[tuple[int, tuple[str, ...]], dict[int, int]] = {}  # size and division -> axes
@@ -107,10 +107,11 @@ class Batch:
             if not isinstance(sharding, NamedSharding):
                 continue
             meshes.add(sharding.mesh)
-            axis = next((i for i, axes in enumerate(sharding.spec) if list_axes(axes)), None)
-            is_state = donated[k] or (_type_of(v) in returned and not _holds_indices(v))
+            parts = [_list_dividing(sharding, axes) for axes in sharding.spec]
+            axis = next((i for i, names in enumerate(parts) if names), None)
+            is_state = not _holds_indices(v) and (donated[k] or _type_of(v) in returned)
             if axis is not None and not is_state and explicit_mesh(v.aval) is None:
-                division = compat.shape_of(v.aval)[axis], list_axes(sharding.spec[axis])
+                division = compat.shape_of(v.aval)[axis], parts[axis]
                 groups.setdefault(division, {})[k] = axis
         told = [d for d, axes in groups.items() if any(_holds_indices(arguments[k]) for k in axes)]
         if len(meshes) != 1 or not (told or len(groups) == 1):  # a program has shardings over a single mesh
@@ -151,7 +152,8 @@ class Batch:
 
         Products that a backward pass computes again stay alike to those of the forward pass.
         """
-        shards, axes = math.prod(self.mesh.shape[name] for name in self.names), BatchAxes()
+        shards = math.prod(self.mesh.shape[name] for name in self.names)
+        axes = BatchAxes(shards)
         written: dict[tuple[int, Axes], Jaxpr] = {}  # what several equations call stays one program
 
         def write(program: Jaxpr, given: Axes) -> Jaxpr:
@@ -191,6 +193,11 @@ def _is_pinned(eqn: JaxprEqn, known: Mapping[Var, int]) -> bool:
     rows = [v for v in variables(eqn) if v in known]
     is_of_rows = 2 * compat.nbytes_of(rows) >= compat.nbytes_of(variables(eqn))
     return is_of_rows and product_flops(eqn) > 0
+
+
+def _list_dividing(sharding: NamedSharding, axes: Any) -> tuple[str, ...]:
+    """Of the mesh axes that divide an axis of an array, those of several devices."""
+    return tuple(name for name in list_axes(axes) if sharding.mesh.shape[name] > 1)
 
 
 def _holds_indices(v: Any) -> bool:

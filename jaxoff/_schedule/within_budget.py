@@ -167,8 +167,13 @@ class Search:
         unrolled; with its batch divided as the compiler divides it.
         """
         merged = divided = merge_shard_maps(self.twin)
-        if self.call.devices > 1:
-            divided = divide_batch(merged, self.donated, self.shardings, self.lower_given)
+        try:
+            if self.call.devices > 1:
+                divided = divide_batch(merged, self.donated, self.shardings, self.lower_given)
+        except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, over shardings that do not fit
+            self._progress.say(
+                f"the batch stays as the compiler divides it ({type(fault).__name__}: {fault})"
+            )
         return [*dict.fromkeys((divided, compat.map_open(divided, roll_loops), merged))]
 
     def _find(self) -> Within:

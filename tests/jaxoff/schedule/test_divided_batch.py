@@ -262,6 +262,60 @@ def test_arguments_over_two_meshes_are_no_batch():
     assert Batch.find(*trace(lambda w, x: w * jnp.sum(x), (FEATURES["w"], rows))) is None
 
 
+@pytest.mark.parametrize(("count", "axis"), [(2, 1), (4, 0), (3, 1)])
+def test_microbatches_of_a_batch_are_divided_within(count, axis):
+    """Over four devices: of two microbatches the 12 rows are divided, of three the 8; four are divided."""
+    program = jax.make_jaxpr(lambda x: x.reshape(count, 24 // count, 8))(jnp.ones((24, 8))).jaxpr
+    assert read(BatchAxes(4).follow(program, (0,)), program.outvars) == (axis,)
+
+
+@pytest.mark.parametrize("spec", ["NCH", "NHC"])
+def test_the_gradient_of_a_kernel_has_no_batch(spec):
+    """As many output channels as rows."""
+
+    def convolve(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=(spec, "OIH", spec))
+
+    x, w = jnp.ones((6, 5, 5)), jnp.ones((6, 5, 3))
+    program = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(convolve(x, w) ** 2), (0, 1)))(x, w).jaxpr
+    assert read(BatchAxes().follow(program, (0, None)), program.outvars) == (0, None)
+
+
+def test_what_follows_a_carry_that_changes_its_axis_has_none():
+    def swap(carry, _):
+        k, j = carry
+        return (k.T, k @ j), None
+
+    program = jax.make_jaxpr(lambda k, j: jax.lax.scan(swap, (k, j), length=3)[0])(*[jnp.ones((6, 6))] * 2)
+    assert read(BatchAxes().follow(program.jaxpr, (0, None)), program.jaxpr.outvars) == (None, None)
+
+
+def test_tokens_that_are_donated_or_returned_are_the_batch():
+    closed, _, shardings = trace(lambda w, labels: (w, labels + 1), (FEATURES["w"], LABELS))
+    batch = Batch.find(closed, [True, True], shardings)
+    assert batch is not None and batch.axes == (None, 0)
+
+
+def test_mesh_axes_of_one_device_divide_nothing():
+    on, w = mesh(1, 4), struct(P(), 4)
+    rows = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(on, P(("data", "model"))))
+    batch = Batch.find(*trace(lambda x: jnp.sum(x), (rows,)))
+    assert batch is not None and batch.names == ("model",)
+    alone = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(on, P("data")))
+    assert Batch.find(*trace(lambda x: jnp.sum(x), (alone,))) is None
+    assert Batch.find(*trace(lambda w: jnp.sum(w), (w,))) is None
+
+
+def test_arguments_without_a_sharding_have_that_of_jit():
+    args = make_arguments(True)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, args)
+    structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+    options = {"in_shardings": shardings, "out_shardings": (shardings[0], None)}
+    fun = functools.partial(step, True)
+    planned = jaxoff.jit(fun, device_bytes="1GB", **options).lower(*structs).compile()
+    assert 2.5 * exchanged(planned) < exchanged(jax.jit(fun, **options).lower(*structs).compile())
+
+
 def test_a_carry_whose_batch_changes_its_axis_has_none():
     def swap(x, _):
         return x.swapaxes(0, 1), x
