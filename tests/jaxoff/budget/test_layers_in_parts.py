@@ -241,7 +241,7 @@ def test_a_search_takes_parts_of_layers_where_no_placements_fit(form, monkeypatc
     assert found.base_ms > 1.02 * whole.base_ms
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["scan", pytest.param("list", marks=pytest.mark.long)])
 def test_the_least_of_an_error_is_that_of_budgets_near_it(form, monkeypatch):
     """A search far below what fits does not try layers in parts."""
     args = jax.eval_shape(lambda: FORMS[form](arguments(1, 4096)))

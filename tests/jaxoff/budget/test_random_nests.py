@@ -105,7 +105,7 @@ class Nest:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 3)) for seed in range(40)]
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 1)) for seed in range(40)]
 )
 def test_steps_within_budgets_are_those_of_jit(seed):
     nest = Nest.draw(seed)
