@@ -169,19 +169,22 @@ def test_the_least_without_an_embedding_or_a_repeat_is_that_of_checkpointed_laye
     assert not facts.copies
 
 
-@pytest.mark.parametrize(("count", "part", "offloads"), [(LAYERS, 1, False), (2 * LAYERS, 0.9, True)])
-def test_layers_that_all_differ_take_no_more_than_with_a_checkpoint_of_each(count, part, offloads):
+@pytest.mark.parametrize(
+    ("count", "part", "offloads", "options"), [(LAYERS, 1, False, QUICK), (2 * LAYERS, 0.9, True, {})]
+)
+def test_layers_that_all_differ_take_no_more_than_with_a_checkpoint_of_each(count, part, offloads, options):
     def shapes(width):
         up, down = ((8 * WIDTH, width), (width, 8 * WIDTH))
         return {"up": jax.ShapeDtypeStruct(up, "bfloat16"), "down": jax.ShapeDtypeStruct(down, "bfloat16")}
 
     layers = [shapes(16 * WIDTH + 512 * i) for i in range(count)]
     args = layers, jax.ShapeDtypeStruct((2 * ROWS, 8 * WIDTH), "bfloat16")
-    target = jaxoff.target("h100")
-    by_hand = jax.jit(functools.partial(step_in_python, block=jax.checkpoint(layer)), donate_argnums=0)
-    limit = 1.01 * part * jaxoff.verify(target.compile(by_hand, *args)).device_peak_bytes
+    target, given = jaxoff.target("h100"), {"compiler_options": options}
+    checkpointed = functools.partial(step_in_python, block=jax.checkpoint(layer))
+    by_hand = target.compile(jax.jit(checkpointed, donate_argnums=0, **given), *args)
+    limit = 1.01 * part * jaxoff.verify(by_hand).device_peak_bytes
     host_bytes = None if offloads else 0
-    facts = compile_within(target, step_in_python, args, limit, host_bytes=host_bytes)
+    facts = compile_within(target, step_in_python, args, limit, host_bytes=host_bytes, **given)
     assert facts.device_peak_bytes <= limit
     assert bool(facts.host_bytes) == offloads
 
