@@ -125,14 +125,16 @@ class Call:
         return None
 
     def list_shardings(self, positions: Sequence[int]) -> list[jax.sharding.Sharding | None]:
-        """The shardings over several devices of leaves of `(args, kwargs)`; None for the other leaves.
-
-        Of arguments on a single device, or without a sharding, those of `in_shardings`.
-        """
+        """The shardings over several devices of leaves of `(args, kwargs)`; None for the other leaves."""
         leaves = jax.tree.leaves(self.described)
-        own, given = map(_sharding_of, leaves), self._list_in_shardings(len(leaves))
-        found = [s if s is not None and s.num_devices > 1 else g for s, g in zip(own, given, strict=True)]
-        return [s if s is not None and s.num_devices > 1 else None for s in map(found.__getitem__, positions)]
+        return [_over_several_devices(_sharding_of(leaves[i])) for i in positions]
+
+    def list_divisions(self, positions: Sequence[int]) -> list[jax.sharding.Sharding | None]:
+        """As `list_shardings`; leaves without such a sharding have that of `in_shardings`."""
+        leaves = jax.tree.leaves(self.described)
+        given = self._list_in_shardings(len(leaves))
+        own = self.list_shardings(positions)
+        return [s or _over_several_devices(given[i]) for s, i in zip(own, positions, strict=True)]
 
     def _list_in_shardings(self, count: int) -> list[jax.sharding.Sharding | None]:
         """The shardings that `jit` was given for the leaves of `(args, kwargs)`, `count` of them."""
@@ -177,6 +179,10 @@ class Call:
         """Whether the call compiles for GPUs."""
         platforms = {device.platform for s in self._shardings for device in _devices_of(s)}
         return not (platforms or {jax.default_backend()}).isdisjoint({"gpu", "cuda", "rocm"})
+
+
+def _over_several_devices(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    return sharding if sharding is not None and sharding.num_devices > 1 else None
 
 
 def _is_none(entry: Any) -> bool:

@@ -169,7 +169,8 @@ class Search:
         merged = divided = merge_shard_maps(self.twin)
         try:
             if self.call.devices > 1:
-                divided = divide_batch(merged, self.donated, self.shardings, self.lower_given)
+                divisions = self.call.list_divisions(self.traced.signature[1])
+                divided = divide_batch(merged, self.donated, divisions, self.lower_given)
         except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, over shardings that do not fit
             self._progress.say(
                 f"the batch stays as the compiler divides it ({type(fault).__name__}: {fault})"
