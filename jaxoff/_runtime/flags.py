@@ -28,7 +28,7 @@ PROFILE_CHECK = "xla_gpu_pgle_accuracy_checker"
 CAPTURED_BY_DEFAULT = frozenset(
     {"CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION"}
 )
-# Kernels chosen without a trial: half of the time of a compilation whose program is only read.
+# Kernels chosen without a trial: half of the time, for a compiled program which is only read.
 UNTUNED = {"xla_gpu_autotune_level": 0}
 # Values of jax_optimization_level with pipelining passes, and their effect.
 PIPELINING_LEVELS = ("O1", "O2", "O3")

@@ -66,12 +66,9 @@ class BatchAxes:
             made = self._list_outs(body, (*consts, *carry, *rows))[: len(carry)]
             both = list(zip(carry, made, strict=True))
             changed = {k for k, (a, b) in enumerate(both) if None not in (a, b) and a != b}
-            if changed:  # others may have followed these
-                mixed |= changed
-                settled = tuple(None if k in mixed else axis for k, axis in enumerate(first))
-            else:
-                found = (b if a is None else a for a, b in both)
-                settled = tuple(None if k in mixed else axis for k, axis in enumerate(found))
+            mixed |= changed  # others may have followed these: begin again without
+            found = first if changed else (b if a is None else a for a, b in both)
+            settled = tuple(None if k in mixed else axis for k, axis in enumerate(found))
             if settled == carry:
                 return *consts, *carry, *rows
             carry = settled

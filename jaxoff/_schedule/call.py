@@ -116,13 +116,17 @@ class Call:
         entries = jax.tree.leaves(given, is_leaf=lambda entry: isinstance(entry, jax.P))
         if jax.process_count() > 1:
             return f"in several processes ({jax.process_count()}) state stays on the devices."
-        if entries and any(self.given.get(name) for name in ("static_argnums", "static_argnames")):
+        if entries and self._has_statics:
             return "with static arguments and shardings given to jit, state stays on the devices."
         if not all(map(_sharding_of, entries)):
             return (
                 "shardings given to jit as a PartitionSpec keep state on the devices: give a NamedSharding."
             )
         return None
+
+    @property
+    def _has_statics(self) -> bool:
+        return any(self.given.get(name) for name in ("static_argnums", "static_argnames"))
 
     def list_shardings(self, positions: Sequence[int]) -> list[jax.sharding.Sharding | None]:
         """The shardings over several devices of leaves of `(args, kwargs)`; None for the other leaves."""
@@ -139,7 +143,7 @@ class Call:
     def _list_in_shardings(self, count: int) -> list[jax.sharding.Sharding | None]:
         """The shardings that `jit` was given for the leaves of `(args, kwargs)`, `count` of them."""
         given = self.given.get("in_shardings")
-        if given is None or any(self.given.get(name) for name in ("static_argnums", "static_argnames")):
+        if given is None or self._has_statics:
             return [None] * count
         entries = jax.tree.broadcast(given, self.args, is_leaf=_is_none)
         found = [_sharding_of(entry) for entry in jax.tree.leaves(entries, is_leaf=_is_none)]

@@ -1,15 +1,14 @@
 """Keeps the rows of the batch divided as the caller divides the batch.
 
 The compiler propagates shardings through the whole program. Where both operands of a product are divided over
-the same devices, along axes that both reach the result, it has to pick one. In fully sharded data parallel
-training it may divide an activation, or its gradient, by the rows or columns of a weight, and then exchanges
+the same devices, along axes of the result, the compiler has to pick an axis. In fully sharded data parallel
+training it may divide an activation, or a gradient, by the rows or columns of a weight, and then exchanges
 activations where weights would do: a decoder divided by rows over two devices exchanged 39 GB a step, and
 10.7 with the batch divided throughout (bench/LOG.md).
 
-So the axis of the batch is followed through the program, and a program with marks on the products along that
-axis is compiled up to its partition. If the compiler divides one of them otherwise, all are pinned; their
-other axes are left to the compiler. The compiler is the judge: the pins stay if the program then exchanges
-less.
+So the axis of the batch is followed through the program, and a program with marks on the products along this
+axis is compiled up to its partition. If the compiler divides a product otherwise, all are pinned; their other
+axes are left to the compiler. The compiler is the judge: the pins stay if the program then exchanges less.
 """
 
 from __future__ import annotations
@@ -37,32 +36,30 @@ from jaxoff._jaxpr.inline import trace_call
 from jaxoff._jaxpr.meshes import explicit_mesh, list_axes
 from jaxoff._jaxpr.shares import record_sharding
 from jaxoff._schedule.batch_axes import Axes, BatchAxes, read
-from jaxoff._schedule.sharding_marks import Recorded
+from jaxoff._schedule.sharding_marks import Lower, Recorded
 
 # Smaller products are left to the compiler.
 _LEAST_NBYTES = 2**20
-# Pins stay where the program exchanges less than this part of what it exchanges without.
+# Pins stay where they leave less than this part of the bytes exchanged without.
 _WINS = 0.99
 
 # (the result of a product, axis=the axis of its batch) -> the result.
 type _Wrap = Callable[..., jax.Array]
-# Lowers a program; the result compiles it.
-type _Lower = Callable[[ClosedJaxpr], Callable[[], Any]]
 
 
 def divide_batch(
     closed: ClosedJaxpr,
     donated: Sequence[bool],
     shardings: Sequence[Sharding | None],
-    lower_program: _Lower,
+    lower_program: Lower,
 ) -> ClosedJaxpr:
-    """A program with the batch divided throughout, if it then exchanges less between devices.
+    """A program with the batch divided throughout, if less is exchanged between devices then.
 
     Args:
       closed: a program which is not differentiated any more.
       donated: for each argument, whether the program may reuse its memory.
-      shardings: of the arguments; None for one that is not divided.
-      lower_program: lowers a program for its devices, as `jax.jit` does, to a function that compiles it.
+      shardings: of the arguments; None for an argument on a single device.
+      lower_program: lowers a program for its devices.
 
     Returns:
       The program with pins, or the program itself.
@@ -78,12 +75,12 @@ def divide_batch(
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The arguments of a program that are its batch, divided over devices.
+    """The batch of a program: arguments divided over devices.
 
     Attributes:
       mesh: the devices.
-      names: the axes of the mesh that divide the batch.
-      axes: of each argument, the axis that they divide; None for arguments that are no batch.
+      names: the axes of the mesh which divide the batch.
+      axes: of each argument, the axis of the batch; None for arguments without.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -94,7 +91,7 @@ class Batch:
     def find(
         closed: ClosedJaxpr, donated: Sequence[bool], shardings: Sequence[Sharding | None]
     ) -> Batch | None:
-        """The batch of a step; None where the step has none that the compiler divides.
+        """The batch of a step; None where the compiler divides no batch.
 
         State is donated, or returned in a new version of the same type; whole numbers, such as tokens and
         labels, are none. Of the other arguments, frozen weights may be divided, too: whole numbers tell the
@@ -125,7 +122,7 @@ class Batch:
         spec = P(*(self.names if i == axis else P.UNCONSTRAINED for i in range(value.ndim)))
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
 
-    def is_divided_by(self, lower_program: _Lower, closed: ClosedJaxpr) -> bool:
+    def is_divided_by(self, lower_program: Lower, closed: ClosedJaxpr) -> bool:
         """Whether the compiler divides the large products of a program as the batch."""
         marks: list[bool | None] = []  # whether it divides a product so, once recorded
 
@@ -150,11 +147,11 @@ class Batch:
     def wrap_products(self, closed: ClosedJaxpr, wrap: _Wrap) -> ClosedJaxpr:
         """A program with a function of the results of its large products along the batch's axis.
 
-        Products that a backward pass computes again stay alike to those of the forward pass.
+        Products of a forward pass and their repetition in the backward pass stay alike.
         """
         shards = math.prod(self.mesh.shape[name] for name in self.names)
         axes = BatchAxes(shards)
-        written: dict[tuple[int, Axes], Jaxpr] = {}  # what several equations call stays one program
+        written: dict[tuple[int, Axes], Jaxpr] = {}  # a program called twice stays the same object
 
         def write(program: Jaxpr, given: Axes) -> Jaxpr:
             key = id(program), given
@@ -184,7 +181,7 @@ class Batch:
 def _is_pinned(eqn: JaxprEqn, known: Mapping[Var, int]) -> bool:
     """Whether an equation makes a large product of the batch, or looks up rows of a table.
 
-    Not a product with larger weights than rows of the batch: to gather those would cost more.
+    Not a product with larger weights than rows of the batch: gathered weights would cost more.
     """
     if compat.sub_jaxprs(eqn) or compat.nbytes_of(eqn.outvars) < _LEAST_NBYTES:
         return False
@@ -196,7 +193,7 @@ def _is_pinned(eqn: JaxprEqn, known: Mapping[Var, int]) -> bool:
 
 
 def _list_dividing(sharding: NamedSharding, axes: Any) -> tuple[str, ...]:
-    """Of the mesh axes that divide an axis of an array, those of several devices."""
+    """The mesh axes of several devices which divide an axis of an array."""
     return tuple(name for name in list_axes(axes) if sharding.mesh.shape[name] > 1)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
-from typing import Any
 
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.compat import ClosedJaxpr
@@ -12,7 +10,7 @@ from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._schedule.call import Place
 from jaxoff._schedule.rewrite import Rewritten, rewrite
-from jaxoff._schedule.sharding_marks import find_loop_shardings
+from jaxoff._schedule.sharding_marks import Lower, find_loop_shardings
 
 
 def describe_fault(fault: BaseException, doing: str) -> Finding:
@@ -54,7 +52,7 @@ def rewrite_safely(
     given: ClosedJaxpr,
     device: Device,
     place: Place,
-    lower_marked: Callable[[ClosedJaxpr], Callable[[], Any]] | None,
+    lower_marked: Lower | None,
     *,
     in_order: bool = False,
 ) -> tuple[Rewritten, list[Finding]]:
@@ -63,8 +61,7 @@ def rewrite_safely(
     Args:
       given, device: as for `rewrite`.
       place: where the program runs.
-      lower_marked: lowers a program with marks, to a function that compiles it, to learn how the compiler
-        divides its loops; or None.
+      lower_marked: lowers a program with marks, by which the compiler tells how loops are divided; or None.
       in_order: as for `rewrite`.
     """
     try:

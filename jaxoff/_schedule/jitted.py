@@ -33,6 +33,7 @@ from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, fin
 from jaxoff._schedule.requests import find_lost_order
 from jaxoff._schedule.rewrite import Rewritten
 from jaxoff._schedule.settings import Setting, add_without_graphs, complete, list_for_cpus, list_settings
+from jaxoff._schedule.sharding_marks import Lower
 from jaxoff._schedule.traced import ProbedError, Traced
 from jaxoff._schedule.traced_arguments import TracedArguments
 from jaxoff._schedule.tuning import (
@@ -49,8 +50,6 @@ from jaxoff._schedule.within_budget import Written, estimate_within, find_within
 from jaxoff._state import hosted
 
 type _Unmet = dict[Setting, tuple[Finding, ...]]
-type _Compile = Callable[[], Any]
-type _Lower = Callable[[ClosedJaxpr], _Compile]
 type _Made = tuple[float, tuple[Setting, Any]]  # bytes; the setting and the `jax.jit` function
 
 _jax_jit = jax.jit  # `jax.jit = jaxoff.jit` must not make this module call itself
@@ -233,7 +232,7 @@ class Jitted:
         finally:
             self._probed.traced = None
 
-    def _rewrite(self, call: Call, given: ClosedJaxpr, ask: _Lower, *, in_order: bool = False) -> Rewritten:
+    def _rewrite(self, call: Call, given: ClosedJaxpr, ask: Lower, *, in_order: bool = False) -> Rewritten:
         """Rewrites a call's program; asks the compiler how loops are divided over several devices."""
         asks = call.devices > 1 and not compat.holds_tracers(given)
         place, device = call.place, self._share_link(call.devices)
@@ -241,7 +240,7 @@ class Jitted:
         self._report(findings)
         return program
 
-    def _lower_given(self, call: Call, signature: Any, shapes: Any, closed: ClosedJaxpr) -> _Compile:
+    def _lower_given(self, call: Call, signature: Any, shapes: Any, closed: ClosedJaxpr) -> Callable[[], Any]:
         """Lowers a program with a call's arguments and results as `jax.jit` does, to compile and be read."""
         self._probed.traced = Traced(signature, closed, shapes, Rewritten.as_given(closed))
         jitted = _jax_jit(self._overlapped(call.place, Setting(Recipe.STOCK, ())), **self._kwargs)

@@ -24,6 +24,9 @@ from jaxoff._schedule.loop_shardings import LoopShardings
 from jaxoff._schedule.loops import Loop
 from jaxoff._schedule.rewrite import replace_layer_loops
 
+# Lowers a program as `jax.jit` does; the result compiles the program.
+type Lower = Callable[[ClosedJaxpr], Callable[[], Any]]
+
 
 class Recorded(Exception):  # noqa: N818  (no error: it ends a compilation that has served its purpose)
     """All marks have recorded a sharding."""
@@ -84,14 +87,12 @@ def _is_array(v: Any) -> bool:
     return not jnp.issubdtype(compat.struct_of(v.aval).dtype, jax.dtypes.extended)
 
 
-def find_loop_shardings(
-    closed: ClosedJaxpr, lower_program: Callable[[ClosedJaxpr], Callable[[], Any]]
-) -> Mapping[int, LoopShardings]:
+def find_loop_shardings(closed: ClosedJaxpr, lower_program: Lower) -> Mapping[int, LoopShardings]:
     """Finds how the compiler divides the values of a program's layer loops.
 
     Args:
       closed: the program.
-      lower_program: lowers a program for its devices, to a function that compiles it.
+      lower_program: lowers a program for its devices.
 
     Returns:
       Number of a loop -> its shardings; empty if the compiler refuses the program.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Sharding
@@ -37,6 +37,7 @@ from jaxoff._schedule.divided_batch import divide_batch
 from jaxoff._schedule.faults import describe_fault, name_fault
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.settings import Setting
+from jaxoff._schedule.sharding_marks import Lower
 from jaxoff._schedule.traced import Traced
 
 # The setting of a program, with its `jax.jit` function.
@@ -103,7 +104,7 @@ class Search:
         copies, or of the others that of the least memory; whether to order the program in any case) -> bytes
         on the device, and the compiled program's setting and function; None without others.
       compile_written: compiles the step as the user wrote it.
-      lower_given: lowers a program as `jax.jit` does, to a function that compiles it, to be read.
+      lower_given: lowers a program as `jax.jit` does, for a compilation that is only read.
       paths: the name of each argument.
       donated: for each argument, whether the program may reuse its memory.
       shardings: of the arguments over several devices, else None.
@@ -117,7 +118,7 @@ class Search:
     budget: Budget
     compile_program: Callable[..., tuple[float, _Made] | None]
     compile_written: Callable[[], Written]
-    lower_given: Callable[[ClosedJaxpr], Callable[[], Any]]
+    lower_given: Lower
     paths: Sequence[str]
     donated: Sequence[bool]
     shardings: Sequence[Sharding | None]
@@ -132,7 +133,7 @@ class Search:
 
         def find(budget: Budget) -> Within:
             error: BudgetError | None = None
-            for twin in self._twins:
+            for twin in self._list_twins():
                 try:
                     return dataclasses.replace(self, twin=twin, budget=budget)._find()
                 except BudgetError as other:
@@ -159,23 +160,31 @@ class Search:
             finding = describe_fault(fault, doing)
             return dataclasses.replace(self._as_written(written), findings=(finding,))
 
-    @functools.cached_property
-    def _twins(self) -> Sequence[ClosedJaxpr]:
+    def _list_twins(self) -> Iterator[ClosedJaxpr]:
         """The twin in the forms to search, the preferred one first.
 
-        With its batch divided throughout, where that exchanges less; with its loops rolled up that the user
-        unrolled; with its batch divided as the compiler divides it.
+        With the batch divided throughout, where less is exchanged then; with the loops rolled up that the
+        user unrolled; with the batch divided as the compiler divides it.
         """
-        merged = divided = merge_shard_maps(self.twin)
+        merged, divided = self._merged_and_divided
+        yield divided
+        if (rolled := compat.map_open(divided, roll_loops)) is not divided:
+            yield rolled
+        if merged is not divided:
+            yield merged
+
+    @functools.cached_property
+    def _merged_and_divided(self) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+        merged = merge_shard_maps(self.twin)
+        if self.call.devices == 1:
+            return merged, merged
         try:
-            if self.call.devices > 1:
-                divisions = self.call.list_divisions(self.traced.signature[1])
-                divided = divide_batch(merged, self.donated, divisions, self.lower_given)
+            divisions = self.call.list_divisions(self.traced.signature[1])
+            return merged, divide_batch(merged, self.donated, divisions, self.lower_given)
         except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, over shardings that do not fit
-            self._progress.say(
-                f"the batch stays as the compiler divides it ({type(fault).__name__}: {fault})"
-            )
-        return [*dict.fromkeys((divided, compat.map_open(divided, roll_loops), merged))]
+            text = f"the batch stays as the compiler divides it ({type(fault).__name__}: {fault})"
+            self._progress.say(text)
+            return merged, merged
 
     def _find(self) -> Within:
         arguments = sum(
