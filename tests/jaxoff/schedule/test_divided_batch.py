@@ -140,13 +140,17 @@ def test_other_axes_of_products_are_left_to_the_compiler():
     assert divided in compiled.as_text()
 
 
-def struct(spec, *shape, dtype=jnp.float32):
+def struct(spec, *shape):
+    """An array's description, in float32 unless the last argument is a dtype."""
+    *shape, dtype = shape if not isinstance(shape[-1], int) else (*shape, jnp.float32)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(), spec))
 
 
-FEATURES = {"w": struct(P("data"), 64, 64)}
-ROWS = struct(P("data"), 8, 64)
-LABELS = struct(P("data"), 8, dtype=jnp.int32)
+# Arguments of `struct`: the devices are those of the run, not those where the tests are collected.
+FEATURES = (P("data"), 64, 64)
+WHOLE_NUMBERS = (*FEATURES, jnp.int8)
+ROWS = (P("data"), 8, 64)
+LABELS = (P("data"), 8, jnp.int32)
 
 
 @pytest.mark.parametrize(
@@ -154,20 +158,21 @@ LABELS = struct(P("data"), 8, dtype=jnp.int32)
     [
         ((ROWS,), (0,)),
         ((ROWS, LABELS), (0, 0)),
-        ((struct(P("data"), 64, 32), ROWS, LABELS), (None, 0, 0)),  # frozen weights
-        ((struct(P(None, "data"), 2, 8, 64), struct(P(None, "data"), 2, 8, dtype=jnp.int32)), (1, 1)),
-        ((struct(P(), 8, 64), LABELS), (None, 0)),
-        ((struct(P(), 8, 64),), None),
-        ((struct(P("data"), 64, 64, dtype=jnp.int8), ROWS), None),  # which of both is the batch?
-        ((struct(P("data"), 64, 64, dtype=jnp.int8), ROWS, LABELS), (None, 0, 0)),
-        ((struct(P("data"), 64, 64),), None),  # of the type of a result: a state that is not donated
+        (((P("data"), 64, 32), ROWS, LABELS), (None, 0, 0)),  # frozen weights
+        (((P(None, "data"), 2, 8, 64), (P(None, "data"), 2, 8, jnp.int32)), (1, 1)),
+        (((P(), 8, 64), LABELS), (None, 0)),
+        (((P(), 8, 64),), None),
+        ((WHOLE_NUMBERS, ROWS), None),  # which of both is the batch?
+        ((WHOLE_NUMBERS, ROWS, LABELS), (None, 0, 0)),
+        ((FEATURES,), None),  # of the type of a result: a state that is not donated
     ],
 )
 def test_what_counts_as_the_batch(others, axes):
     def fun(state, *others):
         return jax.tree.map(lambda w: w - sum(jnp.sum(other) for other in others), state)
 
-    batch = Batch.find(*trace(fun, (FEATURES, *others)))
+    state = {"w": struct(*FEATURES)}
+    batch = Batch.find(*trace(fun, (state, *(struct(*other) for other in others))))
     assert (None if batch is None else batch.axes[1:]) == axes
 
 
@@ -258,8 +263,8 @@ def test_some_rows_of_the_batch_and_two_batches_keep_its_axis(fun):
 
 def test_arguments_over_two_meshes_are_no_batch():
     rows = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(mesh(2, 2), P("data")))
-    assert Batch.find(*trace(lambda w, x: w * jnp.sum(x), (FEATURES["w"], ROWS))) is not None
-    assert Batch.find(*trace(lambda w, x: w * jnp.sum(x), (FEATURES["w"], rows))) is None
+    assert Batch.find(*trace(lambda w, x: w * jnp.sum(x), (struct(*FEATURES), struct(*ROWS)))) is not None
+    assert Batch.find(*trace(lambda w, x: w * jnp.sum(x), (struct(*FEATURES), rows))) is None
 
 
 @pytest.mark.parametrize(("count", "axis"), [(2, 1), (4, 0), (3, 1)])
@@ -291,7 +296,7 @@ def test_what_follows_a_carry_that_changes_its_axis_has_none():
 
 
 def test_tokens_that_are_donated_or_returned_are_the_batch():
-    closed, _, shardings = trace(lambda w, labels: (w, labels + 1), (FEATURES["w"], LABELS))
+    closed, _, shardings = trace(lambda w, labels: (w, labels + 1), (struct(*FEATURES), struct(*LABELS)))
     batch = Batch.find(closed, [True, True], shardings)
     assert batch is not None and batch.axes == (None, 0)
 
