@@ -30,6 +30,8 @@ from jaxoff._report.near_miss import near_miss
 _STREAMED_SHARE = 0.9
 # How often memory takes a stack of a loop in a layer: it is copied to a stack of all layers, and from there.
 _STACK_PASSES = 4
+# Primitives whose result is the buffer of their operand, or a part of it.
+_ALIASES = VIEWS | {"sharding_constraint"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +206,7 @@ def _count_passes(v: Var, makers: Mapping[Var, JaxprEqn], into_kernels: set[Var]
     the stack, as it would read what is recomputed.
     """
     origin = v
-    while origin in makers and makers[origin].primitive.name in VIEWS and variables(makers[origin]):
+    while origin in makers and makers[origin].primitive.name in _ALIASES and variables(makers[origin]):
         origin = variables(makers[origin])[0]
     writes = 2 if origin not in makers or is_compute(makers[origin]) else 1
     return writes + (2 if v in into_kernels else 0)
@@ -220,7 +222,7 @@ def _count_stores(stored: frozenset[Var], v: Var, makers: Mapping[Var, JaxprEqn]
       v: the value.
       makers: value -> its equation in the layer.
     """
-    while v in makers and makers[v].primitive.name in VIEWS and variables(makers[v]):
+    while v in makers and makers[v].primitive.name in _ALIASES and variables(makers[v]):
         if makers[v].primitive.name == "slice":
             return 2
         if v in stored:

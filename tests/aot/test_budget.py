@@ -170,7 +170,12 @@ def test_the_least_without_an_embedding_or_a_repeat_is_that_of_checkpointed_laye
 
 
 @pytest.mark.parametrize(
-    ("count", "part", "offloads", "options"), [(LAYERS, 1, False, QUICK), (2 * LAYERS, 0.9, True, {})]
+    ("count", "part", "offloads", "options"),
+    [
+        (LAYERS, 1, False, QUICK),
+        (2 * LAYERS, 0.91, True, QUICK),
+        pytest.param(2 * LAYERS, 0.9, True, {}, marks=pytest.mark.long),
+    ],
 )
 def test_layers_that_all_differ_take_no_more_than_with_a_checkpoint_of_each(count, part, offloads, options):
     def shapes(width):

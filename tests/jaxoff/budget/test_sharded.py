@@ -1,6 +1,7 @@
 """Budgets for steps over several devices: divided by the compiler, and by `jax.shard_map`."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,12 @@ import jaxoff
 from bench.client_steps import PROGRAMS
 from bench.clients import make_shardings
 from jaxoff._budget import regions
+from jaxoff._budget.costs import Costs
 from jaxoff._budget.narrow import narrow_stacks
 from jaxoff._budget.parts import write_in_parts, write_layers_in_parts
 from jaxoff._jaxpr.compat import jaxpr_as_fun
 from tests.jaxoff.budget.checkpointed import check_fit
+from tests.jaxoff.budget.layered import list_joint_graphs
 
 DEVICES = 8
 
@@ -74,6 +77,40 @@ WRITINGS = {
     "head in parts": lambda closed: write_in_parts(closed, 3e4, devices=2),
     "layers in parts": lambda closed: write_layers_in_parts(closed, 1e4, devices=2),
 }
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+def test_a_constraint_behind_a_product_leaves_the_time_to_keep_the_product(in_loop, mesh):
+    """A product writes a buffer of its own, and its constraint is that buffer."""
+
+    def loss(constrain, ws, x):
+        def layer(x, w):
+            return x + jnp.sin(constrain(jnp.tanh(x) @ w)), None
+
+        if in_loop:
+            x, _ = jax.lax.scan(layer, x, ws)
+        else:
+            for w in ws:
+                x, _ = layer(x, w)
+        return jnp.square(x).sum()
+
+    ws = jnp.ones((2, 64, 64))
+    args = ws if in_loop else list(ws), jnp.ones((64, 64))
+
+    def list_times(constrain, name):
+        fun = jax.value_and_grad(functools.partial(loss, constrain), (0, 1))
+        costs = [
+            Costs.of(pair, jaxoff.Device.of("h100")) for pair in list_joint_graphs(jax.make_jaxpr(fun)(*args))
+        ]
+        made = {v for cost in costs for v, eqn in cost.pair.makers.items() if eqn.primitive.name == name}
+        return [ms for cost in costs for v, ms in cost.saving_ms.items() if v in made]
+
+    rows = NamedSharding(mesh, P("devices"))
+    constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=rows)
+    without = list_times(lambda x: x, "dot_general")
+    assert without
+    for name in ("dot_general", "sharding_constraint"):
+        assert list_times(constrain, name) == without
 
 
 @pytest.mark.parametrize("writing", WRITINGS)
