@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxoff._budget.inner_loops import InnerLoops, inline_body
@@ -170,39 +170,24 @@ def _pair(
     if any(eqn.outvars and compat.has_side_effects(eqn) for eqn in (*body.eqns, *theirs.eqns)):
         return None
 
-    # The backward body's arguments, as arguments and results of the forward body.
     carried = layout.num_carry
     stacks = dict(zip(forward.outvars[carried:], body.outvars[carried:], strict=True))
-    known, given = {}, []
+    known: Renamed = {}  # value of the backward body -> that of the forward body
     for i, (v, operand) in enumerate(zip(theirs.invars, backward.invars, strict=True)):
         counterpart = None
         if isinstance(operand, Var) and i < own.num_consts:
             counterpart = constants.arguments.get(operand)
         elif isinstance(operand, Var) and i >= _first_row(own):
             counterpart = stacks.get(operand, rows.get(operand))
-        if counterpart is None or not isinstance(counterpart, Var):
-            given.append(v)
-        else:
+        if isinstance(counterpart, Var):
             known[v] = numbering.aliases.get(counterpart, counterpart)
-
-    outside: Renamed = dict(zip(theirs.invars, backward.invars, strict=True))
+    given = [v for v in theirs.invars if v not in known]
     inner = InnerLoops(numbering)
     for eqn in body.eqns:
         inner.add(eqn)
-    only_backward, rest = [], []
-    for eqn in theirs.eqns:
-        operands = [resolve(known, v) for v in eqn.invars]
-        same = constants.find(eqn, outside)
-        is_known = numbering.knows(eqn, operands)
-        if is_known:
-            same = numbering.find(eqn, operands) or same or inner.widen(eqn, operands)
-        if same is not None:
-            known.update(zip(eqn.outvars, same, strict=True))
-        elif is_known:
-            only_backward.append(eqn.replace(invars=operands))
-            numbering.add(only_backward[-1])
-        else:
-            rest.append(eqn.replace(invars=operands))
+    outside: Renamed = dict(zip(theirs.invars, backward.invars, strict=True))
+    find_constant = functools.partial(constants.find, outside=outside)
+    only_backward, rest = _part_backward(theirs, known, numbering, inner, find_constant)
     if stacks.keys().isdisjoint(variables(backward)) and len(only_backward) + len(rest) == len(theirs.eqns):
         return None
     body = body.replace(eqns=[inner.widened.get(id(eqn), eqn) for eqn in body.eqns])
@@ -235,6 +220,38 @@ def _pair(
         residuals=tuple(residuals),
         given=tuple(given),
     )
+
+
+def _part_backward(
+    body: Jaxpr,
+    known: Renamed,
+    numbering: Numbering,
+    inner: InnerLoops,
+    find_constant: Callable[[JaxprEqn], Sequence[Any] | None],
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """The equations of a backward body that repeat none of the forward body, first those without cotangents.
+
+    Args:
+      body: the body of the backward loop.
+      known: value of `body` -> the same of the forward body; gets the values found.
+      numbering: of the forward body; gets the values of the equations without cotangents.
+      inner: the loops of the forward body.
+      find_constant: an equation of constants -> their values in the forward body, or None.
+    """
+    only_backward, rest = [], []
+    for eqn in body.eqns:
+        operands = [resolve(known, v) for v in eqn.invars]
+        same, is_known = find_constant(eqn), numbering.knows(eqn, operands)
+        if is_known:
+            same = numbering.find(eqn, operands) or same or inner.widen(eqn, operands)
+        if same is not None:
+            known.update(zip(eqn.outvars, same, strict=True))
+        elif is_known:
+            only_backward.append(eqn.replace(invars=operands))
+            numbering.add(only_backward[-1])
+        else:
+            rest.append(eqn.replace(invars=operands))
+    return only_backward, rest
 
 
 class _Constants:
