@@ -258,6 +258,8 @@ class _Growth:
         inside, results = sorted(self._inside), self._list_results()
         if self._adds_up and graph.makers.get(self._seed) not in self._inside:
             return None  # another seed's
+        if not (results or self._sums):
+            return None  # nothing reads what its equations make
         if not inside or any(map(self._is_unwanted, results)):
             return None  # a part of a chain of elementwise equations, which needs little memory as it is
         made = [v for i in inside for v in graph.eqns[i].outvars]

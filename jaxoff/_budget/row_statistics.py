@@ -64,7 +64,7 @@ class _Search:
         self._readers = index_readers(self._eqns)
         self._makers = map_makers(self._eqns)
         self._names = pair.names
-        self._outside = {*pair.needed, *pair.results, *pair.names}
+        self._outside = {*pair.needed, *(v for v in pair.results if isinstance(v, Var)), *pair.names}
 
     def run(self) -> RowStatistics:
         values: set[Var] = set()

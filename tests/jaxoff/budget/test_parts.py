@@ -270,3 +270,20 @@ def test_row_wise_equations_on_a_part_give_the_part_of_the_whole(functions, axis
         made = eqn.primitive.bind(*part, **resize(eqn, axis, 2))
         made = made if eqn.primitive.multiple_results else [made]
         np.testing.assert_allclose(made[0], lax.slice_in_dim(whole[0], 1, 3, axis=axis), rtol=1e-5)
+
+
+def test_products_that_nothing_reads_are_not_done_in_parts():
+    """In the body of a loop they stay until XLA removes them: a metric that the caller dropped."""
+
+    def body(carry):
+        count, x = carry
+        logits = x @ jnp.ones((WIDTH, VOCABULARY))
+        jnp.where(logits > 0, logits, 0.0)
+        return count + 1, x * 0.5
+
+    def fun(x):
+        return lax.while_loop(lambda carry: carry[0] < 3, body, (0, x))[1]
+
+    closed = jax.make_jaxpr(fun)(jnp.ones((TOKENS, WIDTH)))
+    written, regions = write_in_parts(closed, 4 * TOKENS)
+    assert not regions and written is closed

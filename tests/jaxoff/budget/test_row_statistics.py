@@ -12,6 +12,7 @@ from jaxoff._budget.choose import choose_placements
 from jaxoff._budget.costs import Costs
 from jaxoff._budget.row_statistics import find_row_statistics
 from jaxoff._device.profile import Device
+from jaxoff._jaxpr.compat import Var
 from tests.jaxoff.budget.layered import list_joint_graphs
 from tests.jaxoff.policy.matrix import inputs
 
@@ -214,3 +215,17 @@ def test_a_mask_of_random_numbers_may_be_kept_and_is_the_same_where_it_is_drawn_
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             # Sums round otherwise by CPU, up to 1e-4; with another mask gradients are five times as large.
             assert jnp.abs(a - b).max() < 1e-3 * jnp.abs(b).max()
+
+
+def test_a_layer_may_pass_on_a_number():
+    """A carried scalar that is the same after each layer is a literal among the layer's results."""
+
+    def loss(ws, x):
+        def layer(carry, w):
+            return (jnp.tanh(carry[0] @ w["q"]) + carry[0], 0.0), None
+
+        return lax.scan(layer, (x, 0.0), ws)[0][0].sum()
+
+    (pair,) = list_joint_graphs(jax.make_jaxpr(jax.grad(loss))(weights(), inputs(ROWS, WIDTH)))
+    assert any(not isinstance(v, Var) for v in pair.results)
+    assert not find_row_statistics(pair).reductions
