@@ -21,7 +21,15 @@ from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress, chooses, compressed_nbytes
 from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, index_between_strides
-from jaxoff._jaxpr.primitives import RANDOM, VIEWS, is_collective, is_compute, is_fused, is_shard_map
+from jaxoff._jaxpr.primitives import (
+    CONSTRAINTS,
+    RANDOM,
+    VIEWS,
+    is_collective,
+    is_compute,
+    is_fused,
+    is_shard_map,
+)
 from jaxoff._jaxpr.split_maps import look_inside
 from jaxoff._report.near_miss import near_miss
 
@@ -31,7 +39,7 @@ _STREAMED_SHARE = 0.9
 # How often memory takes a stack of a loop in a layer: it is copied to a stack of all layers, and from there.
 _STACK_PASSES = 4
 # Primitives whose result is the buffer of their operand, or a part of it.
-_ALIASES = VIEWS | {"sharding_constraint"}
+_ALIASES = VIEWS | CONSTRAINTS
 
 
 @dataclasses.dataclass(frozen=True)

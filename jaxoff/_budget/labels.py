@@ -11,6 +11,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, variables
 from jaxoff._jaxpr.inline import inline_program
+from jaxoff._jaxpr.primitives import CONSTRAINTS
 from jaxoff._jaxpr.tag import Tag
 
 # Words of JAX's transformations in scopes.
@@ -44,8 +45,8 @@ def label(graph: JointGraph, v: Var, makers: Mapping[Var, JaxprEqn], inside: Map
 
 
 def find_origin(v: Var, makers: Mapping[Var, JaxprEqn]) -> Var:
-    """A value before the constraints of its sharding."""
-    while (maker := makers.get(v)) is not None and maker.primitive.name == "sharding_constraint":
+    """A value before the constraints of its sharding and layout."""
+    while (maker := makers.get(v)) is not None and maker.primitive.name in CONSTRAINTS:
         (v,) = variables(maker)
     return v
 

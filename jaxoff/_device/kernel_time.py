@@ -22,6 +22,7 @@ from jaxoff._jaxpr.dataflow import map_makers, variables
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import (
+    CONSTRAINTS,
     is_attention,
     is_collective,
     is_compute,
@@ -32,7 +33,7 @@ from jaxoff._jaxpr.primitives import (
 )
 
 # Equations that store what was not stored, and move nothing.
-_STORES = frozenset({"optimization_barrier", "sharding_constraint"})
+_STORES = CONSTRAINTS | {"optimization_barrier"}
 # Primitives that read a part of an operand.
 _SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
 

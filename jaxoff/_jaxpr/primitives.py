@@ -19,6 +19,8 @@ OPAQUE = compat.KERNELS | {"ffi_call", "dot_product_attention_fwd_wrapper"}
 VIEWS = frozenset(
     {"reshape", "transpose", "squeeze", "slice", "rev", "broadcast_in_dim", "expand_dims", "copy"}
 )
+# Equations that say how a value is divided over devices, or laid out in memory.
+CONSTRAINTS = frozenset({"layout_constraint", "sharding_constraint"})
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
 _COLLECTIVE_NAMES = """
 all_to_all pmax pmin ppermute psum psum_invariant ragged_all_to_all reduce_scatter unreduced_psum
@@ -35,15 +37,15 @@ shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
 ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 _OTHER_FUSED_NAMES = """
 bessel_i0e bessel_i1e bitcast_convert_type broadcast_in_dim clz complex conj digamma expand_dims igamma
-igammac imag iota lgamma log2 mulhi name one_minus_square optimization_barrier pad polygamma
+igammac imag iota layout_constraint lgamma log2 mulhi name one_minus_square optimization_barrier pad polygamma
 population_count pvary real regularized_incomplete_beta reshape sharding_constraint slice split squeeze
 transpose written_over zeta
 """
 # XLA computes these equations inside the kernels that read their result.
 _FUSED = ELEMENTWISE.union(_OTHER_FUSED_NAMES.split())
 _ARGUMENT_VIEW_NAMES = """
-convert_element_type dynamic_slice expand_dims name optimization_barrier pvary reduce_precision reshape
-reshard sharding_constraint slice split squeeze transpose
+convert_element_type dynamic_slice expand_dims layout_constraint name optimization_barrier pvary
+reduce_precision reshape reshard sharding_constraint slice split squeeze transpose
 """
 # Views of an argument (a layer of stacked weights, for example). XLA reads the view in place, or copies the
 # view just before the reader.

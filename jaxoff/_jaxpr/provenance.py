@@ -19,6 +19,7 @@ _SAME_VALUE = frozenset(
         "copy",
         "copy_p",
         "pvary",
+        "layout_constraint",
         "sharding_constraint",
         "reshard",
     }

@@ -37,6 +37,7 @@ from jaxoff._jaxpr.meshes import explicit_mesh, list_axes
 from jaxoff._jaxpr.shares import record_sharding
 from jaxoff._schedule.batch_axes import Axes, BatchAxes, read
 from jaxoff._schedule.sharding_marks import Lower, Recorded
+from jaxoff._schedule.weight_layouts import lay_out_weights
 
 # Smaller products are left to the compiler.
 _LEAST_NBYTES = 2**20
@@ -55,6 +56,8 @@ def divide_batch(
 ) -> ClosedJaxpr:
     """A program with the batch divided throughout, if less is exchanged between devices then.
 
+    Weights of loops that columns divide are laid out by rows in any case.
+
     Args:
       closed: a program which is not differentiated any more.
       donated: for each argument, whether the program may reuse its memory.
@@ -62,10 +65,13 @@ def divide_batch(
       lower_program: lowers a program for its devices.
 
     Returns:
-      The program with pins, or the program itself.
+      The program with pins, or without.
     """
     batch = Batch.find(closed, donated, shardings)
-    if batch is None or batch.is_divided_by(lower_program, closed):
+    if batch is None:
+        return closed
+    closed = lay_out_weights(closed, batch.axes, batch.shards, shardings)
+    if batch.is_divided_by(lower_program, closed):
         return closed
     pinned = batch.wrap_products(closed, batch.pin)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -117,6 +123,11 @@ class Batch:
         axes = tuple(groups[division].get(k) for k in range(len(arguments)))
         return Batch(meshes.pop(), division[1], axes)
 
+    @property
+    def shards(self) -> int:
+        """The number of parts of the batch."""
+        return math.prod(self.mesh.shape[name] for name in self.names)
+
     def pin(self, value: jax.Array, axis: int) -> jax.Array:
         """Divides a value along an axis as the batch; its other axes are the compiler's."""
         spec = P(*(self.names if i == axis else P.UNCONSTRAINED for i in range(value.ndim)))
@@ -149,7 +160,7 @@ class Batch:
 
         Products of a forward pass and their repetition in the backward pass stay alike.
         """
-        shards = math.prod(self.mesh.shape[name] for name in self.names)
+        shards = self.shards
         axes = BatchAxes(shards)
         written: dict[tuple[int, Axes], Jaxpr] = {}  # a program called twice stays the same object
 

@@ -1,0 +1,110 @@
+"""Lays out the weights of loops over layers by rows, where the compiler divides them by columns.
+
+A gather joins values along their first axis in memory. To gather weights divided by columns, XLA transposes
+them, and moves the transposition out of the loop: the stacks of all layers are in memory a second time, and
+their gradients, too. A constraint on the layout of a layer's weights leaves the transposition in the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding, Sharding
+
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.inline import trace_call
+from jaxoff._jaxpr.meshes import list_axes
+from jaxoff._schedule.batch_axes import Axes, BatchAxes, read
+
+# Smaller weights, such as those of norms, are left to the compiler.
+_LEAST_NBYTES = 2**20
+
+
+def lay_out_weights(
+    closed: ClosedJaxpr, batch: Axes, shards: int, shardings: Sequence[Sharding | None]
+) -> ClosedJaxpr:
+    """A program in which each iteration of a loop takes weights, and makes their gradients, laid out by rows.
+
+    Args:
+      closed: a program which is not differentiated any more.
+      batch: of each argument, the axis of the batch, or None.
+      shards: the number of parts of the batch.
+      shardings: of the arguments. The program is returned as it is unless they divide a stack by columns.
+    """
+    if not any(map(_divides_columns, shardings)):
+        return closed
+    return compat.map_open(closed, functools.partial(_Writer(shards).write, given=batch))
+
+
+class _Writer:
+    """The loops of a program with constraints on the layouts of weights."""
+
+    def __init__(self, shards: int):
+        self._axes = BatchAxes(shards)
+        self._written: dict[tuple[int, Axes], Jaxpr] = {}  # a program called twice stays the same object
+
+    def write(self, program: Jaxpr, given: Axes) -> Jaxpr:
+        """A program with the constraints, for the axes of the batch in its arguments."""
+        key = id(program), given
+        if key not in self._written:
+            known = self._axes.follow(program, given)
+            eqns = (self._write_equation(eqn, known) for eqn in program.eqns)
+            self._written[key] = compat.replace_equations(program, eqns)
+        return self._written[key]
+
+    def _write_equation(self, eqn: JaxprEqn, known: Mapping[Var, int]) -> JaxprEqn:
+        given = self._axes.enter(eqn, read(known, eqn.invars))
+        if given is None:
+            return eqn
+        eqn = compat.map_programs(eqn, functools.partial(self.write, given=given))
+        if (layout := compat.scan_in(eqn)) is None:
+            return eqn
+        constrain = functools.partial(self._constrain, given=given, layout=layout, like=eqn)
+        return compat.map_programs(eqn, constrain)
+
+    def _constrain(self, body: Jaxpr, given: Axes, layout: compat.ScanLayout, like: JaxprEqn) -> Jaxpr:
+        """The body of a loop with constraints on the weights that it takes and on the gradients it makes."""
+        known, first = self._axes.follow(body, given), layout.num_consts + layout.num_carry
+        before: list[JaxprEqn] = []
+        after: list[JaxprEqn] = []
+        taken: dict[Any, Var] = {}
+        outvars = list(body.outvars)
+        for v in body.invars[first:]:
+            if v not in known and _is_large_matrix(v):
+                eqns, (taken[v],) = trace_call(_store_by_rows, [v], like=like)
+                before += eqns
+        for k in range(layout.num_carry, len(outvars)):
+            v = outvars[k]
+            if isinstance(v, Var) and v not in known and v not in body.invars and _is_large_matrix(v):
+                eqns, (outvars[k],) = trace_call(_store_by_rows, [v], like=like)
+                after += eqns
+        if not before and not after:
+            return body
+        eqns = [
+            eqn.replace(invars=[taken.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])
+            for eqn in body.eqns
+        ]
+        return body.replace(eqns=[*before, *eqns, *after], outvars=outvars)
+
+
+def _store_by_rows(weights: jax.Array) -> jax.Array:
+    return with_layout_constraint(weights, Layout(tuple(range(weights.ndim))))
+
+
+def _is_large_matrix(v: Var) -> bool:
+    shape, dtype = compat.shape_of(v.aval), getattr(v.aval, "dtype", jnp.bool_)
+    return len(shape) > 1 and jnp.issubdtype(dtype, jnp.floating) and compat.nbytes(v.aval) >= _LEAST_NBYTES
+
+
+def _divides_columns(sharding: Sharding | None) -> bool:
+    """Whether a sharding divides a stack of matrices along another axis than the first of the matrices."""
+    if not isinstance(sharding, NamedSharding):
+        return False
+    names = (name for axes in sharding.spec[2:] for name in list_axes(axes))
+    return any(sharding.mesh.shape[name] > 1 for name in names)
