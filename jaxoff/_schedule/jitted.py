@@ -27,12 +27,13 @@ from jaxoff._runtime.flags import UNTUNED, PlacedBy
 from jaxoff._runtime.program_memory import lowered_nbytes, program_nbytes_if_compiled
 from jaxoff._schedule.argument_types import ArgumentTypes
 from jaxoff._schedule.call import Call, Place
+from jaxoff._schedule.divided_choice import choose_divided, divide_traced, is_passed_over
 from jaxoff._schedule.faults import describe_symbolic, rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import find_lost_order
 from jaxoff._schedule.rewrite import Rewritten
-from jaxoff._schedule.settings import Setting, add_without_graphs, complete, list_for_cpus, list_settings
+from jaxoff._schedule.settings import Setting, add_without_graphs, complete, list_for_call, list_settings
 from jaxoff._schedule.sharding_marks import Lower
 from jaxoff._schedule.traced import ProbedError, Traced
 from jaxoff._schedule.traced_arguments import TracedArguments
@@ -262,6 +263,13 @@ class Jitted:
 
         compares = call.is_on_gpu or self._tunes
         recipe, candidates = choose_recipe([*settings], compile_recipe, call.devices, compares=compares)
+        if is_passed_over(recipe, candidates):
+            ask = functools.partial(self._lower_given, call, traced.signature, traced.shapes)
+            made = divide_traced(call, traced, self._fun, self._kwargs, ask, self._rewrite)
+            if made and (found := choose_divided(call, made, candidates, self._make_instance, self._given)):
+                self._instances[call.key, found.setting] = found.instance
+                self._report(found.findings)
+                return found.setting
         self._report([*find_fallback(recipe, candidates), *unmet.get(settings[recipe], ())])
         return settings[recipe]
 
@@ -318,12 +326,12 @@ class Jitted:
         call = self._call(args, kwargs)
         with self._probe(call) as traced:
             twin = traced.take_twin()
-        device, positions = self._share_link(call.devices), traced.signature[1]
-        paths, donated, shardings = call.describe_arguments(self._fun, positions, self._kwargs)
+        device = self._share_link(call.devices)
+        facts = call.describe_arguments(self._fun, traced.signature[1], self._kwargs)
 
         def estimate(budget: Budget) -> Plan:
             resolved = budget.resolve((args, kwargs))
-            plan = estimate_within(twin, call, device, resolved, paths, donated, shardings)
+            plan = estimate_within(twin, call, device, resolved, *facts)
             return dataclasses.replace(plan, step=self.within(budget))
 
         return estimate
@@ -391,14 +399,8 @@ class Jitted:
                 warn_of(finding)
 
     def _list_settings(self, call: Call, traced: Traced) -> list[Setting]:
-        """The settings for a program, the preferred one first; a single one where nothing is to choose."""
         compares = call.is_on_gpu or self._tunes
-        may_save = compares or self._recipe is Recipe.SAVED
-        has_twin = may_save and traced.has_copies and traced.twin is not None
-        settings = list_settings(traced.program, self._given, has_twin=has_twin)
-        if self._recipe is not None:
-            return [s for s in settings if s.recipe is self._recipe] or settings[:1]
-        return settings if compares else list_for_cpus(settings, call.devices)
+        return list_for_call(call, traced, self._given, self._recipe, compares=compares)
 
     def _find_instance(self, call: Call, setting: Setting | None) -> Any:
         """The `jax.jit` function for a call's types and a setting; without a setting, a probe."""

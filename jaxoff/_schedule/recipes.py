@@ -58,6 +58,10 @@ class Recipe(enum.StrEnum):
         return self in (Recipe.CONCURRENT, Recipe.EARLY)
 
 
+# The program as given and its saved twin, whose memory and exchange limit those of the other recipes.
+_REFERENCES = (Recipe.STOCK, Recipe.SAVED)
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """A recipe's device memory.
@@ -162,25 +166,53 @@ def choose_recipe(
     Returns:
       The recipe, the first one if nothing compiles; and the candidates compiled, in the order of `recipes`.
     """
-    references = [r for r in recipes if r in (Recipe.STOCK, Recipe.SAVED) and compares]
+    references = [r for r in recipes if r in _REFERENCES and compares]
     several_devices = devices > 1
     candidates = {r: _try_candidate(r, compile_recipe, several_devices) for r in references}
+    chosen = _choose_within(recipes, compile_recipe, candidates, several_devices=several_devices)
+    tried = [candidates[recipe] for recipe in recipes if recipe in candidates]
+    return (chosen or tried[0]).recipe, tried
+
+
+def choose_beside(
+    recipes: Iterable[Recipe],
+    compile_recipe: Callable[[Recipe], jax.stages.Compiled],
+    candidates: Iterable[Candidate],
+) -> Recipe | None:
+    """Chooses a recipe of another form of a program, by the limits of the program's own candidates.
+
+    Args:
+      recipes, compile_recipe: as for `choose_recipe`, of the other form.
+      candidates: of the program.
+
+    Returns:
+      The recipe; None if all take or exchange too much.
+    """
+    known = {c.recipe: c for c in candidates if c.recipe in _REFERENCES}
+    chosen = _choose_within(recipes, compile_recipe, known, several_devices=True)
+    return chosen.recipe if chosen and chosen.recipe not in _REFERENCES else None
+
+
+def _choose_within(
+    recipes: Iterable[Recipe],
+    compile_recipe: Callable[[Recipe], jax.stages.Compiled],
+    candidates: dict[Recipe, Candidate],
+    *,
+    several_devices: bool,
+) -> Candidate | None:
+    """The first recipe within the limits of the candidates known so far; adds those compiled to these."""
     known = [c.nbytes for c in candidates.values() if c.nbytes is not None]
     limit = (1 + TOLERANCE) * min(known, default=math.inf)
-    chosen, stock = None, candidates.get(Recipe.STOCK)
+    stock, twin = (candidates.get(recipe) for recipe in _REFERENCES)
     for recipe in recipes:
         if recipe not in candidates:
             candidates[recipe] = _try_candidate(recipe, compile_recipe, several_devices)
-        exchanges_more = recipe is not Recipe.SAVED and candidates[recipe].exchanges_more_than(stock)
-        if candidates[recipe].takes_at_most(limit) and not exchanges_more:
-            chosen = candidates[recipe]
-            break
-    twin = candidates.get(Recipe.SAVED)
-    if chosen and chosen.nbytes is not None and twin is not None:
-        wins_nothing = twin.takes_at_most(min(limit, (1 + TOLERANCE) * chosen.nbytes))
-        chosen = twin if wins_nothing else chosen
-    tried = [candidates[recipe] for recipe in recipes if recipe in candidates]
-    return (chosen or tried[0]).recipe, tried
+        chosen = candidates[recipe]
+        exchanges_more = recipe is not Recipe.SAVED and chosen.exchanges_more_than(stock)
+        if chosen.nbytes is not None and chosen.nbytes <= limit and not exchanges_more:
+            smaller = min(limit, (1 + TOLERANCE) * chosen.nbytes)
+            return twin if twin is not None and twin.takes_at_most(smaller) else chosen
+    return None
 
 
 def _try_candidate(

@@ -19,6 +19,7 @@ from jaxoff._runtime.flags import COMMAND_BUFFER, DISABLED_PASSES, PROFILE, PROF
 from jaxoff._schedule.call import Call
 from jaxoff._schedule.recipes import Recipe, list_recipes
 from jaxoff._schedule.rewrite import Rewritten
+from jaxoff._schedule.traced import Traced
 
 type Options = tuple[tuple[str, Any], ...]
 
@@ -77,6 +78,25 @@ def list_settings(
     return [
         Setting(recipe, _choose_options(recipe, program, disabled, budgeted=budgeted)) for recipe in recipes
     ]
+
+
+def list_for_call(
+    call: Call, traced: Traced, given: Mapping[str, Any], recipe: Recipe | None, *, compares: bool
+) -> list[Setting]:
+    """The settings for a call, the preferred one first; a single one where nothing is to choose.
+
+    Args:
+      call, traced: the call and its program.
+      given: the caller's compiler options.
+      recipe: the caller's recipe, if any.
+      compares: whether programs are compared, by memory or by time.
+    """
+    may_save = compares or recipe is Recipe.SAVED
+    has_twin = may_save and traced.has_copies and traced.twin is not None
+    settings = list_settings(traced.program, given, has_twin=has_twin)
+    if recipe is not None:
+        return [s for s in settings if s.recipe is recipe] or settings[:1]
+    return settings if compares else list_for_cpus(settings, call.devices)
 
 
 def list_for_cpus(settings: list[Setting], devices: int) -> list[Setting]:

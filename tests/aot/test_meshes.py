@@ -83,6 +83,36 @@ def test_weights_divided_by_the_compiler_are_gathered_as_often_as_by_jax_jit():
     assert 0 < exchanged[1] <= exchanged[0]
 
 
+def test_offloads_beside_weights_divided_by_columns_are_hidden_and_exchange_weights():
+    """Where jaxoff's order exchanges activations, the batch is divided throughout."""
+    target = jaxoff.target("h200", devices=2)
+    struct = functools.partial(struct_on, target.mesh((2,), ("fsdp",)), dtype=jnp.float32)
+
+    def layer(x, w):
+        h = jaxoff.name(x, "x") * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True))
+        gate, up, down = (w[name].astype(x.dtype) for name in ("gate", "up", "down"))
+        return x + (jax.nn.silu(h @ gate) * (h @ up)) @ down, None
+
+    def loss(w, tokens):
+        block = jax.checkpoint(layer, policy=jaxoff.policy(offload=["x"]), prevent_cse=False)
+        x, _ = lax.scan(block, w["embed"].astype(jnp.bfloat16)[tokens], w["layers"])
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+    def step(w, tokens):
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, jax.grad(loss)(w, tokens))
+
+    stacks = {"gate": (6, 1024, 4096), "up": (6, 1024, 4096), "down": (6, 4096, 1024)}
+    layers = {name: struct(P(None, None, "fsdp"), *shape) for name, shape in stacks.items()}
+    w = {"embed": struct(P(None, "fsdp"), 8192, 1024), "layers": layers}
+    args = w, struct(P("fsdp"), 16, 2048, dtype=jnp.int32)
+    options = {"donate_argnums": 0, "out_shardings": jax.tree.map(lambda leaf: leaf.sharding, w)}
+    jitted = jaxoff.jit(step, **options)
+    given, compiled = (target.compile(jitted, *args) for jitted in (jax.jit(step, **options), jitted))
+    assert jitted.recipe in ("concurrent", "early") and not jitted.findings
+    assert count_exchanged(compiled.as_text()) < 0.5 * count_exchanged(given.as_text())
+    assert program_nbytes(compiled) <= 1.01 * program_nbytes(given)
+
+
 def test_gathers_by_reshard_exchange_what_they_exchange_by_jax_jit():
     """With Explicit axes: gradients are reduced and scattered, and a gather runs beside the last product."""
     target = jaxoff.target("h100", devices=2)

@@ -15,7 +15,8 @@ from jaxoff import FindingCode
 from jaxoff._jaxpr.host_values import split_copies
 from jaxoff._jaxpr.saved_twin import build_saved_twin
 from jaxoff._runtime.flags import recall_placement
-from jaxoff._schedule.recipes import Recipe, choose_recipe, find_fallback, list_recipes
+from jaxoff._schedule.divided_choice import is_passed_over
+from jaxoff._schedule.recipes import Recipe, choose_beside, choose_recipe, find_fallback, list_recipes
 from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_equal
 
 EVERY = tuple(Recipe)
@@ -110,6 +111,33 @@ def test_offloads_given_up_for_what_they_exchange_are_said_by_the_recipe_of_leas
     assert "by 'early' it took 4.87 GB and exchanged 512.00 MB for 256.00 MB. Nothing" in finding.message
     assert "wins no memory" not in finding.message
     assert "recipe='early' in jaxoff.jit insists" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("rows", "gigabytes", "expected"),
+    [
+        (8, 4.0, "concurrent"),  # as many bytes exchanged as by the program as given
+        (16, 4.0, None),
+        (8, 4.5, None),  # more memory than the program as given
+        (4, 4.5, None),
+    ],
+)
+def test_another_form_of_a_program_runs_within_the_limits_of_the_program(rows, gigabytes, expected):
+    gather = "ENTRY %main (x: f32[8]) -> f32[64] {{\n  %g = f32[{rows},8]{{1,0}} all-gather(%x)\n}}\n"
+    given = {"concurrent": 16, "early": 16, "ordered": 16, "stock": 8, "saved": 8}
+
+    def compile_given(recipe):
+        nbytes = 5_000_000_000 if recipe == "saved" else 4_000_000_000
+        return compiled_of(nbytes, gather.format(rows=1_000_000 * given[recipe]))
+
+    chosen, candidates = choose_recipe(EVERY, compile_given, 2)
+    assert is_passed_over(chosen, candidates)
+    assert not is_passed_over(Recipe.EARLY, candidates)
+
+    def compile_other(recipe):
+        return compiled_of(int(gigabytes * 1e9), gather.format(rows=1_000_000 * rows))
+
+    assert choose_beside(EVERY[:3], compile_other, candidates) == expected
 
 
 @pytest.mark.parametrize(
