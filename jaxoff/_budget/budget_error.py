@@ -91,7 +91,8 @@ def find_least(error: BudgetError, budget: Budget, find_nbytes: Callable[[Budget
     if least == first:
         return error
     nbytes = math.ceil(least)
-    text = f"{error.args[0]} A search for less found a program of {format_nbytes(nbytes)}."
+    size = format_nbytes(nbytes)
+    text = f"{error.args[0]} A search for less found a program of {size}: ask for that much or more."
     return BudgetError(text, nbytes, lambda: largest)
 
 

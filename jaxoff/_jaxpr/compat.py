@@ -206,8 +206,8 @@ def find_naming(x: Any) -> Naming | None:
     return Naming(parent.params["name"], parent.in_tracers[0] if x is outer else None)
 
 
-# Files of libraries of layers, which a user's model calls, but for whole models in them; and how many frames deep
-# their calls are at most.
+# Files of libraries of layers that a user's model calls, but not their whole models; and how many frames deep
+# the calls are at most.
 _OF_LAYERS = re.compile(
     r"/(site|dist)-packages/(equinox|flax|haiku(?!/_src/nets/)|optax|einops|penzai(?!/models/)|qwix)/"
 )

@@ -330,8 +330,7 @@ class Jitted:
         facts = call.describe_arguments(self._fun, traced.signature[1], self._kwargs)
 
         def estimate(budget: Budget) -> Plan:
-            resolved = budget.resolve((args, kwargs))
-            plan = estimate_within(twin, call, device, resolved, *facts)
+            plan = estimate_within(twin, call, device, budget.resolve((args, kwargs)), *facts)
             return dataclasses.replace(plan, step=self.within(budget))
 
         return estimate
@@ -399,8 +398,7 @@ class Jitted:
                 warn_of(finding)
 
     def _list_settings(self, call: Call, traced: Traced) -> list[Setting]:
-        compares = call.is_on_gpu or self._tunes
-        return list_for_call(call, traced, self._given, self._recipe, compares=compares)
+        return list_for_call(call, traced, self._given, self._recipe, compares=call.is_on_gpu or self._tunes)
 
     def _find_instance(self, call: Call, setting: Setting | None) -> Any:
         """The `jax.jit` function for a call's types and a setting; without a setting, a probe."""

@@ -251,7 +251,7 @@ def test_the_least_of_an_error_is_that_of_budgets_near_it(form, monkeypatch):
         with pytest.raises(jaxoff.BudgetError) as error:
             jaxoff.plan(step, *args, device_bytes=1e6, **settings)
     first = error.value.smallest_bytes
-    with pytest.raises(jaxoff.BudgetError, match="A search for less found a program of") as error:
+    with pytest.raises(jaxoff.BudgetError, match=r"A search for less .*: ask for") as error:
         jaxoff.plan(step, *args, device_bytes=1e6, **settings)
     least = error.value.smallest_bytes
     assert first is not None and least is not None
