@@ -27,12 +27,12 @@ class RowStatistics(NamedTuple):
     """The statistics of a layer that no kernel stores.
 
     Attributes:
-      values: the results of the reductions, and what elementwise equations make of them row by row.
+      values: the results of the reductions, and of elementwise equations on these, row by row.
       reductions: indices of the reductions in `JointGraph.pure`.
       differences: indices of the equations that broadcast a maximum over its row. XLA stores what the kernel
         makes of them, the exponentials or the weights of a softmax: no reader computes a maximum again.
-      sums: the sums of such rows, and what elementwise equations make of them -> the row. To keep a sum takes
-        the kernel apart as well, unless its row is kept.
+      sums: the sums of these rows, and results of elementwise equations on a sum -> the row. To keep a sum
+        takes the kernel apart as well, unless its row is kept.
       wide: rows with more bytes than the scores that they are made of: exponentials in float32 of scores in
         bfloat16. XLA stores none, and computes them in each reader. To keep them takes the kernels of the
         forward and of the backward softmax apart: of a U-Net's five attentions over 1,024 pixels, 18 GB of
@@ -49,9 +49,9 @@ class RowStatistics(NamedTuple):
 def find_row_statistics(pair: JointGraph) -> RowStatistics:
     """Finds the statistics of rows that are read in the layer alone, to be broadcast over the rows.
 
-    Statistics with a name, and those that the backward pass reads beside the row, are left out: to keep them
-    may spare the row. So are those whose rows no product reads, as in a cross entropy: XLA makes no
-    kernel of such a row.
+    Statistics with a name, or read by the backward pass beside the row, are left out: to keep a statistic may
+    spare the row. So are statistics whose rows no product reads, as in a cross entropy: XLA makes no kernel
+    of the row.
     """
     return _Search(pair).run()
 
@@ -95,7 +95,7 @@ class _Search:
         return {v: row for total, row in sums for v in self._list_derived([total], _size(total))}
 
     def _find_wide(self, rows: Mapping[Var, list[Var]]) -> Iterator[Var]:
-        """The rows with more bytes an element than their scores; rows without scores are not among them."""
+        """The rows with more bytes an element than their scores; no rows without scores."""
         for difference, derived in rows.items():
             width = sum(map(_element_nbytes, self._find_scores(difference)))
             yield from (v for v in derived if 0 < width < _element_nbytes(v) and v not in self._names)
@@ -114,9 +114,9 @@ class _Search:
             todo += whole
 
     def _follow(self, reduction: JaxprEqn) -> tuple[set[Var], set[int]] | None:
-        """The values made of a reduction row by row, and the equations that make rows of them.
+        """The values made of a reduction row by row, and the equations on these values with rows as results.
 
-        None unless a product reads such rows.
+        None unless a product reads the rows.
         """
         each, whole = _size(reduction.outvars[0]), _size(reduction.invars[0])
         found: set[Var] = set()

@@ -34,7 +34,7 @@ class Divided:
 
 
 def is_passed_over(chosen: Recipe, candidates: Iterable[Candidate]) -> bool:
-    """Whether recipes that hide copies better than the one chosen exchange too many bytes between devices."""
+    """Whether recipes hide copies better than `chosen`, and exchange too many bytes between devices."""
     by_recipe = {candidate.recipe: candidate for candidate in candidates}
     stock, others = by_recipe.get(Recipe.STOCK), (c for r, c in by_recipe.items() if r.hides_copies)
     return not chosen.hides_copies and any(c.exchanges_more_than(stock) for c in others)
@@ -48,12 +48,12 @@ def divide_traced(
     ask: Lower,
     rewrite: Callable[..., Rewritten],
 ) -> Traced | None:
-    """A call's program with its batch divided throughout; None where that wins nothing.
+    """A call's program with its batch divided throughout; None where nothing is won.
 
     Args:
       call, traced: the call and its program.
       fun, keywords: the function, and its keywords of `jax.jit`.
-      ask: lowers a program, to read how the compiler divides it.
+      ask: lowers a program, to read the compiler's divisions.
       rewrite: (call, program, ask) -> the rewritten program.
     """
     positions = traced.signature[1]
@@ -75,7 +75,7 @@ def choose_divided(
 
     Args:
       call, made: the call and the program.
-      candidates: of the program as the compiler divides it.
+      candidates: of the program in the compiler's own divisions.
       make_instance: makes the `jax.jit` function of a program.
       options: the caller's compiler options.
     """

@@ -54,11 +54,11 @@ class Recipe(enum.StrEnum):
 
     @property
     def hides_copies(self) -> bool:
-        """Whether the copies of loops start as early as the order lets them."""
+        """Whether the copies of loops start as early as the order allows."""
         return self in (Recipe.CONCURRENT, Recipe.EARLY)
 
 
-# The program as given and its saved twin, whose memory and exchange limit those of the other recipes.
+# The program as given and its saved twin, which limit the memory and the exchange of the other recipes.
 _REFERENCES = (Recipe.STOCK, Recipe.SAVED)
 
 
@@ -268,7 +268,7 @@ class LoweredByRecipe:
     ):
         """Takes a lowered program, and a function that returns that of the chosen recipe.
 
-        The function returns the options of the recipe, too, and what placed the residuals.
+        The function returns the options of the recipe, too, and the origin of the placements.
         """
         self._lowered, self._lower_chosen = lowered, lower_chosen
 

@@ -1,8 +1,8 @@
 """Lays out the weights of loops over layers by rows, where the compiler divides them by columns.
 
-A gather joins values along their first axis in memory. To gather weights divided by columns, XLA transposes
-them, and moves the transposition out of the loop: the stacks of all layers are in memory a second time, and
-their gradients, too. A constraint on the layout of a layer's weights leaves the transposition in the loop.
+A gather joins values along their first axis in memory. To gather columns XLA transposes weights, and moves the
+transposition out of the loop: the stacks of all layers are in memory a second time, and their gradients, too.
+A constraint on the layout of a layer's weights leaves the transposition in the loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxoff._jaxpr.inline import trace_call
 from jaxoff._jaxpr.meshes import list_axes
 from jaxoff._schedule.batch_axes import Axes, BatchAxes, read
 
-# Smaller weights, such as those of norms, are left to the compiler.
+# Smaller weights, like a norm's scale, are left to the compiler.
 _LEAST_NBYTES = 2**20
 
 
@@ -35,7 +35,7 @@ def lay_out_weights(
       closed: a program which is not differentiated any more.
       batch: of each argument, the axis of the batch, or None.
       shards: the number of parts of the batch.
-      shardings: of the arguments. The program is returned as it is unless they divide a stack by columns.
+      shardings: of the arguments. Unless they divide a stack by columns, the program itself is returned.
     """
     if not any(map(_divides_columns, shardings)):
         return closed
@@ -69,7 +69,7 @@ class _Writer:
         return compat.map_programs(eqn, constrain)
 
     def _constrain(self, body: Jaxpr, given: Axes, layout: compat.ScanLayout, like: JaxprEqn) -> Jaxpr:
-        """The body of a loop with constraints on the weights that it takes and on the gradients it makes."""
+        """The body of a loop with constraints on its weights and on the gradients of weights."""
         known, first = self._axes.follow(body, given), layout.num_consts + layout.num_carry
         before: list[JaxprEqn] = []
         after: list[JaxprEqn] = []
