@@ -1,7 +1,7 @@
 """Lays out the weights of loops over layers by rows, where the compiler divides them by columns.
 
-A gather joins values along their first axis in memory. To gather columns XLA transposes weights, and moves the
-transposition out of the loop: the stacks of all layers are in memory a second time, and their gradients, too.
+A gather joins values along their first axis in memory. To gather columns XLA transposes weights, and moves
+the transposition out of loops: the stacks of all layers are in memory a second time, and their gradients.
 A constraint on the layout of a layer's weights leaves the transposition in the loop.
 """
 
