@@ -19,6 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxoff._jaxpr.jit_functions import add_shardings, compiler_options_of
+from jaxoff._jaxpr.lowered import lower_callbacks_for_absent_gpus
 from jaxoff._report.near_miss import near_miss
 from jaxoff._runtime.flags import remember_options
 
@@ -64,6 +65,7 @@ class Target:
         Raises:
           RuntimeError: where jax could not start its CUDA plugin.
         """
+        lower_callbacks_for_absent_gpus()
         try:
             return _describe_topology(self.description, self.devices)
         except NotImplementedError as error:

@@ -1,12 +1,14 @@
-"""Lowered programs: the memories of their arguments and results."""
+"""Lowered programs: the memories of arguments and results, and callbacks for GPUs that are not there."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
 from jax._src import effects as _effects
+from jax._src.interpreters import mlir as _mlir
 from jax.extend.mlir import ir
 
 # The memory kind of pinned host memory, and the attribute with an argument's kind.
@@ -46,3 +48,30 @@ def mark_host_memory(
                 attributes: Any = {item.name: item.attr for item in given} | {_KIND: kind}
                 marked.append(ir.DictAttr.get(attributes))
             main.attributes[name] = ir.ArrayAttr.get(marked)
+
+
+class _Uncalled(list[Any]):
+    """Callbacks which a program numbers and no client gets: a program for an absent GPU never runs."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@functools.cache
+def lower_callbacks_for_absent_gpus() -> None:
+    """Lets JAX lower callbacks, such as `jax.debug.print`, for GPUs that are not there, from now on.
+
+    JAX asks for the GPU's client before it lowers a callback, makes no use of the client, and raises without.
+    """
+    context: Any = _mlir.ModuleContext
+    find_client = context.get_backend
+
+    @functools.wraps(find_client)
+    def get_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return find_client(self, *args, **kwargs)
+        except RuntimeError:  # no such platform in this process
+            self.host_callbacks = _Uncalled()
+            return None
+
+    context.get_backend = get_backend

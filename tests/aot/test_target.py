@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import jaxoff
 import pallas_kernels
 from jaxoff._compiled.verify import verify
 from jaxoff._device.profile import Device
@@ -138,3 +139,26 @@ def test_shardings_of_jit_over_other_devices_are_an_error_with_the_remedy(kind):
     own = target("h200").mesh((1,), ("data",))
     here = NamedSharding(own, PartitionSpec("data"), memory_kind=kind)
     target("h200").compile(jax.jit(lambda x: 2 * x, in_shardings=here), jnp.ones((8, 8)))
+
+
+@pytest.mark.parametrize("kind", ["jit", "policy", "budget"])
+def test_callbacks_are_compiled_for_a_gpu_that_is_not_there(kind):
+    """JAX asks for the GPU's client, which a compilation ahead of time does not need."""
+
+    def layer(x, w):
+        jax.debug.print("{}", x.sum())
+        return x + jnp.tanh(jaxoff.name(x, "x") @ w), None
+
+    def loss(w, x):
+        policy = jaxoff.policy(offload=["x"]) if kind == "policy" else None
+        out, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, w)
+        value = jnp.square(out).mean()
+        return value + jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), value.dtype), 1.0)
+
+    options = {"device_bytes": "1GB"} if kind == "budget" else {}
+    jitted = jax.jit(jax.grad(loss)) if kind == "jit" else jaxoff.jit(jax.grad(loss), **options)
+    args = jax.ShapeDtypeStruct((3, 512, 512), "float32"), jax.ShapeDtypeStruct((4096, 512), "float32")
+    compiled = target().compile(jitted, *args)
+    assert "xla_ffi_python_gpu_callback" in compiled.as_text()
+    if kind == "policy":
+        assert verify(compiled).host_bytes >= 3 * 4096 * 512 * 4
