@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jaxoff
-from jaxoff._budget.memory import estimate_nbytes
+from jaxoff._budget.memory import estimate_nbytes, list_peak_values
 
 LAYERS, ROWS, WIDTH = 6, 2048, 512
 LEAST = 1.95e8  # a budget nearly as small as possible
@@ -231,3 +231,18 @@ def test_memory_is_estimated_by_what_is_alive():
     # Two values of a chain at a time, the argument beside them, and small matrices.
     assert 3 * nbytes <= kept <= 3.2 * nbytes
     assert donated <= kept
+
+
+def test_the_results_of_a_condition_are_those_of_a_branch():
+    """A loop in a branch makes the stack that the condition returns: one buffer, counted and listed once."""
+
+    def fun(x):
+        def branch(x):
+            return jax.lax.scan(lambda c, _: (jnp.sin(c), c), x, None, length=8)[1]
+
+        return jax.lax.cond(x[0, 0] > 0, branch, lambda x: jnp.zeros((8, *x.shape)), x).sum()
+
+    closed, size = jax.make_jaxpr(fun)(jnp.ones((64, 64))), 64 * 64 * 4
+    assert 9 * size < estimate_nbytes(closed, [False]) < 12 * size
+    stacks = [count for (shape, _), (count, _) in list_peak_values(closed).items() if "[8, 64, 64]" in shape]
+    assert stacks == [1]
