@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 
+from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._report.finding import Finding
+from jaxoff._report.progress import Progress
 from jaxoff._schedule.call import Call
 from jaxoff._schedule.divided_batch import divide_batch
 from jaxoff._schedule.recipes import Candidate, Recipe, choose_beside
@@ -66,7 +68,7 @@ def divide_traced(
 
 def choose_divided(
     call: Call,
-    made: Traced,
+    divide: Callable[[], Traced | None],
     candidates: Sequence[Candidate],
     make_instance: Callable[[Call, Setting, Traced], Any],
     options: Mapping[str, Any],
@@ -74,11 +76,27 @@ def choose_divided(
     """The program of `divide_traced` by the first recipe within the limits of the candidates; None without.
 
     Args:
-      call, made: the call and the program.
+      call: the call.
+      divide: divides the batch of its program throughout; None where nothing is won.
       candidates: of the program in the compiler's own divisions.
       make_instance: makes the `jax.jit` function of a program.
       options: the caller's compiler options.
     """
+    try:
+        made = divide()
+        return None if made is None else _choose(call, made, candidates, make_instance, options)
+    except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, over shardings that do not fit
+        Progress().say(f"the batch stays as the compiler divides it ({type(fault).__name__}: {fault})")
+        return None
+
+
+def _choose(
+    call: Call,
+    made: Traced,
+    candidates: Sequence[Candidate],
+    make_instance: Callable[[Call, Setting, Traced], Any],
+    options: Mapping[str, Any],
+) -> Divided | None:
     listed = list_settings(made.program, options, has_twin=False)
     settings = {s.recipe: s for s in listed if s.recipe is not Recipe.STOCK}
     found: dict[Recipe, Divided] = {}

@@ -243,8 +243,8 @@ class Jitted:
 
     def _lower_given(self, call: Call, signature: Any, shapes: Any, closed: ClosedJaxpr) -> Callable[[], Any]:
         """Lowers a program with a call's arguments and results as `jax.jit` does, to compile and be read."""
-        self._probed.traced = Traced(signature, closed, shapes, Rewritten.as_given(closed))
-        jitted = _jax_jit(self._overlapped(call.place, Setting(Recipe.STOCK, ())), **self._kwargs)
+        held = Traced(signature, closed, shapes, Rewritten.as_given(closed))
+        jitted = _jax_jit(self._overlapped(call.place, Setting(Recipe.STOCK, ()), held), **self._kwargs)
         return functools.partial(call.lower(jitted).compile, UNTUNED if call.is_on_gpu else None)
 
     def _share_link(self, devices: int) -> Device:
@@ -263,10 +263,10 @@ class Jitted:
 
         compares = call.is_on_gpu or self._tunes
         recipe, candidates = choose_recipe([*settings], compile_recipe, call.devices, compares=compares)
-        if is_passed_over(recipe, candidates):
+        if traced.is_reusable and is_passed_over(recipe, candidates):
             ask = functools.partial(self._lower_given, call, traced.signature, traced.shapes)
-            made = divide_traced(call, traced, self._fun, self._kwargs, ask, self._rewrite)
-            if made and (found := choose_divided(call, made, candidates, self._make_instance, self._given)):
+            make = functools.partial(divide_traced, call, traced, self._fun, self._kwargs, ask, self._rewrite)
+            if found := choose_divided(call, make, candidates, self._make_instance, self._given):
                 self._instances[call.key, found.setting] = found.instance
                 self._report(found.findings)
                 return found.setting

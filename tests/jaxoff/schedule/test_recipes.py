@@ -15,7 +15,7 @@ from jaxoff import FindingCode
 from jaxoff._jaxpr.host_values import split_copies
 from jaxoff._jaxpr.saved_twin import build_saved_twin
 from jaxoff._runtime.flags import recall_placement
-from jaxoff._schedule.divided_choice import is_passed_over
+from jaxoff._schedule.divided_choice import choose_divided, is_passed_over
 from jaxoff._schedule.recipes import Recipe, choose_beside, choose_recipe, find_fallback, list_recipes
 from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_equal
 
@@ -111,6 +111,14 @@ def test_offloads_given_up_for_what_they_exchange_are_said_by_the_recipe_of_leas
     assert "by 'early' it took 4.87 GB and exchanged 512.00 MB for 256.00 MB. Nothing" in finding.message
     assert "wins no memory" not in finding.message
     assert "recipe='early' in jaxoff.jit insists" in finding.message
+
+
+def test_a_batch_that_cannot_be_divided_leaves_the_recipe_chosen():
+    def divide():
+        raise ValueError("the sharding does not fit")
+
+    assert choose_divided(None, divide, [], None, {}) is None  # nothing is made of the call
+    assert choose_divided(None, lambda: None, [], None, {}) is None
 
 
 @pytest.mark.parametrize(
