@@ -66,26 +66,27 @@ def _find_peak(program: Jaxpr, reusable: set[Var]) -> tuple[int, list[tuple[Jaxp
     graph = KernelGraph(level.eqns, frozenset(outs))
     last = {v: max(readers) for v, readers in graph.readers.items()}
     held = peak = 0
-    at, until, inner_values = 0, 0, []
+    at, inner_values = 0, []
     for i in graph.kernels:
         eqn = level.eqns[i]
         ending = [v for v in graph.reads[i] if last[v] == i and v not in outs]
         freed = {v: _nbytes(v) for v in ending if v in graph.maker or v in reusable}
         made = _count_made(eqn, freed)
         inner_nbytes, within = _find_inner_peak(eqn)
-        beside, before = made, i  # results of the kernel, and the last kernel with results beside `within`
-        if eqn.primitive.name == "cond":  # whose results a branch makes
-            if inner_nbytes < made:
-                inner_nbytes, within = 0, []
-            else:
-                beside, before = 0, i - 1
-        if held + beside + inner_nbytes > peak:
-            peak, at, until, inner_values = held + beside + inner_nbytes, i, before, within
+        if _is_condition(eqn):  # its results are those of a branch
+            inner_nbytes, within = (inner_nbytes - made, within) if inner_nbytes >= made else (0, [])
+        if held + made + inner_nbytes > peak:
+            peak, at, inner_values = held + made + inner_nbytes, i, within
         unread = (v for v in eqn.outvars if v not in last and v not in outs)
         held += made - sum(freed.values()) - sum(map(_nbytes, unread))
-    made = [(i, v) for i in graph.kernels if i <= until for v in level.eqns[i].outvars]
+    until = at if inner_values and _is_condition(level.eqns[at]) else at + 1
+    made = [(i, v) for i in graph.kernels if i < until for v in level.eqns[i].outvars]
     live = [(level.eqns[i], v) for i, v in made if (last.get(v, i) >= at or v in outs) and _nbytes(v)]
     return peak, live + inner_values
+
+
+def _is_condition(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "cond"
 
 
 def _count_made(eqn: JaxprEqn, freed: dict[Var, int]) -> int:

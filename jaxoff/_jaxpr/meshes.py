@@ -49,6 +49,12 @@ def list_axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
 
+def list_dividing(sharding: jax.sharding.NamedSharding) -> list[tuple[str, ...]]:
+    """For each axis in the spec of a sharding, the mesh axes of several devices which divide the axis."""
+    sizes = sharding.mesh.shape
+    return [tuple(name for name in list_axes(axes) if sizes[name] > 1) for axes in sharding.spec]
+
+
 def is_partly_manual(eqn: Any) -> bool:
     """Whether an equation is in a `jax.shard_map` over some axes of its mesh, and not over all."""
     mesh = eqn.ctx.cur_abstract_mesh

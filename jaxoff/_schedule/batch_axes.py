@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxoff._budget.row_axes import find_result_axis
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.primitives import OPAQUE, is_shard_map
 
 # Equations whose results have some rows of the batch, or those of several batches, along the same axis.
@@ -39,6 +40,40 @@ class BatchAxes:
                 found |= {v: axis for v, axis in zip(eqn.outvars, results, strict=True) if axis is not None}
             self._followed[key] = program, found
         return self._followed[key][1]
+
+    def rewrite(
+        self,
+        closed: ClosedJaxpr,
+        given: Axes,
+        write: Callable[[JaxprEqn, Mapping[Var, int]], Iterable[JaxprEqn]] = lambda eqn, _: [eqn],
+        write_around: Callable[[JaxprEqn, Axes], JaxprEqn] = lambda eqn, _: eqn,
+    ) -> ClosedJaxpr:
+        """A program with other equations, also in its calls, loops and conditions.
+
+        Args:
+          closed: the program.
+          given: the axes of its arguments.
+          write: (an equation, the axes of the values around) -> the equations in its place.
+          write_around: (an equation with rewritten programs, the axes of their arguments) -> the equation in
+            its place.
+        """
+        written: dict[tuple[int, Axes], Jaxpr] = {}  # a program called twice stays the same object
+
+        def rewrite(program: Jaxpr, given: Axes) -> Jaxpr:
+            key = id(program), given
+            if key not in written:
+                known = self.follow(program, given)
+                eqns = [made for eqn in program.eqns for made in rewrite_equation(eqn, known)]
+                written[key] = compat.replace_equations(program, eqns)
+            return written[key]
+
+        def rewrite_equation(eqn: JaxprEqn, known: Mapping[Var, int]) -> Iterable[JaxprEqn]:
+            inner = self.enter(eqn, read(known, eqn.invars))
+            if inner is None:
+                return write(eqn, known)
+            return [write_around(compat.map_programs(eqn, functools.partial(rewrite, given=inner)), inner)]
+
+        return compat.map_open(closed, functools.partial(rewrite, given=given))
 
     def enter(self, eqn: JaxprEqn, given: Axes) -> Axes | None:
         """The axes of the arguments of the programs in an equation; None where they are not followed.

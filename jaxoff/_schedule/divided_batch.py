@@ -30,12 +30,12 @@ from jaxoff._compiled import hlo
 from jaxoff._compiled.exchange import exchanged_nbytes
 from jaxoff._device.flops import product_flops
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.inline import trace_call
-from jaxoff._jaxpr.meshes import explicit_mesh, list_axes
+from jaxoff._jaxpr.meshes import explicit_mesh, list_axes, list_dividing
 from jaxoff._jaxpr.shares import record_sharding
-from jaxoff._schedule.batch_axes import Axes, BatchAxes, read
+from jaxoff._schedule.batch_axes import Axes, BatchAxes
 from jaxoff._schedule.sharding_marks import Lower, Recorded
 from jaxoff._schedule.weight_layouts import lay_out_weights
 
@@ -67,16 +67,32 @@ def divide_batch(
     Returns:
       The program with pins, or without.
     """
+    laid, pinned = pin_batch(closed, donated, shardings, lower_program)
+    if pinned is laid:
+        return laid
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        exchanged = [*pool.map(_count_exchanged, map(lower_program, (pinned, laid)))]
+    return pinned if exchanged[0] < _WINS * exchanged[1] else laid
+
+
+def pin_batch(
+    closed: ClosedJaxpr,
+    donated: Sequence[bool],
+    shardings: Sequence[Sharding | None],
+    lower_program: Lower,
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """A program without pins and with pins, the same one where the compiler divides the batch by itself.
+
+    Args:
+      closed, donated, shardings, lower_program: as for `divide_batch`.
+    """
     batch = Batch.find(closed, donated, shardings)
     if batch is None:
-        return closed
-    closed = lay_out_weights(closed, batch.axes, batch.shards, shardings)
-    if batch.is_divided_by(lower_program, closed):
-        return closed
-    pinned = batch.wrap_products(closed, batch.pin)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        exchanged = [*pool.map(_count_exchanged, map(lower_program, (pinned, closed)))]
-    return pinned if exchanged[0] < _WINS * exchanged[1] else closed
+        return closed, closed
+    laid = lay_out_weights(closed, batch.axes, batch.shards, shardings)
+    if batch.is_divided_by(lower_program, laid):
+        return laid, laid
+    return laid, batch.wrap_products(laid, batch.pin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +126,7 @@ class Batch:
             if not isinstance(sharding, NamedSharding):
                 continue
             meshes.add(sharding.mesh)
-            parts = [_list_dividing(sharding, axes) for axes in sharding.spec]
+            parts = list_dividing(sharding)
             axis = next((i for i, names in enumerate(parts) if names), None)
             is_state = not _holds_indices(v) and (donated[k] or _type_of(v) in returned)
             if axis is not None and not is_state and explicit_mesh(v.aval) is None:
@@ -161,21 +177,8 @@ class Batch:
         Products of a forward pass and their repetition in the backward pass stay alike.
         """
         shards = self.shards
-        axes = BatchAxes(shards)
-        written: dict[tuple[int, Axes], Jaxpr] = {}  # a program called twice stays the same object
 
-        def write(program: Jaxpr, given: Axes) -> Jaxpr:
-            key = id(program), given
-            if key not in written:
-                known = axes.follow(program, given)
-                eqns = [made for eqn in program.eqns for made in write_equation(eqn, known)]
-                written[key] = compat.replace_equations(program, eqns)
-            return written[key]
-
-        def write_equation(eqn: JaxprEqn, known: Mapping[Var, int]) -> list[JaxprEqn]:
-            inner = axes.enter(eqn, read(known, eqn.invars))
-            if inner is not None:
-                return [compat.map_programs(eqn, functools.partial(write, given=inner))]
+        def write(eqn: JaxprEqn, known: Mapping[Var, int]) -> list[JaxprEqn]:
             rows = [v for v in eqn.outvars if v in known]
             made = {v: Var(v.aval) for v in rows if compat.shape_of(v.aval)[known[v]] % shards == 0}
             if not made or not _is_pinned(eqn, known):
@@ -186,7 +189,7 @@ class Batch:
                 eqns += [*others, last.replace(outvars=[v])]
             return eqns
 
-        return compat.map_open(closed, functools.partial(write, given=self.axes))
+        return BatchAxes(shards).rewrite(closed, self.axes, write)
 
 
 def _is_pinned(eqn: JaxprEqn, known: Mapping[Var, int]) -> bool:
@@ -201,11 +204,6 @@ def _is_pinned(eqn: JaxprEqn, known: Mapping[Var, int]) -> bool:
     rows = [v for v in variables(eqn) if v in known]
     is_of_rows = 2 * compat.nbytes_of(rows) >= compat.nbytes_of(variables(eqn))
     return is_of_rows and product_flops(eqn) > 0
-
-
-def _list_dividing(sharding: NamedSharding, axes: Any) -> tuple[str, ...]:
-    """The mesh axes of several devices which divide an axis of an array."""
-    return tuple(name for name in list_axes(axes) if sharding.mesh.shape[name] > 1)
 
 
 def _holds_indices(v: Any) -> bool:

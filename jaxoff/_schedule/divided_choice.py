@@ -17,7 +17,7 @@ from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._report.finding import Finding
 from jaxoff._report.progress import Progress
 from jaxoff._schedule.call import Call
-from jaxoff._schedule.divided_batch import divide_batch
+from jaxoff._schedule.divided_batch import pin_batch
 from jaxoff._schedule.recipes import Candidate, Recipe, choose_beside
 from jaxoff._schedule.rewrite import Rewritten
 from jaxoff._schedule.settings import Setting, complete, list_settings
@@ -50,7 +50,7 @@ def divide_traced(
     ask: Lower,
     rewrite: Callable[..., Rewritten],
 ) -> Traced | None:
-    """A call's program with its batch divided throughout; None where nothing is won.
+    """A call's program with its batch divided throughout; None where nothing is to change.
 
     Args:
       call, traced: the call and its program.
@@ -60,10 +60,10 @@ def divide_traced(
     """
     positions = traced.signature[1]
     _, donated, _ = call.describe_arguments(fun, positions, keywords)
-    given = divide_batch(traced.given, donated, call.list_divisions(positions), ask)
-    if given is traced.given:
+    _, pinned = pin_batch(traced.given, donated, call.list_divisions(positions), ask)
+    if pinned is traced.given:
         return None
-    return dataclasses.replace(traced, given=given, program=rewrite(call, given, ask))
+    return dataclasses.replace(traced, given=pinned, program=rewrite(call, pinned, ask))
 
 
 def choose_divided(
@@ -77,7 +77,7 @@ def choose_divided(
 
     Args:
       call: the call.
-      divide: divides the batch of its program throughout; None where nothing is won.
+      divide: divides the batch of its program throughout; None where nothing is to change.
       candidates: of the program in the compiler's own divisions.
       make_instance: makes the `jax.jit` function of a program.
       options: the caller's compiler options.

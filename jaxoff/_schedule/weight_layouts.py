@@ -7,7 +7,6 @@ A constraint on the layout of a layer's weights leaves the transposition in the 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,8 @@ from jax.sharding import NamedSharding, Sharding
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.inline import trace_call
-from jaxoff._jaxpr.meshes import list_axes
-from jaxoff._schedule.batch_axes import Axes, BatchAxes, read
+from jaxoff._jaxpr.meshes import list_dividing
+from jaxoff._schedule.batch_axes import Axes, BatchAxes
 
 # Smaller weights, like a norm's scale, are left to the compiler.
 _LEAST_NBYTES = 2**20
@@ -39,58 +38,45 @@ def lay_out_weights(
     """
     if not any(map(_divides_columns, shardings)):
         return closed
-    return compat.map_open(closed, functools.partial(_Writer(shards).write, given=batch))
+    axes = BatchAxes(shards)
 
-
-class _Writer:
-    """The loops of a program with constraints on the layouts of weights."""
-
-    def __init__(self, shards: int):
-        self._axes = BatchAxes(shards)
-        self._written: dict[tuple[int, Axes], Jaxpr] = {}  # a program called twice stays the same object
-
-    def write(self, program: Jaxpr, given: Axes) -> Jaxpr:
-        """A program with the constraints, for the axes of the batch in its arguments."""
-        key = id(program), given
-        if key not in self._written:
-            known = self._axes.follow(program, given)
-            eqns = (self._write_equation(eqn, known) for eqn in program.eqns)
-            self._written[key] = compat.replace_equations(program, eqns)
-        return self._written[key]
-
-    def _write_equation(self, eqn: JaxprEqn, known: Mapping[Var, int]) -> JaxprEqn:
-        given = self._axes.enter(eqn, read(known, eqn.invars))
-        if given is None:
-            return eqn
-        eqn = compat.map_programs(eqn, functools.partial(self.write, given=given))
+    def write_around(eqn: JaxprEqn, given: Axes) -> JaxprEqn:
         if (layout := compat.scan_in(eqn)) is None:
             return eqn
-        constrain = functools.partial(self._constrain, given=given, layout=layout, like=eqn)
-        return compat.map_programs(eqn, constrain)
+        return compat.map_programs(eqn, lambda body: _constrain(body, axes.follow(body, given), layout, eqn))
 
-    def _constrain(self, body: Jaxpr, given: Axes, layout: compat.ScanLayout, like: JaxprEqn) -> Jaxpr:
-        """The body of a loop with constraints on its weights and on the gradients of weights."""
-        known, first = self._axes.follow(body, given), layout.num_consts + layout.num_carry
-        before: list[JaxprEqn] = []
-        after: list[JaxprEqn] = []
-        taken: dict[Any, Var] = {}
-        outvars = list(body.outvars)
-        for v in body.invars[first:]:
-            if v not in known and _is_large_matrix(v):
-                eqns, (taken[v],) = trace_call(_store_by_rows, [v], like=like)
-                before += eqns
-        for k in range(layout.num_carry, len(outvars)):
-            v = outvars[k]
-            if isinstance(v, Var) and v not in known and v not in body.invars and _is_large_matrix(v):
-                eqns, (outvars[k],) = trace_call(_store_by_rows, [v], like=like)
-                after += eqns
-        if not before and not after:
-            return body
-        eqns = [
-            eqn.replace(invars=[taken.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])
-            for eqn in body.eqns
-        ]
-        return body.replace(eqns=[*before, *eqns, *after], outvars=outvars)
+    return axes.rewrite(closed, batch, write_around=write_around)
+
+
+def _constrain(body: Jaxpr, known: Mapping[Var, int], layout: compat.ScanLayout, like: JaxprEqn) -> Jaxpr:
+    """The body of a loop with constraints on its weights and on the gradients of weights.
+
+    Args:
+      body: the body.
+      known: value with rows of the batch -> their axis.
+      layout: of the loop's operands.
+      like: the loop.
+    """
+    before: list[JaxprEqn] = []
+    after: list[JaxprEqn] = []
+    taken: dict[Any, Var] = {}
+    outvars, first = list(body.outvars), layout.num_consts + layout.num_carry
+    for v in body.invars[first:]:
+        if v not in known and _is_large_matrix(v):
+            eqns, (taken[v],) = trace_call(_store_by_rows, [v], like=like)
+            before += eqns
+    for k in range(layout.num_carry, len(outvars)):
+        v = outvars[k]
+        if isinstance(v, Var) and v not in known and v not in body.invars and _is_large_matrix(v):
+            eqns, (outvars[k],) = trace_call(_store_by_rows, [v], like=like)
+            after += eqns
+    if not before and not after:
+        return body
+    eqns = [
+        eqn.replace(invars=[taken.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])
+        for eqn in body.eqns
+    ]
+    return body.replace(eqns=[*before, *eqns, *after], outvars=outvars)
 
 
 def _store_by_rows(weights: jax.Array) -> jax.Array:
@@ -104,7 +90,4 @@ def _is_large_matrix(v: Var) -> bool:
 
 def _divides_columns(sharding: Sharding | None) -> bool:
     """Whether a sharding divides a stack of matrices along another axis than the first of the matrices."""
-    if not isinstance(sharding, NamedSharding):
-        return False
-    names = (name for axes in sharding.spec[2:] for name in list_axes(axes))
-    return any(sharding.mesh.shape[name] > 1 for name in names)
+    return isinstance(sharding, NamedSharding) and any(list_dividing(sharding)[2:])
