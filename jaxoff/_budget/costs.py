@@ -7,6 +7,7 @@ import fnmatch
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.labels import label, map_makers_inside
@@ -27,9 +28,11 @@ from jaxoff._jaxpr.primitives import (
     VIEWS,
     is_collective,
     is_compute,
+    is_condition,
     is_fused,
     is_shard_map,
 )
+from jaxoff._jaxpr.split_conditions import as_selection, find_branch, open_conditions
 from jaxoff._jaxpr.split_maps import look_inside
 from jaxoff._report.near_miss import near_miss
 
@@ -86,7 +89,8 @@ class Costs:
         times = [0.0] * len(pure)
         for i in graph.kernels:
             times[i] = step_kernel_ms(graph, i, device)
-        rest = KernelGraph(pair.rest, frozenset(v for v in pair.outs if isinstance(v, Var)))
+        times = _share_branches(placed.pure, times)
+        rest = KernelGraph(placed.rest, frozenset(v for v in pair.outs if isinstance(v, Var)))
         # Values of weights and constants alone are conversions and the like: cheap to repeat. Which operands
         # of a section are weights is not known. Random numbers are not cheap: dropout masks may be kept.
         # Nor are gathered weights, products of weights, or of rows of a batch in a loop over its parts.
@@ -145,17 +149,38 @@ class Costs:
 
 
 def _look_inside(pair: JointGraph) -> JointGraph:
-    """A layer whose `jax.shard_map`s of a single elementwise equation, or a move, are this equation."""
+    """A layer whose `jax.shard_map`s of a single elementwise equation, or a move, are this equation.
+
+    So are the parts of conditions, whatever their equation. In `rest` all branches of a condition run.
+    """
 
     def look(eqn: JaxprEqn) -> JaxprEqn:
-        inner = look_inside(eqn)
-        return eqn if is_compute(inner) else inner
+        inner = as_selection(look_inside(eqn))
+        return eqn if is_shard_map(eqn) and is_compute(inner) else inner
 
-    if not any(map(is_shard_map, pair.pure)):
+    if not any(is_shard_map(eqn) or is_condition(eqn) for eqn in (*pair.pure, *pair.rest)):
         return pair
     return dataclasses.replace(
-        pair, eqns=tuple(map(look, pair.eqns)), only_backward=tuple(map(look, pair.only_backward))
+        pair,
+        eqns=tuple(map(look, pair.eqns)),
+        only_backward=tuple(map(look, pair.only_backward)),
+        rest=tuple(open_conditions(pair.rest)),
     )
+
+
+def _share_branches(eqns: Sequence[JaxprEqn], times: Sequence[float]) -> list[float]:
+    """The times of equations, with those of a condition's parts such that all branches take the longest's."""
+    branches = [find_branch(eqn) for eqn in eqns]
+    sums: dict[Any, dict[int, float]] = {}  # index of a condition -> the times of its branches
+    for eqn, k, ms in zip(eqns, branches, times, strict=True):
+        if k is not None:
+            of_branches = sums.setdefault(eqn.invars[0], {})
+            of_branches[k] = of_branches.get(k, 0.0) + ms
+    shares = {v: max(found.values()) / (sum(found.values()) or 1.0) for v, found in sums.items()}
+    return [
+        ms if k is None else ms * shares[eqn.invars[0]]
+        for eqn, k, ms in zip(eqns, branches, times, strict=True)
+    ]
 
 
 def streamed_ms(nbytes: int, device: Device) -> float:

@@ -17,6 +17,7 @@ from jaxoff._budget.segments import Segments
 from jaxoff._device.kernel_time import lower_clock, program_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.compat import ClosedJaxpr
+from jaxoff._jaxpr.joined_conditions import join_conditions
 from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.merged_maps import merge_shard_maps
 
@@ -73,7 +74,7 @@ class Form:
         """The program with placements of its layers; options as for `LayeredProgram.write`."""
         left = iter(placements)
         # A forward `jax.shard_map` that is made again is part of the backward one, as in a checkpoint.
-        return merge_shard_maps(self.layered.write(lambda _: next(left), **options))
+        return join_conditions(merge_shard_maps(self.layered.write(lambda _: next(left), **options)))
 
     def count_parts_ms(self, placements: Sequence[Placements], least_nbytes: float, devices: int) -> float:
         """The time in ms that layers in parts add to a step with placements.

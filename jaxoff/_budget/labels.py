@@ -54,7 +54,7 @@ def find_origin(v: Var, makers: Mapping[Var, JaxprEqn]) -> Var:
 def map_makers_inside(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:
     """Results of loops and conditions -> the equations inside that make them.
 
-    Of a condition's branches, one that makes the result of other values: the others fill it with zeros.
+    Of a condition's branches, the first that makes the result of other values: some fill it with zeros.
     """
     found: dict[Var, JaxprEqn] = {}
     for eqn in eqns:
@@ -66,13 +66,9 @@ def map_makers_inside(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:
             makers = map_makers(program.eqns) | map_makers_inside(program.eqns)
             for v, result in zip(eqn.outvars, program.outvars, strict=True):
                 maker = makers.get(result) if isinstance(result, Var) else None
-                if maker is not None and (v not in found or _is_fill(found[v])):
-                    found[v] = maker
+                if maker is not None and maker.primitive.name != "broadcast_in_dim":
+                    found.setdefault(v, maker)
     return found
-
-
-def _is_fill(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "broadcast_in_dim"
 
 
 def _describe(eqn: JaxprEqn) -> str:

@@ -19,6 +19,7 @@ from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._jaxpr.inline import inline_program, resolve
 from jaxoff._jaxpr.primitives import holds, is_shard_map
+from jaxoff._jaxpr.split_conditions import split_conditions
 from jaxoff._jaxpr.split_maps import split_shard_maps
 from jaxoff._report.progress import Progress
 
@@ -39,19 +40,22 @@ class LayeredProgram:
 
     @staticmethod
     def of(closed: ClosedJaxpr, **options: bool) -> LayeredProgram:
-        """The layers of a program, with each `jax.shard_map` in a layer split; options as above.
+        """The layers of a program, with `jax.shard_map`s and conditions in layers split; options as above.
 
-        Where a fault of jaxoff prevents that, the program has values of whole `jax.shard_map`s.
+        Where a fault of jaxoff prevents that, the program has values of whole ones.
         """
         layered = LayeredProgram(closed, **options)
-        if layered.is_manual:
-            return layered
-        try:
-            split = split_shard_maps(closed, layered.holds_layers)
-        except (ValueError, *FAULTS) as fault:  # ValueError: of `jax.shard_map`
-            Progress().say(f"no value in a jax.shard_map is placed ({type(fault).__name__}: {fault})")
-            return layered
-        return layered if split is closed else LayeredProgram(split, **options)
+        splits = {"a jax.shard_map": split_shard_maps, "a condition": split_conditions}
+        for whole, split in splits.items():
+            if split is split_shard_maps and layered.is_manual:
+                continue
+            try:
+                found = split(layered.closed, layered.holds_layers)
+            except (ValueError, *FAULTS) as fault:  # ValueError: of `jax.shard_map`
+                Progress().say(f"no value in {whole} is placed ({type(fault).__name__}: {fault})")
+                continue
+            layered = layered if found is layered.closed else LayeredProgram(found, **options)
+        return layered
 
     def holds_layers(self, program: Jaxpr) -> bool:
         """Whether layers are among the equations of a program."""

@@ -273,6 +273,19 @@ def trace_scan(
     return trace_call(scan, [list(part) for part in operands], like)
 
 
+def make_program(
+    like: Jaxpr, arguments: Sequence[Var], eqns: Sequence[JaxprEqn], results: Sequence[Any]
+) -> Jaxpr:
+    """A program without constants of given equations, with the rest, such as the source, of another."""
+    return like.replace(
+        invars=[*arguments],
+        eqns=[*eqns],
+        outvars=[*results],
+        effects=frozenset[Any]().union(*(eqn.effects for eqn in eqns)),
+        debug_info=like.debug_info.with_unknown_names(),
+    )
+
+
 def resolve(renamed: Renamed, atom: Any) -> Any:
     """Looks up the atom to read in place of `atom`. An atom without an entry stays."""
     return atom if isinstance(atom, Literal) else renamed.get(atom, atom)

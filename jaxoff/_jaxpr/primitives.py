@@ -112,6 +112,11 @@ def is_shard_map(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "shard_map"
 
 
+def is_condition(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `jax.lax.cond` or `jax.lax.switch`."""
+    return eqn.primitive.name == "cond"
+
+
 def is_pallas(eqn: JaxprEqn) -> bool:
     """Whether an equation is or calls a Pallas kernel."""
     return eqn.primitive.name in compat.KERNELS or any(

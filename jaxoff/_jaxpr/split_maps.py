@@ -22,6 +22,7 @@ from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call, w
 from jaxoff._jaxpr.meshes import is_partial_sum, list_axes
 from jaxoff._jaxpr.primitives import holds, is_shard_map
 from jaxoff._jaxpr.scopes import is_recomputed, is_transposed
+from jaxoff._jaxpr.split_conditions import look_inside_part
 
 # Views that cost nothing wherever their result is read.
 _FREE = frozenset({"broadcast_in_dim", "pvary", "reshape", "squeeze"})
@@ -60,10 +61,10 @@ def split_shard_maps(closed: ClosedJaxpr, is_whole: Callable[[Jaxpr], bool]) -> 
 def look_inside(eqn: JaxprEqn) -> JaxprEqn:
     """The equation of a `jax.shard_map` with a single one besides views, as one of the arrays outside.
 
-    Other equations are returned themselves.
+    Of a part of a condition, likewise. Other equations are returned themselves.
     """
     if not is_shard_map(eqn):
-        return eqn
+        return look_inside_part(eqn)
     body = eqn.params["jaxpr"]
     inside: Renamed = dict(zip(body.invars, eqn.invars, strict=True))
     found = list[JaxprEqn]()
