@@ -8,7 +8,7 @@ its own, and any part may be made again. `join_conditions` joins the parts of a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -159,7 +159,7 @@ class _Branch(NamedTuple):
 
     eqns: Sequence[JaxprEqn]
     values: Sequence[Any]
-    outside: Mapping[Var, Any]
+    outside: Renamed
 
 
 class _Parts:
@@ -181,10 +181,10 @@ class _Parts:
         outside = [self._write_branch(k) for k in range(len(self._branches))]
         return self._eqns, self._write_results(outside)
 
-    def _write_branch(self, k: int) -> dict[Var, Any]:
+    def _write_branch(self, k: int) -> Renamed:
         """Writes the parts of a branch; returns value -> the array outside that holds it."""
         branch, parts = self._branches[k], self._parts[k]
-        outside: dict[Var, Any] = dict(zip(branch.invars, self._eqn.invars[1:], strict=True))
+        outside: Renamed = dict(zip(branch.invars, self._eqn.invars[1:], strict=True))
         last_parts = {v: i for i, part in enumerate(parts) for eqn in part for v in variables(eqn)}
         last_parts.update((v, len(parts)) for v in branch.outvars if isinstance(v, Var))
         for i, part in enumerate(parts):
@@ -201,7 +201,7 @@ class _Parts:
             outside.update(zip(made, results, strict=True))
         return outside
 
-    def _write_results(self, outside: Sequence[Mapping[Var, Any]]) -> list[Any]:
+    def _write_results(self, outside: Sequence[Renamed]) -> list[Any]:
         """The results of the whole. One that all branches but one leave empty is the value of that branch."""
         found = list[Any]()
         empty = [_find_empty(branch) for branch in self._branches]
