@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxoff._budget.joint_graph import JointGraph
@@ -110,8 +109,14 @@ class Costs:
             ready.update(dict.fromkeys(eqn.outvars, ms))
         into_kernels, makers = find_compute_operands(pair.rest), map_makers(pair.eqns)
         stored = frozenset(v for i in graph.kernels for v in pure[i].outvars)
-        count_passes = _count_passes if pair.has_stacks else functools.partial(_count_stores, stored)
-        saving = {v: count_passes(v, makers, into_kernels) * device.pass_ms(n) for v, n in nbytes.items()}
+        made_inside = {v for eqn in filter(is_condition, placed.pure) for v in eqn.outvars}
+        if pair.has_stacks:
+            conditions = filter(is_condition, (*placed.pure, *placed.rest))
+            copied = into_kernels.union(*map(variables, conditions))
+            passes = {v: _count_passes(v, makers, copied, made_inside) for v in nbytes}
+        else:
+            passes = {v: _count_stores(v, makers, stored) + (v in made_inside) for v in nbytes}
+        saving = {v: passes[v] * device.pass_ms(n) for v, n in nbytes.items()}
         into_kernels |= find_compute_operands(pure)
         into_kernels.update(v for i in index_between_strides(pure) for v in pure[i].outvars)
         segments = Segments.of(placed, nbytes)
@@ -169,16 +174,16 @@ def _look_inside(pair: JointGraph) -> JointGraph:
 
 
 def _share_branches(eqns: Sequence[JaxprEqn], times: Sequence[float]) -> list[float]:
-    """The times of equations, with those of a condition's parts such that all branches take the longest's."""
+    """The times of equations; those of a condition's parts are the mean of the branches that compute."""
     branches = [find_branch(eqn) for eqn in eqns]
     sums: dict[Any, dict[int, float]] = {}  # index of a condition -> the times of its branches
     for eqn, k, ms in zip(eqns, branches, times, strict=True):
         if k is not None:
             of_branches = sums.setdefault(eqn.invars[0], {})
             of_branches[k] = of_branches.get(k, 0.0) + ms
-    shares = {v: max(found.values()) / (sum(found.values()) or 1.0) for v, found in sums.items()}
+    counts = {v: compat.count_computing(found.values()) for v, found in sums.items()}
     return [
-        ms if k is None else ms * shares[eqn.invars[0]]
+        ms if k is None else ms / counts[eqn.invars[0]]
         for eqn, k, ms in zip(eqns, branches, times, strict=True)
     ]
 
@@ -231,29 +236,40 @@ def refuse_unmatched(costs: Sequence[Costs], patterns: Sequence[str]) -> None:
             )
 
 
-def _count_passes(v: Var, makers: Mapping[Var, JaxprEqn], into_kernels: set[Var]) -> int:
+def _count_passes(
+    v: Var, makers: Mapping[Var, JaxprEqn], copied: set[Var], made_inside: Container[Var]
+) -> int:
     """How often memory takes a row of a value's stack: written in the forward, read in the backward loop.
 
     A product and the like write a buffer of their own, copied to the stack: two passes. A fused kernel writes
     the stack itself: one pass more than without. A product reads a copy of the row, too; a fused kernel reads
     the stack, as it would read what is recomputed.
+
+    Args:
+      v: the value.
+      makers: value -> its equation in the layer.
+      copied: values that are copied for their readers.
+      made_inside: results of conditions, which a branch computes or fills, and which are copied to the stack.
     """
+    reads = 2 if v in copied else 0
+    if v in made_inside:
+        return 3 + reads
     origin = v
     while origin in makers and makers[origin].primitive.name in _ALIASES and variables(makers[origin]):
         origin = variables(makers[origin])[0]
     writes = 2 if origin not in makers or is_compute(makers[origin]) else 1
-    return writes + (2 if v in into_kernels else 0)
+    return writes + reads
 
 
-def _count_stores(stored: frozenset[Var], v: Var, makers: Mapping[Var, JaxprEqn], _: set[Var]) -> int:
+def _count_stores(v: Var, makers: Mapping[Var, JaxprEqn], stored: Container[Var]) -> int:
     """How often memory takes a value outside of loops: not at all, unless only fused kernels read the value.
 
     A slice is read in place, and kept it is a copy.
 
     Args:
-      stored: results of kernels.
       v: the value.
       makers: value -> its equation in the layer.
+      stored: results of kernels.
     """
     while v in makers and makers[v].primitive.name in _ALIASES and variables(makers[v]):
         if makers[v].primitive.name == "slice":

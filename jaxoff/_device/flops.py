@@ -23,8 +23,8 @@ def product_flops(eqn: JaxprEqn, fitted: Calibration = H200_CALIBRATION) -> floa
     """Operations of an equation on matrix units, in operations on 16-bit numbers.
 
     Counts products, convolutions, attention, and kernels whose shapes look like a product. An elementwise
-    equation has none. A loop has the operations of all its iterations, a condition the operations of
-    its largest branch, a Pallas kernel the operations of its cost estimate.
+    equation has none. A loop has the operations of all its iterations, a condition the mean of
+    its branches, a Pallas kernel the operations of its cost estimate.
 
     Args:
       eqn: an equation.

@@ -144,19 +144,23 @@ def scan_in(eqn: JaxprEqn) -> ScanLayout | None:
 
 @dataclasses.dataclass(frozen=True)
 class ControlFlow:
-    """The programs in a loop or a condition.
+    """The programs in a loop or a condition: its body, or its branches.
 
-    Attributes:
-      iterations: number of iterations of a loop; 1 for a condition.
-      programs: the body of a loop, or the branches of a condition.
+    `iterations` is the number of iterations of a loop; 1 for a condition.
     """
 
     iterations: int
     programs: tuple[Jaxpr, ...]
 
     def sum_over_runs(self, cost: Callable[[Jaxpr], float]) -> float:
-        """Sums the cost of a program over all iterations. Of branches, the largest cost counts."""
-        return self.iterations * max(map(cost, self.programs))
+        """Sums the cost of a program over all iterations. Of branches that compute, the mean counts."""
+        costs = [*map(cost, self.programs)]
+        return self.iterations * sum(costs) / count_computing(costs)
+
+
+def count_computing(costs: Collection[float]) -> int:
+    """The number of branches that compute, by their costs, and do not only pass values on; at least 1."""
+    return max(1, sum(cost > max(costs) / 20 for cost in costs))
 
 
 def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
