@@ -96,6 +96,15 @@ def find_least(error: BudgetError, budget: Budget, find_nbytes: Callable[[Budget
     return BudgetError(text, nbytes, lambda: largest)
 
 
+def make_uncompiled(limit: str, host_nbytes: float | None, tried: int) -> BudgetError:
+    """The error of a search that compiled none of the programs `tried`, for a limit of device memory."""
+    if not tried:
+        host = format_nbytes(int(host_nbytes or 0))
+        return BudgetError(f"no placement keeps a layer's input within {host} of host memory.", None)
+    text = f"no program for {limit} of device memory: XLA refuses to compile the {tried} tried."
+    return BudgetError(text, None)
+
+
 def describe_no_layers(*, is_manual: bool) -> str:
     """What an error says of a program without layers to place.
 

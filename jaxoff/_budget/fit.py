@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._budget.budget_error import BudgetError, describe_no_layers, list_largest
+from jaxoff._budget.budget_error import BudgetError, describe_no_layers, list_largest, make_uncompiled
 from jaxoff._budget.choose import choose_placements, exposed_state_ms, saved_nbytes
 from jaxoff._budget.costs import refuse_unmatched
 from jaxoff._budget.forms import NO_COPIES, Form, step_ms
@@ -107,19 +107,21 @@ def find_fitting[P](
     def find_whole() -> Tried[P] | None:
         searches.append(search)
         found = search.run_both() or search.run_again(compile_otherwise)
-        if (opened := search.open(found)) is None:
-            return found
-        searches.append(opened)
-        if found is None:
-            return opened.run(copies=False)
-        faster = run_beside("loops in layers", lambda: opened.run(copies=False))
+        opened = search.open(found)
+        if found is None or opened is None:
+            return found or run_further(opened)
+        faster = run_beside("loops in layers", lambda: run_further(opened))
         return min((t for t in (found, faster) if t), key=Tried.milliseconds)
 
-    def find_tiled(*, copies: bool = True) -> Tried[P] | None:
-        if (tiled := search.tile(copies=copies)) is None:
+    def run_further(further: _Search[P] | None, *, copies: bool = False) -> Tried[P] | None:
+        if further is None:
             return None
-        searches.append(tiled)
-        return tiled.run_both() if copies else tiled.run(copies=False)
+        searches.append(further)
+        return further.run_both() if copies else further.run(copies=False)
+
+    def find_within_reach() -> Tried[P] | None:
+        """A program with groups of iterations made again, or with layers in parts."""
+        return run_further(search.keep_nests()) or run_further(search.tile(copies=True), copies=True)
 
     def run_beside(what: str, run: Callable[[], Tried[P] | None]) -> Tried[P] | None:
         """A further search, whose fault leaves the program found."""
@@ -130,11 +132,11 @@ def find_fitting[P](
             return None
 
     if search.is_far_beyond:
-        found = find_tiled() or find_whole()
+        found = find_within_reach() or find_whole()
     elif (found := find_whole()) is None:
-        found = find_tiled()
+        found = find_within_reach()
     elif search.devices == 1 and search.is_slowed(found):  # parts of divided layers each exchange sums
-        tiled = run_beside("layers in parts", lambda: find_tiled(copies=False))
+        tiled = run_beside("layers in parts", lambda: run_further(search.tile(copies=False)))
         if tiled is not None and _PARTS_SLOWER * tiled.milliseconds() < found.milliseconds():
             found = tiled
     if found is None:
@@ -162,10 +164,13 @@ class _Search[P]:
         progress: Progress,
         is_opened: bool = False,
         is_tiled: bool = False,
+        merges: bool = True,
     ):
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         options = {"is_opened": is_opened, "sends_apart": is_tiled}
-        whole = make_masks_in_readers(narrow_stacks(merge_nested_loops(closed)))
+        merged = merge_nested_loops(closed) if merges else closed
+        self._has_nests = merged is not closed
+        whole = make_masks_in_readers(narrow_stacks(merged))
         whole = compat.map_open(whole, drop_dead)
         layered = LayeredProgram.of(whole, **options)
         self._is_manual, self._all_devices = layered.is_manual, devices
@@ -222,6 +227,10 @@ class _Search[P]:
         nbytes = search._estimate_least(form, host_nbytes)
         wins = self._is_manual or nbytes <= _TILES_WIN * self._estimate_least(self._in_parts, host_nbytes)
         return search if wins and nbytes <= _WITHIN_REACH * self._budget.device_nbytes else None
+
+    def keep_nests(self) -> _Search[P] | None:
+        """A search in which loops over groups of iterations stay, to make groups again; None without."""
+        return _Search(self._closed, *self._settings, merges=False) if self._has_nests else None
 
     def is_slowed(self, found: Tried[P]) -> bool:
         """Whether a program's copies add more time than the least placements without copies."""
@@ -424,12 +433,8 @@ class _Search[P]:
     def make_error(self) -> BudgetError:
         """The error of a search that found nothing, with the least of its programs."""
         least, budget = min(self.tried, key=lambda t: t.nbytes, default=None), self._format_budget()
-        if least is None:
-            host = format_nbytes(int(self._budget.host_nbytes or 0))
-            return BudgetError(f"no placement keeps a layer's input within {host} of host memory.", None)
-        if math.isinf(least.nbytes):
-            text = f"XLA refuses to compile the {len(self.tried)} tried."
-            return BudgetError(f"no program for {budget} of device memory: {text}", None)
+        if least is None or math.isinf(least.nbytes):
+            return make_uncompiled(budget, self._budget.host_nbytes, len(self.tried))
         nbytes = int(least.nbytes / self.devices)
         kept = describe_kept(least.list_values())
         kept += "" if self._form.pairs else describe_no_layers(is_manual=self._is_manual)

@@ -179,3 +179,29 @@ def test_layers_of_a_pipeline_stage():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
     assert within.plan.programs
     assert {v.count for v in within.plan.values if v.placement == "save"} & {5 * LAYERS}
+
+
+def test_a_recurrence_in_chunks_takes_no_more_than_with_a_checkpoint_of_each_chunk():
+    """A loop over chunks is nothing but the loop over a chunk's steps, and could be one loop over all steps."""
+    layers, steps, batch, width = 2, 64, 16, 32
+
+    def make_step(wrap):
+        def cell(state, z):
+            state = state + jnp.tanh(z @ jnp.eye(width) + state)
+            return state, state * jax.nn.sigmoid(z)
+
+        chunk = wrap(lambda state, zs: lax.scan(cell, state, zs))
+
+        @wrap
+        def layer(x, w):
+            chunks = (x @ w).reshape(steps // 8, 8, batch, width)
+            return x + lax.scan(chunk, jnp.zeros_like(x[0]), chunks)[1].reshape(x.shape)
+
+        def loss(ws, x):
+            return jnp.mean(lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2)
+
+        return jax.value_and_grad(loss)
+
+    keys = jax.random.split(jax.random.key(0))
+    ws = jax.random.normal(keys[0], (layers, width, width)) / width
+    check_fit(make_step, (ws, jax.random.normal(keys[1], (steps, batch, width))), 1.02)
