@@ -105,7 +105,7 @@ def step_kernel_ms(graph: KernelGraph, i: int, device: Device, rows: Container[V
 
 
 def programs_ms(eqn: JaxprEqn, device: Device) -> float:
-    """The time of a loop's iterations, of a condition's mean branch, or of a device's part of a `jax.shard_map`.
+    """The time of a loop's iterations, a condition's mean branch, or a device's part of a `jax.shard_map`.
 
     In ms; 0 for other equations.
     """

@@ -97,9 +97,10 @@ class Jitted:
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
     def __call__(self, *args, **kwargs):
-        call = self._call(args, kwargs)
+        if jax.config.jax_disable_jit:  # runs the function's equations one by one
+            return self._inner(*args, **kwargs)
+        call, has_budget = self._call(args, kwargs), self._budget is not None
         if call.is_traced:
-            has_budget = self._budget is not None
             if has_budget or not is_recording():
                 given = self._inner.trace(*args, **kwargs).jaxpr.jaxpr  # of JAX's cache, which the call reads
                 self._report(find_lost_order(given, getattr(self, "__name__", "it"), has_budget=has_budget))

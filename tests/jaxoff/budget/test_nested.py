@@ -182,7 +182,7 @@ def test_layers_of_a_pipeline_stage():
 
 
 def test_a_recurrence_in_chunks_takes_no_more_than_with_a_checkpoint_of_each_chunk():
-    """A loop over chunks is nothing but the loop over a chunk's steps, and could be one loop over all steps."""
+    """The body of the loop over chunks is a loop over steps: together they could be one loop."""
     layers, steps, batch, width = 2, 64, 16, 32
 
     def make_step(wrap):

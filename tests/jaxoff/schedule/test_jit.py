@@ -265,6 +265,21 @@ def test_inside_other_transformations_it_is_an_inner_jit():
     assert options_of(step)[SCHEDULING_MODE] == "CONCURRENT"
 
 
+@pytest.mark.parametrize("options", [{}, {"device_bytes": 1e9}, {"tune": True}], ids=str)
+def test_with_jit_disabled_the_function_sees_values(options):
+    seen = []
+
+    def step(w, x):
+        value, gradients = jax.value_and_grad(loss_of(BOTH))(w, x)
+        seen.append(float(value))
+        return gradients
+
+    with jax.disable_jit():
+        got = jaxoff.jit(step, **options)(*arguments())
+    assert len(seen) == 1
+    assert_close(got, jax.grad(loss_of(BOTH))(*arguments()))
+
+
 def test_closed_over_arrays_and_python_scalars():
     w, x = arguments()
     scale = jnp.asarray(2.0)
