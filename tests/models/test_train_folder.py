@@ -190,6 +190,7 @@ def test_a_finished_run_is_trained_further(arguments, whole: Ended, tmp_path: Pa
     assert f"steps was {STEPS + 20}, is {STEPS}" in one_error_line(refused)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("what", ["checkpoint", "losses"])
 def test_a_full_disk_is_one_line_with_what_is_safe(
     arguments, whole: Ended, tmp_path: Path, monkeypatch, what

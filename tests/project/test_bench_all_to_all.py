@@ -38,6 +38,7 @@ def reference(operand, output, input_offsets, send_sizes, output_offsets, recv_s
     return output
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("capacity", [1.0, 1.3, 8.0])
 def test_a_ragged_collective_brings_the_rows_of_a_padded_one(monkeypatch, capacity):
     monkeypatch.setattr(lax, "ragged_all_to_all", reference)

@@ -90,6 +90,7 @@ def test_layers_with_most_of_their_compute_in_a_loop_without_residuals_are_found
     assert all("scan" in {eqn.primitive.name for eqn in graph.eqns} for graph in graphs)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_layers_in_a_loop_over_parts_of_a_batch_are_placed_where_memory_is_short(devices):
     """The backward pass of the loop over parts makes the layers of a part again one by one."""
@@ -133,6 +134,7 @@ def test_layers_in_a_loop_over_parts_of_a_batch_are_placed_where_memory_is_short
     assert within.plan.peak_bytes < 0.9 * outer.plan.peak_bytes
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_layers_of_attention_in_parts_of_the_queries(checkpoints):
     """Layers in a list whose time is mostly that of a loop over blocks of queries.

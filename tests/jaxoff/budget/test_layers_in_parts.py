@@ -99,6 +99,7 @@ def run(program, args):
 FORMS = {"scan": lambda args: args, "list": as_list}
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_no_wide_value_of_all_tokens_is_left(form):
     args = FORMS[form](arguments(1, 512))
@@ -131,6 +132,7 @@ def per_device(params, tokens):
     )
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("around", [accumulate, per_device])
 def test_layers_in_a_list_run_in_parts_within_other_programs(around):
     args = as_list(arguments(1, 512))
@@ -203,6 +205,7 @@ def test_small_layers_stay_as_they_are():
     assert write_layers_in_parts(closed, 1e9) == (closed, [])
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize(
     "name", ["linen-scan", "decoder-scan", "ssm", "moe-linen", "decoder-python", "nnx-list"]
 )
@@ -219,6 +222,7 @@ def test_client_programs_with_layers_in_parts_have_the_same_types(name):
     assert got == want
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_search_takes_parts_of_layers_where_no_placements_fit(form, monkeypatch):
     args = jax.eval_shape(lambda: FORMS[form](arguments(1, 4096)))
@@ -241,6 +245,7 @@ def test_a_search_takes_parts_of_layers_where_no_placements_fit(form, monkeypatc
     assert found.base_ms > 1.02 * whole.base_ms
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("form", ["scan", pytest.param("list", marks=pytest.mark.long)])
 def test_the_least_of_an_error_is_that_of_budgets_near_it(form, monkeypatch):
     """A search far below what fits does not try layers in parts."""
@@ -261,6 +266,7 @@ def test_the_least_of_an_error_is_that_of_budgets_near_it(form, monkeypatch):
     assert plan.in_parts
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_process_writes_the_same_program(form):
     """Variables hash by their places in memory: an order taken from a set of them differs."""

@@ -98,6 +98,7 @@ def test_masks_with_other_readers_stay():
     assert make_masks_in_readers(plain) is plain
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("form", ["scan", "list"])
 def test_the_least_is_that_of_a_checkpoint_of_each_layer(form):
     check_fit(make_step(form), make_arguments(), 1.03)

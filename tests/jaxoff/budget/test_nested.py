@@ -86,6 +86,7 @@ def test_a_value_of_an_inner_loop_is_kept_where_others_are_recomputed():
     assert least.nested == (tuple(range(len(inner.graph.carried))),)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("checkpoint", [None, "layers", "groups"])
 def test_budgets_of_groups_with_a_last_layer_of_their_own(checkpoint):
     ws, x = arguments()

@@ -183,6 +183,7 @@ def test_a_norms_rows_are_made_in_their_readers():
     assert reductions_of(pair) == ["reduce_sum"] and not find_row_statistics(pair).differences
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("loop", ["scan", "python"])
 def test_a_mask_of_random_numbers_may_be_kept_and_is_the_same_where_it_is_drawn_again(loop):
     def layer(x, w):

@@ -113,6 +113,7 @@ def test_a_constraint_behind_a_product_leaves_the_time_to_keep_the_product(in_lo
         assert list_times(constrain, name) == without
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("writing", WRITINGS)
 def test_weights_gathered_by_reshard_keep_their_shardings(writing, monkeypatch):
     """Axes are Explicit: a stack and its rows have shardings in their types, and so have parts of values."""
@@ -181,6 +182,7 @@ def test_rows_that_explicit_axes_divide_are_not_done_in_parts():
     assert raised.value.least_bytes() < 1e6
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("is_manual", [False, True])
 def test_a_divided_list_fits_what_a_checkpoint_of_each_layer_takes(is_manual):
     """XLA's order takes 1.24 to 1.30 times as much where values are pinned by names; jaxoff's does not.

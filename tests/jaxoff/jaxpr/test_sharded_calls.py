@@ -35,6 +35,7 @@ def make_arguments(mesh):
     return tuple(map(jax.device_put, (weights, x), shardings)), shardings
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("given", ["in", "out", "both", "part of out"])
 def test_a_plan_is_that_of_the_step_without_shardings(given):
     args, shardings = make_arguments(make_mesh())

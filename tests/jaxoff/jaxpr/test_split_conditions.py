@@ -101,6 +101,7 @@ def run(closed, args):
     return jax.jit(compat.jaxpr_as_fun(closed))(*leaves)
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("branches", CASES.values(), ids=CASES)
 def test_split_and_joined_programs_give_the_same_results(branches, wrap):

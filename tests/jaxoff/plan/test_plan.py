@@ -100,6 +100,7 @@ def test_a_plan_runs_within_its_budget():
     assert plan.step.plan.peak_bytes <= 1e9
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("statics", [{"static_argnames": "name"}, {"static_argnums": 2}])
 def test_static_arguments_of_a_jitted_step_stay_static(statics):
     def step(w, x, name):

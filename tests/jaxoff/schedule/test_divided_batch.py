@@ -82,6 +82,7 @@ def exchanged(compiled):
     return exchanged_nbytes(hlo.parse(compiled.as_text()))
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("axis", [0, -1])
 def test_a_step_within_a_budget_exchanges_weights_and_no_activations(axis):
     """By itself the compiler divides activations, or their gradients, as the weights."""
@@ -105,6 +106,7 @@ def test_a_step_that_is_divided_so_stays_as_it_is(monkeypatch):
     assert exchanged(planned) <= exchanged(plain)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("wins", [True, False])
 def test_pins_stay_where_less_is_exchanged(wins, monkeypatch):
     args = make_arguments(True)

@@ -85,6 +85,7 @@ def narrow_stage(x, w, *, wide_too):
     return out.astype(x.dtype) + (w[0][0, 0] if wide_too else 0), extra
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("wide_too", [False, True])
 def test_what_is_read_narrower_only_is_gathered_narrower(wide_too):
     body = functools.partial(narrow_stage, wide_too=wide_too)
@@ -208,6 +209,7 @@ def test_waits_keep_the_types_of_a_checked_shard_map(varies):
 KINDS = list(itertools.product((AxisType.Explicit, AxisType.Auto), repeat=2))
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_axes_may_be_explicit_and_auto(kinds):
     """The type has the division over Explicit axes, the compiler that over the others."""

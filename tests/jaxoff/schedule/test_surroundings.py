@@ -54,6 +54,7 @@ CONTEXTS = {
 LONG = {"promotion", "device"}  # as "precision"
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     "context", [pytest.param(c, marks=[pytest.mark.long] * (c in LONG)) for c in CONTEXTS]
 )

@@ -76,6 +76,7 @@ def test_weights_divided_by_rows_stay_as_they_are(mesh):
     assert laid is closed
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("passes", ["row", "carry"])
 def test_weights_that_a_loop_passes_through_stay_its_results(passes, mesh):
     """A loop may stack the weights that it takes, or a value that is its carry, too."""

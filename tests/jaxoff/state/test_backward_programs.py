@@ -127,6 +127,7 @@ CASES = {
 }
 
 
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_numbers_are_those_of_the_step(case):
     make, count = case
