@@ -27,6 +27,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.faults import FAULTS
+from jaxoff._jaxpr.merged_loops import merge_backward_loops
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
@@ -93,8 +94,7 @@ def find_fitting[P](
       devices: the number of devices of the program. Where the compiler divides the values over devices, the
         model sees a single device with the rates and the memory of all. Where all layers are in a
         `jax.shard_map`, the values are those of one device.
-      compile_otherwise: as `compile_program`, by slower options that may take less memory, or None where a
-        program has no others: for the smallest programs, if none fits.
+      compile_otherwise: as `compile_program`, by slower options for less memory; None where there are none.
       progress: of this search and of those before for the same step.
 
     Raises:
@@ -168,9 +168,9 @@ class _Search[P]:
     ):
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         options = {"is_opened": is_opened, "sends_apart": is_tiled}
-        merged = merge_nested_loops(closed) if merges else closed
-        self._has_nests = merged is not closed
-        whole = make_masks_in_readers(narrow_stacks(merged))
+        closed = merge_backward_loops(closed)
+        whole = merge_nested_loops(closed) if merges else closed
+        whole = make_masks_in_readers(narrow_stacks(whole))
         whole = compat.map_open(whole, drop_dead)
         layered = LayeredProgram.of(whole, **options)
         self._is_manual, self._all_devices = layered.is_manual, devices
@@ -190,10 +190,9 @@ class _Search[P]:
         self._compiled: dict[Any, Tried[P]] = {}
         self._waits_for_sums = False  # as for `write_sequences`: once nothing fits otherwise
         self._least_nbytes: dict[tuple[Form, float | None], float] = {}
-        self._is_tiled = is_tiled
+        self._is_tiled, self._is_opened, self._closed, self._progress = is_tiled, is_opened, closed, progress
         self._form, self._room = self._begin(devices if self._is_manual else None)
         self.tried: list[Tried[P]] = []
-        self._closed, self._is_opened, self._progress = closed, is_opened, progress
         self._settings = device, budget, donated, compile_program, devices, progress
 
     def open(self, found: Tried[P] | None) -> _Search[P] | None:
@@ -230,7 +229,8 @@ class _Search[P]:
 
     def keep_nests(self) -> _Search[P] | None:
         """A search in which loops over groups of iterations stay, to make groups again; None without."""
-        return _Search(self._closed, *self._settings, merges=False) if self._has_nests else None
+        has_nests = merge_nested_loops(self._closed) is not self._closed
+        return _Search(self._closed, *self._settings, merges=False) if has_nests else None
 
     def is_slowed(self, found: Tried[P]) -> bool:
         """Whether a program's copies add more time than the least placements without copies."""

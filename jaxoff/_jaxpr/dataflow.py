@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxoff._jaxpr import compat
@@ -88,3 +88,37 @@ def mark_ancestors(eqns: Sequence[JaxprEqn], values: Iterable[Var]) -> list[bool
 def drop_dead(program: Jaxpr) -> Jaxpr:
     """A program without the equations that none of its results need; its arguments stay."""
     return compat.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)[0]
+
+
+def take_alike(
+    first: JaxprEqn, eqns: Sequence[JaxprEqn], is_alike: Callable[[JaxprEqn], bool], *, in_turn: bool = True
+) -> tuple[list[JaxprEqn], list[JaxprEqn], list[JaxprEqn]]:
+    """Takes the equations that may run at once with a first one, of the equations behind it.
+
+    Args:
+      first: an equation without side effects.
+      eqns: the equations behind, in program order.
+      is_alike: whether an equation is to run with the first.
+      in_turn: whether an equation taken may read the results of those taken before. It never reads what other
+        equations make of them.
+
+    Returns:
+      The equations ahead of those taken, the taken ones with `first`, and the equations behind.
+    """
+    group, made = [first], {*first.outvars}
+    late = set[Var]()  # values of equations that read the group's, or have effects
+    is_behind, end = list[bool](), 0
+    for i, eqn in enumerate(eqns):
+        reads = variables(eqn)
+        is_behind.append(False)
+        if is_alike(eqn) and late.isdisjoint(reads) and (in_turn or made.isdisjoint(reads)):
+            group.append(eqn)
+            made.update(eqn.outvars)
+            end = i + 1
+        elif compat.has_side_effects(eqn) or not late.isdisjoint(reads) or not made.isdisjoint(reads):
+            late.update(eqn.outvars)
+            is_behind[i] = True
+    members = set(map(id, group))
+    between = [pair for pair in zip(eqns[:end], is_behind, strict=False) if id(pair[0]) not in members]
+    before = [eqn for eqn, behind in between if not behind]
+    return before, group, [*(eqn for eqn, behind in between if behind), *eqns[end:]]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Container, Sequence
 from typing import Any
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import drop_dead, variables
+from jaxoff._jaxpr.dataflow import drop_dead, take_alike, variables
 from jaxoff._jaxpr.inline import Renamed, make_program, resolve
 from jaxoff._jaxpr.primitives import is_condition
 
@@ -30,7 +31,7 @@ def _join_level(program: Jaxpr) -> Jaxpr:
         first = rest.pop(0)
         group = [first]
         if _may_join(first) and count[first.invars[0]] > 1:
-            before, group, rest = _take_group(first, rest)
+            before, group, rest = take_alike(first, rest, functools.partial(_is_alike, first))
             eqns += before
         if len(group) > 1:
             joins = True
@@ -47,34 +48,10 @@ def _may_join(eqn: JaxprEqn) -> bool:
     return not any(getattr(compat.as_open(branch), "consts", ()) for branch in eqn.params["branches"])
 
 
-def _take_group(
-    first: JaxprEqn, eqns: Sequence[JaxprEqn]
-) -> tuple[list[JaxprEqn], list[JaxprEqn], list[JaxprEqn]]:
-    """The conditions to join with a first one, among the equations behind it.
-
-    Returns:
-      The equations ahead of the joined condition, the conditions, and the equations behind.
-    """
-    group, made = [first], {*first.outvars}
-    late = set[Var]()  # values of equations that read the group's, or have effects
-    is_behind, end = list[bool](), 0
-    for i, eqn in enumerate(eqns):
-        reads = variables(eqn)
-        is_like = _may_join(eqn) and eqn.invars[0] is first.invars[0]
-        is_like = is_like and len(eqn.params["branches"]) == len(first.params["branches"])
-        if is_like and late.isdisjoint(reads):
-            group.append(eqn)
-            made.update(eqn.outvars)
-            end = i + 1
-        elif compat.has_side_effects(eqn) or not late.isdisjoint(reads) or not made.isdisjoint(reads):
-            late.update(eqn.outvars)
-            is_behind.append(True)
-            continue
-        is_behind.append(False)
-    members = set(map(id, group))
-    between = [pair for pair in zip(eqns[:end], is_behind, strict=False) if id(pair[0]) not in members]
-    before = [eqn for eqn, behind in between if not behind]
-    return before, group, [*(eqn for eqn, behind in between if behind), *eqns[end:]]
+def _is_alike(first: JaxprEqn, eqn: JaxprEqn) -> bool:
+    """Whether a condition chooses among as many branches by the same index as another."""
+    same = _may_join(eqn) and eqn.invars[0] is first.invars[0]
+    return same and len(eqn.params["branches"]) == len(first.params["branches"])
 
 
 def _join(group: Sequence[JaxprEqn], read: Container[Var]) -> JaxprEqn:
