@@ -1,6 +1,6 @@
 """The choice of placements: the least time in a given memory, by an integer program.
 
-The model ranks, compilation judges: `jaxoff._budget.fit` compiles each choice, and corrects the memory.
+The model ranks, compilation judges: `jaxoff._budget.search` compiles each choice, and corrects the memory.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from jax.sharding import Sharding
 
 from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.costs import streamed_ms
-from jaxoff._budget.fit import CLOSE_ENOUGH
 from jaxoff._budget.labels import format_type
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.report import PlacedValue, Plan
+from jaxoff._budget.search import CLOSE_ENOUGH
 from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat

@@ -214,7 +214,7 @@ def test_layers_in_parts_fit_where_no_placements_do(monkeypatch):
     args = {**w, "gate": w["up"]}, jax.ShapeDtypeStruct((16 * ROWS, WIDTH), "bfloat16")
     target = jaxoff.target("h100")
     with monkeypatch.context() as patch:
-        patch.setattr("jaxoff._budget.fit._Search.tile", lambda search, copies: None)
+        patch.setattr("jaxoff._budget.search.Search.tile", lambda search, copies: None)
         with pytest.raises(jaxoff.BudgetError) as error:
             compile_within(target, long_step, args, 1e8)
     limit = 0.7 * error.value.smallest_bytes

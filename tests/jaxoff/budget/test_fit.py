@@ -14,13 +14,14 @@ from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.choose import choose_placements, saved_nbytes
 from jaxoff._budget.costs import Costs
 from jaxoff._budget.estimated import find_estimated
-from jaxoff._budget.fit import TRIES, _Search, find_fitting
+from jaxoff._budget.fit import find_fitting
 from jaxoff._budget.forms import step_ms
 from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import Placements, list_recomputed
 from jaxoff._budget.limits import Budget, parse_nbytes
 from jaxoff._budget.memory import estimate_nbytes
 from jaxoff._budget.report import Plan, list_values
+from jaxoff._budget.search import TRIES, Search
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._report.tables import format_ms
@@ -229,8 +230,8 @@ def test_a_fault_of_a_later_search_leaves_the_program_found(closed, monkeypatch)
     def fail(self, *, copies):
         raise TypeError("a slice of a divided axis")
 
-    monkeypatch.setattr(_Search, "is_slowed", lambda self, found: True)
-    monkeypatch.setattr(_Search, "tile", fail)
+    monkeypatch.setattr(Search, "is_slowed", lambda self, found: True)
+    monkeypatch.setattr(Search, "tile", fail)
     compiler = LargeCompiler(0, 1.0)
     assert find_fitting(closed, H200, Budget(1e12), DONATED, compiler).program == 1
 

@@ -230,7 +230,7 @@ def test_a_search_takes_parts_of_layers_where_no_placements_fit(form, monkeypatc
     donated = [True] * len(closed.jaxpr.invars)
     device = jaxoff.Device.of("h100")
     with monkeypatch.context() as patch:
-        patch.setattr("jaxoff._budget.fit._Search.tile", lambda search, copies: None)
+        patch.setattr("jaxoff._budget.search.Search.tile", lambda search, copies: None)
         with pytest.raises(jaxoff.BudgetError) as error:
             find_estimated(closed, device, Budget(1e6, None), donated)
     least = error.value.smallest_bytes

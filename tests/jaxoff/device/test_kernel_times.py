@@ -143,14 +143,14 @@ def chunks(form):
             return lax.scan(lambda c, x: (c, product(x, w)), 0, xs)[1]
         if form == "map":
             return lax.map(jax.checkpoint(lambda x: product(x, w)), xs)
-        return lax.cond(x[0, 0] > 0, lambda: product(x, w), lambda: product(x[:, :1], w[:1]))
+        return lax.cond(x[0, 0] > 0, lambda: product(x, w), lambda: product(x, w))
 
     return fun
 
 
 @pytest.mark.parametrize("form", ["scan", "map", "cond"])
 def test_loops_and_branches_take_what_runs_in_them(form):
-    """The longest of branches, and all iterations: with their products, and with what they read and write."""
+    """Branches alike, and all iterations: with their products, and with what they read and write."""
     none = Constant(0.0)
     fitted = dataclasses.replace(H200_CALIBRATION, iteration_us=none, least_kernel_us=none)
     quick, slow = (dataclasses.replace(device, calibration=fitted) for device in (QUICK, DEVICE))
@@ -161,6 +161,29 @@ def test_loops_and_branches_take_what_runs_in_them(form):
     assert milliseconds(chunks(form), X, W, device=slow) == pytest.approx(product + elementwise, rel=1e-3)
     (eqn,) = (e for e in jax.make_jaxpr(chunks(form))(X, W).jaxpr.eqns if compat.control_flow(e))
     assert product_flops(eqn) == pytest.approx(FLOPS)
+
+
+def test_a_condition_takes_the_mean_of_the_branches_that_compute():
+    def run(fun, *args):
+        return program_ms(jax.make_jaxpr(fun)(*args).jaxpr, DEVICE)
+
+    def switch(*branches):
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        return run(lambda i, x, w: lax.switch(i, branches, x, w), index, X, W)
+
+    def once(x, w):
+        return x + jnp.tanh(x @ w) @ w.T
+
+    def twice(x, w):
+        return once(once(x, w), w)
+
+    def skipped(x, _):
+        return x
+
+    one, two = (run(fun, X, W) for fun in (once, twice))
+    assert switch(once, twice) == pytest.approx((one + two) / 2, rel=0.01)
+    assert switch(once, skipped) == pytest.approx(one, rel=0.01)
+    assert switch(skipped, skipped) < 0.01 * one
 
 
 @pytest.mark.parametrize("fun", [jnp.equal, jnp.add, jnp.maximum])
