@@ -20,6 +20,7 @@ from jaxoff._budget.forms import NO_COPIES, Form
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.parts import write_layers_in_parts
 from jaxoff._budget.placements import LayeredProgram
+from jaxoff._budget.search import Search
 from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.primitives import holds_copies
@@ -282,13 +283,13 @@ def test_a_search_takes_parts_of_layers_where_copies_are_slower(monkeypatch):
     """By a compiler that gets within the budget with copies, or with layers in parts."""
     closed = jax.make_jaxpr(step)(*jax.eval_shape(lambda: arguments(1, 4096)))
     donated = [True] * len(closed.jaxpr.invars)
-    tile, searches = fit._Search.tile, []
+    tile, searches = Search.tile, []
 
     def note(search, **options):
         searches.append(tile(search, **options))
         return searches[-1]
 
-    monkeypatch.setattr(fit._Search, "tile", note)
+    monkeypatch.setattr(Search, "tile", note)
     monkeypatch.setattr(choose, "_LEAST_OFFLOADED_NBYTES", 0)  # a layer's input takes half a megabyte
 
     def compile_program(program):
