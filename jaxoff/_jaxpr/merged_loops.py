@@ -6,6 +6,7 @@ the residuals of the layers. In a single loop a value which the backward pass ma
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Sequence
@@ -25,11 +26,7 @@ def merge_backward_loops(closed: ClosedJaxpr) -> ClosedJaxpr:
       The program with the same results; `closed` itself where nothing is merged.
     """
 
-    def merge(program: Jaxpr) -> Jaxpr:
-        loops = [eqn for eqn in inline_program(program).eqns if _find_stacks(eqn)]
-        return _merge_level(program) if len(loops) > 1 else program
-
-    return compat.rewrite_jaxprs(closed, merge)
+    return compat.rewrite_jaxprs(closed, _merge_level)
 
 
 def _find_stacks(eqn: JaxprEqn) -> set[Var]:
@@ -52,12 +49,19 @@ def _is_alike(first: JaxprEqn, stacks: set[Var], eqn: JaxprEqn) -> bool:
 def _merge_level(program: Jaxpr) -> Jaxpr:
     """A program with the backward loops among its own equations merged; itself where none are."""
     level = inline_program(program)
-    makers = {v for eqn in level.eqns if compat.scan_in(eqn) for v in eqn.outvars}
+    made = [v for eqn in level.eqns if compat.scan_in(eqn) for v in eqn.outvars]
+    reads = collections.Counter(v for eqn in level.eqns for v in _find_stacks(eqn))
+    shared = {v for v in made if reads[v] > 1}
+    if not shared:
+        return program
     eqns, rest = list[JaxprEqn](), list(level.eqns)
     renamed: Renamed = {}
     while rest:
         first = rest.pop(0)
-        is_alike = functools.partial(_is_alike, first, _find_stacks(first) & makers)
+        if not (stacks := _find_stacks(first) & shared):
+            eqns.append(first)
+            continue
+        is_alike = functools.partial(_is_alike, first, stacks)
         before, group, rest = take_alike(first, rest, is_alike, in_turn=False)
         eqns += before
         if len(group) > 1:
