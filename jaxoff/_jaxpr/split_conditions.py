@@ -257,11 +257,12 @@ class _Parts:
         if aval not in self._empty:
             sharding = aval.sharding if explicit_mesh(aval) is not None else None
 
-            def make() -> jax.Array:
+            def make(_: Any) -> jax.Array:
                 scalar = compat.empty_scalar(aval)
                 return jax.lax.broadcast(scalar, compat.shape_of(aval), out_sharding=sharding)
 
-            self._empty[aval] = compat.trace_like(self._eqn, make, []).jaxpr
+            traced = compat.trace_like(self._eqn, make, [aval]).jaxpr  # by the type: of a checked `shard_map`
+            self._empty[aval] = traced.replace(invars=[])
         return self._empty[aval]
 
 

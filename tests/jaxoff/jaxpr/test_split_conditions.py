@@ -96,6 +96,14 @@ def list_conditions(program):
             yield from list_conditions(inner)
 
 
+def check_types(closed):
+    """Checks that operands and results of conditions have the types of those of each branch."""
+    for eqn in list_conditions(closed.jaxpr):
+        for branch in map(compat.as_open, eqn.params["branches"]):
+            assert [v.aval for v in branch.outvars] == [v.aval for v in eqn.outvars]
+            assert [v.aval for v in branch.invars] == [v.aval for v in eqn.invars[1:]]
+
+
 def run(closed, args):
     leaves = jax.tree.leaves(args)
     return jax.jit(compat.jaxpr_as_fun(closed))(*leaves)
@@ -129,11 +137,27 @@ def test_values_divided_over_devices_keep_their_types(kinds):
         split = split_conditions(closed, lambda _: False)
         assert split is not closed
         want, *others = (run(program, (w, x)) for program in (closed, split, join_conditions(split)))
-    for eqn in list_conditions(split.jaxpr):
-        for branch in map(compat.as_open, eqn.params["branches"]):
-            assert [v.aval for v in branch.outvars] == [v.aval for v in eqn.outvars]
+    check_types(split)
     for got in others:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, want)
+
+
+def test_types_in_a_checked_shard_map_are_kept():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def loss(w, x):
+        varying = {name: jax.lax.pcast(w[name], "data", to="varying") for name in ("up", "down")}
+        return jax.lax.pmean(make_loss(CASES["three kinds"])(w | varying, x), "data")
+
+    inner = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    args = make_arguments()
+    split = split_conditions(jax.make_jaxpr(gradients(inner))(*args), lambda _: False)
+    for program in (split, join_conditions(split)):
+        check_types(program)
+    want = jax.jit(gradients(inner))(*args)
+    got = run(join_conditions(split), args)
+    for a, b in zip(got, jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
 def test_conditions_with_collectives_in_a_shard_map_are_split():
