@@ -81,6 +81,7 @@ def test_layers_are_outside_of_the_maps_in_them(mesh):
     assert LayeredProgram(jax.make_jaxpr(own)(*make_arguments(mesh, "loop"))).is_manual
 
 
+@pytest.mark.long  # the least, below, is what that takes
 def test_what_a_checkpoint_of_each_layer_takes_suffices(mesh):
     args = make_arguments(mesh, "list")
     recomputed = jax.jit(make_step(mesh, "list", in_maps=True, layer=jax.checkpoint)).lower(*args).compile()
