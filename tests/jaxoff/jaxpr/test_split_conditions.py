@@ -97,11 +97,15 @@ def list_conditions(program):
 
 
 def check_types(closed):
-    """Checks that operands and results of conditions have the types of those of each branch."""
+    """Checks that operands and results of conditions have the types of those of each branch, weak or not."""
+
+    def list_types(values):
+        return [v.aval.update(weak_type=False) for v in values]
+
     for eqn in list_conditions(closed.jaxpr):
         for branch in map(compat.as_open, eqn.params["branches"]):
-            assert [v.aval for v in branch.outvars] == [v.aval for v in eqn.outvars]
-            assert [v.aval for v in branch.invars] == [v.aval for v in eqn.invars[1:]]
+            assert list_types(branch.outvars) == list_types(eqn.outvars)
+            assert list_types(branch.invars) == list_types(eqn.invars[1:])
 
 
 def run(closed, args):
