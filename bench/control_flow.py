@@ -26,8 +26,15 @@ import jax
 import jax.numpy as jnp
 
 import jaxoff
-from bench.client_steps.decoder import apply_layer as apply_decoder_layer
-from bench.client_steps.decoder import decoder_loss, initialize_decoder, normalize, stack
+from bench.client_steps.decoder import (
+    apply_attention,
+    apply_layer,
+    apply_mlp,
+    decoder_loss,
+    initialize_decoder,
+    normalize,
+    stack,
+)
 from bench.client_steps.ssm import recur_by_tree
 from bench.client_steps.step import ClientStep, Sizes, build_step
 from bench.clients import Variant, describe_variant, find_limit, make_function, time_variants
@@ -57,20 +64,6 @@ WRAPS: dict[str, Wrap] = {
     "checkpoint": functools.partial(jax.checkpoint, prevent_cse=False),
     "dots": functools.partial(jax.checkpoint, prevent_cse=False, policy=DOTS),
 }
-
-
-def apply_attention(s: Sizes, attention: Any, x: jax.Array, w: Any) -> jax.Array:
-    """Attention of a layer, with its residual."""
-    h = normalize(x, w["norm1"])
-    q, k, v = ((h @ w[n]).reshape(*x.shape[:2], s.heads, s.head_size) for n in "qkv")
-    found = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
-    return x + found.reshape(x.shape) @ w["o"]
-
-
-def apply_mlp(x: jax.Array, w: Any) -> jax.Array:
-    """The MLP of a layer, with its residual."""
-    h = normalize(x, w["norm2"])
-    return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
 
 
 def apply_recurrence(x: jax.Array, w: Any) -> jax.Array:
@@ -114,7 +107,7 @@ def build(program: str, sizes: Sizes, wrap: Wrap, attention: Any) -> ClientStep:
     def layer(x, row):
         weights, number = row
         if program == "skipped":
-            decode = functools.partial(apply_decoder_layer, s, attention)
+            decode = functools.partial(apply_layer, s, attention)
             return jax.lax.cond(number % 5 != 4, lambda x: decode(x, weights)[0], lambda x: x, x)
         w = {name: v.astype(jnp.bfloat16) for name, v in weights.items()}
         if program == "chunks":

@@ -97,16 +97,23 @@ def list_shapes(sizes: Sizes) -> dict[str, tuple[int, int]]:
 
 def apply_layer(sizes: Sizes, attention: Any, x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
     """A layer, as the body of a scan."""
-    s, w = sizes, {n: v.astype(jnp.bfloat16) for n, v in weights.items()}
-    x = checkpoint_name(x, "block_in")
-    h = normalize(x, w["norm1"])
+    w = {n: v.astype(jnp.bfloat16) for n, v in weights.items()}
+    return apply_mlp(apply_attention(sizes, attention, checkpoint_name(x, "block_in"), w), w), None
+
+
+def apply_attention(sizes: Sizes, attention: Any, x: jax.Array, w: Any) -> jax.Array:
+    """The attention of a layer, with its residual; `w` has the layer's weights in bfloat16."""
+    s, h = sizes, normalize(x, w["norm1"])
     q = (h @ w["q"]).reshape(*x.shape[:2], s.heads, s.head_size)
     k, v = ((h @ w[n]).reshape(*x.shape[:2], s.kv_heads, s.head_size) for n in "kv")
     a = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
-    a = checkpoint_name(a.reshape(*x.shape[:2], -1), "attn")
-    x = x + a @ w["o"]
+    return x + checkpoint_name(a.reshape(*x.shape[:2], -1), "attn") @ w["o"]
+
+
+def apply_mlp(x: jax.Array, w: Any) -> jax.Array:
+    """The MLP of a layer, with its residual."""
     h = normalize(x, w["norm2"])
-    return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
+    return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
 
 
 def make_scan_block(sizes: Sizes, policy: Any, attention: Any) -> Any:

@@ -12,6 +12,7 @@ from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.faults import FAULTS
+from jaxoff._jaxpr.merged_loops import merge_backward_loops
 from jaxoff._report.progress import Progress
 
 # Layers in parts have taken up to this many times their time by the model: attention over blocks of queries
@@ -32,9 +33,6 @@ def find_fitting[P](
 ) -> Tried[P]:
     """Finds the fastest program within a budget, by compilations.
 
-    The first program has the room for kept values that arguments and temporaries leave, by an estimate of the
-    latter. Its compiled memory, and that of each further program, corrects the room.
-
     Args:
       closed: a differentiated program without copies between memories.
       device: rates of a device.
@@ -52,7 +50,7 @@ def find_fitting[P](
       BudgetError: if no program fits.
     """
     progress = progress or Progress()
-    search = Search(closed, device, budget, donated, compile_program, devices, progress)
+    search = Search(merge_backward_loops(closed), device, budget, donated, compile_program, devices, progress)
     searches: list[Search[P]] = []
 
     def find_whole() -> Tried[P] | None:
@@ -61,7 +59,7 @@ def find_fitting[P](
         opened = search.open(found)
         if found is None or opened is None:
             return found or run_further(opened)
-        faster = run_beside("loops in layers", lambda: run_further(opened))
+        faster = run_beside("loops in layers", lambda: opened)
         return min((t for t in (found, faster) if t), key=Tried.milliseconds)
 
     def run_further(further: Search[P] | None, *, copies: bool = False) -> Tried[P] | None:
@@ -78,14 +76,14 @@ def find_fitting[P](
         """The program found, or one with groups of iterations made again that takes hardly longer."""
         if found.is_fastest:
             return found
-        grouped = run_beside("groups of iterations", lambda: run_further(search.keep_groups(found)))
+        grouped = run_beside("groups of iterations", lambda: search.keep_groups(found))
         limit_ms = (1 + GROUPS_SLOWER) * found.milliseconds()
         return grouped if grouped is not None and grouped.milliseconds() <= limit_ms else found
 
-    def run_beside(what: str, run: Callable[[], Tried[P] | None]) -> Tried[P] | None:
+    def run_beside(what: str, make: Callable[[], Search[P] | None]) -> Tried[P] | None:
         """A further search, whose fault leaves the program found."""
         try:
-            return run()
+            return run_further(make())
         except (ValueError, *FAULTS) as fault:
             progress.say(f"{what} failed by a fault of jaxoff ({type(fault).__name__}: {fault})")
             return None
@@ -97,7 +95,7 @@ def find_fitting[P](
     else:
         found = find_in_groups(found)
         if search.devices == 1 and search.is_slowed(found):  # parts of divided layers each exchange sums
-            tiled = run_beside("layers in parts", lambda: run_further(search.tile(copies=False)))
+            tiled = run_beside("layers in parts", lambda: search.tile(copies=False))
             if tiled is not None and _PARTS_SLOWER * tiled.milliseconds() < found.milliseconds():
                 found = tiled
     if found is None:

@@ -11,7 +11,7 @@ from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.kernels import KernelGraph, new_nbytes
-from jaxoff._jaxpr.primitives import is_compute, num_shards
+from jaxoff._jaxpr.primitives import is_compute, is_condition, num_shards
 from jaxoff._report.warn import OWN_FILES
 
 # Part of a budget that stays free where memory is estimated.
@@ -73,20 +73,16 @@ def _find_peak(program: Jaxpr, reusable: set[Var]) -> tuple[int, list[tuple[Jaxp
         freed = {v: _nbytes(v) for v in ending if v in graph.maker or v in reusable}
         made = _count_made(eqn, freed)
         inner_nbytes, within = _find_inner_peak(eqn)
-        if _is_condition(eqn):  # its results are those of a branch
+        if is_condition(eqn):  # its results are those of a branch
             inner_nbytes, within = (inner_nbytes - made, within) if inner_nbytes >= made else (0, [])
         if held + made + inner_nbytes > peak:
             peak, at, inner_values = held + made + inner_nbytes, i, within
         unread = (v for v in eqn.outvars if v not in last and v not in outs)
         held += made - sum(freed.values()) - sum(map(_nbytes, unread))
-    until = at if inner_values and _is_condition(level.eqns[at]) else at + 1
+    until = at if inner_values and is_condition(level.eqns[at]) else at + 1
     made = [(i, v) for i in graph.kernels if i < until for v in level.eqns[i].outvars]
     live = [(level.eqns[i], v) for i, v in made if (last.get(v, i) >= at or v in outs) and _nbytes(v)]
     return peak, live + inner_values
-
-
-def _is_condition(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "cond"
 
 
 def _count_made(eqn: JaxprEqn, freed: dict[Var, int]) -> int:

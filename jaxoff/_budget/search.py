@@ -25,7 +25,6 @@ from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.dataflow import drop_dead
-from jaxoff._jaxpr.merged_loops import merge_backward_loops
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
@@ -70,6 +69,9 @@ _FASTER = 2e-3
 class Search[P]:
     """A search for the fastest program within a budget.
 
+    The first program has the room for kept values which arguments and temporaries leave, by an estimate of
+    the latter. Its compiled memory, and the memory of each further program, corrects the room.
+
     Attributes:
       devices: the number of devices over which the compiler divides the values; bytes in the search are those
         of all these devices together.
@@ -91,7 +93,6 @@ class Search[P]:
     ):
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         options = {"is_opened": is_opened, "sends_apart": is_tiled}
-        closed = merge_backward_loops(closed)
         whole = merge_nested_loops(closed) if merges else closed
         whole = make_masks_in_readers(narrow_stacks(whole))
         whole = compat.map_open(whole, drop_dead)

@@ -90,6 +90,27 @@ def drop_dead(program: Jaxpr) -> Jaxpr:
     return compat.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)[0]
 
 
+def join_unpassed(eqns: Sequence[JaxprEqn], passes: Callable[[Var], bool]) -> list[list[JaxprEqn]]:
+    """Joins the equations between which a value stands where no array outside of their program can hold it.
+
+    Args:
+      eqns: equations, in program order.
+      passes: whether an array outside can hold a value.
+
+    Returns:
+      The equations in parts, in order.
+    """
+    readers = index_last_readers(eqns)
+    ends = [(i, readers.get(v, -1)) for v, i in index_makers(eqns).items() if not passes(v)]
+    parts = list[list[JaxprEqn]]()
+    for i, eqn in enumerate(eqns):
+        if any(first < i <= last for first, last in ends):
+            parts[-1].append(eqn)
+        else:
+            parts.append([eqn])
+    return parts
+
+
 def take_alike(
     first: JaxprEqn, eqns: Sequence[JaxprEqn], is_alike: Callable[[JaxprEqn], bool], *, in_turn: bool = True
 ) -> tuple[list[JaxprEqn], list[JaxprEqn], list[JaxprEqn]]:

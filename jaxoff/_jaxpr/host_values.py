@@ -14,6 +14,7 @@ import jax
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.inline import Renamed, resolve, separate_calls, write_otherwise
+from jaxoff._jaxpr.primitives import is_condition
 
 
 class _Level(enum.Enum):
@@ -25,7 +26,7 @@ class _Level(enum.Enum):
     @staticmethod
     def of(eqn: JaxprEqn) -> list[_Level]:
         """The levels that an equation adds around its programs: one or none."""
-        return [_Level.LOOP] if compat.is_loop(eqn) else [_Level.CONDITION] if _is_condition(eqn) else []
+        return [_Level.LOOP] if compat.is_loop(eqn) else [_Level.CONDITION] if is_condition(eqn) else []
 
 
 class _Chosen(NamedTuple):
@@ -84,7 +85,7 @@ class HostValues:
                 self._read(program, (*levels, *added))
                 self._join_all(zip(operands, program.invars, strict=True))
                 self._join_all(zip(eqn.outvars, program.outvars, strict=True))
-            if _is_condition(eqn):
+            if is_condition(eqn):
                 manual, branches = compat.is_manual(eqn), [program for program, _ in inner]
                 for k, v in enumerate(eqn.outvars):
                     if compat.is_host(v.aval):
@@ -215,10 +216,6 @@ def _forward_rows(jaxpr: Jaxpr) -> Jaxpr:
     return write_otherwise(jaxpr, forward)
 
 
-def _is_condition(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "cond"
-
-
 def _is_copied(program: Jaxpr, index: int) -> bool:
     """Whether a result of a program is copied to the host in it, or is an argument.
 
@@ -239,7 +236,7 @@ def _list_programs(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
     if eqn.primitive.name == "while":
         yield eqn.params["body_jaxpr"].jaxpr, eqn.invars[eqn.params["cond_nconsts"] :]
         return
-    operands = eqn.invars[1:] if _is_condition(eqn) else eqn.invars
+    operands = eqn.invars[1:] if is_condition(eqn) else eqn.invars
     for program in compat.sub_jaxprs(eqn):
         if len(program.invars) == len(operands) and len(program.outvars) == len(eqn.outvars):
             yield program, operands

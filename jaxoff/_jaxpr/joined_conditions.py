@@ -11,20 +11,19 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import drop_dead, take_alike, variables
 from jaxoff._jaxpr.inline import Renamed, make_program, resolve
-from jaxoff._jaxpr.primitives import is_condition
+from jaxoff._jaxpr.primitives import holds, is_condition
 
 
 def join_conditions(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Joins the conditions of a program that have the same index, at all levels.
+    """Joins the conditions of a program with the same index, at all levels.
 
-    A condition stays apart that reads what other equations make of an earlier condition's results.
+    A condition stays apart if other equations make an operand from the results of an earlier condition.
     """
-    return compat.rewrite_jaxprs(closed, _join_level)
+    return compat.rewrite_jaxprs(closed, _join_level) if holds(closed.jaxpr, is_condition) else closed
 
 
 def _join_level(program: Jaxpr) -> Jaxpr:
     """Joins the conditions among a program's own equations; the same object where none are joined."""
-    joins = False
     eqns, rest = list[JaxprEqn](), list(program.eqns)
     count = collections.Counter(eqn.invars[0] for eqn in rest if _may_join(eqn))
     while rest:
@@ -34,18 +33,17 @@ def _join_level(program: Jaxpr) -> Jaxpr:
             before, group, rest = take_alike(first, rest, functools.partial(_is_alike, first))
             eqns += before
         if len(group) > 1:
-            joins = True
             read = {v for v in program.outvars if isinstance(v, Var)}.union(*map(variables, rest))
             eqns.append(_join(group, read))
         else:
             eqns.append(first)
-    return program.replace(eqns=eqns) if joins else program
+    return compat.replace_equations(program, eqns)
 
 
 def _may_join(eqn: JaxprEqn) -> bool:
     if not is_condition(eqn) or not isinstance(eqn.invars[0], Var) or compat.has_side_effects(eqn):
         return False
-    return not any(getattr(compat.as_open(branch), "consts", ()) for branch in eqn.params["branches"])
+    return not any(getattr(branch, "consts", ()) for branch in compat.sub_jaxprs(eqn))
 
 
 def _is_alike(first: JaxprEqn, eqn: JaxprEqn) -> bool:
@@ -55,7 +53,7 @@ def _is_alike(first: JaxprEqn, eqn: JaxprEqn) -> bool:
 
 
 def _join(group: Sequence[JaxprEqn], read: Container[Var]) -> JaxprEqn:
-    """The conditions of a group as one, with the results among the variables `read`."""
+    """A condition in the place of a group, with the results among the variables `read`."""
     made = {v for eqn in group for v in eqn.outvars}
     results = [v for eqn in group for v in eqn.outvars if v in read]
     operands = [v for eqn in group for v in eqn.invars[1:] if isinstance(v, Var) and v not in made]
@@ -80,12 +78,12 @@ def _join_branch(
     values: Renamed = {v: Var(v.aval) for v in arguments}
     invars, eqns = [values[v] for v in arguments], list[JaxprEqn]()
     for eqn in group:
-        branch = compat.as_open(eqn.params["branches"][k])
+        branch = compat.sub_jaxprs(eqn)[k]
         inner: Renamed = dict(zip(branch.invars, (resolve(values, v) for v in eqn.invars[1:]), strict=True))
         for each in branch.eqns:
             operands = [resolve(inner, v) for v in each.invars]
             inner.update((v, Var(v.aval)) for v in each.outvars)
             eqns.append(each.replace(invars=operands, outvars=[inner[v] for v in each.outvars]))
         values.update(zip(eqn.outvars, (resolve(inner, v) for v in branch.outvars), strict=True))
-    like = compat.as_open(group[-1].params["branches"][k])
+    like = compat.sub_jaxprs(group[-1])[k]
     return drop_dead(make_program(like, invars, eqns, [resolve(values, v) for v in results]))

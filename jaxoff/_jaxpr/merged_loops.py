@@ -1,7 +1,7 @@
-"""Merges the backward loops of one forward loop.
+"""Merges the backward loops of the same forward loop.
 
-Two pullbacks of one `jax.vjp`, as of methods that weigh the gradients of several losses, are two loops over
-the residuals of the layers. In a single loop a value which the backward pass makes again serves both.
+Two pullbacks of the same `jax.vjp`, as of methods which weigh the gradients of several losses, are two loops
+over the residuals of the layers. In a single loop a value which the backward pass makes again serves both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxoff._jaxpr.scopes import is_transposed
 
 
 def merge_backward_loops(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Merges backward loops over the stacks of one loop, none of which needs another's results.
+    """Merges backward loops over the stacks of the same loop, which need no results of each other.
 
     Returns:
       The program with the same results; `closed` itself where nothing is merged.
@@ -30,7 +30,7 @@ def merge_backward_loops(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _find_stacks(eqn: JaxprEqn) -> set[Var]:
-    """The stacks that a backward loop reads; none of another equation."""
+    """The stacks which a backward loop reads; none of another equation."""
     layout = compat.scan_in(eqn)
     if layout is None or not is_transposed(eqn) or compat.has_side_effects(eqn):
         return set()
@@ -76,7 +76,7 @@ def _merge_level(program: Jaxpr) -> Jaxpr:
 
 
 def _merge(group: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], Renamed]:
-    """The equations of several loops as one, and the results of the loops -> those of the one."""
+    """The equations of several loops as a single loop, and result of a loop -> result of the single loop."""
     parts = [_divide(eqn) for eqn in group]
     bodies = [compat.jaxpr_as_fun(eqn.params["jaxpr"]) for eqn in group]
     sizes = [[len(values) for values in part] for part in parts]
@@ -97,7 +97,7 @@ def _merge(group: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], Renamed]:
 
 
 def _take_turns(results: Sequence[Sequence[Any]], sizes: Sequence[Sequence[int]]) -> list[Any]:
-    """The results of loops as those of one: the carries of all ahead of the stacks of all."""
+    """The results of loops in the order of a single loop: the carries of all ahead of the stacks of all."""
     pairs = [(values, size[1]) for values, size in zip(results, sizes, strict=True)]
     carry = [value for values, count in pairs for value in values[:count]]
     return carry + [value for values, count in pairs for value in values[count:]]

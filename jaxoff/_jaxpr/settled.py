@@ -17,7 +17,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import drop_dead
 from jaxoff._jaxpr.inline import instantiate, write_otherwise
-from jaxoff._jaxpr.primitives import holds_copies
+from jaxoff._jaxpr.primitives import holds_copies, is_condition
 
 # The operations by which an index is computed, on numbers: nothing of a program runs while it is traced.
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
@@ -89,7 +89,7 @@ class _Choice:
 
     def _find_branch(self, eqn: JaxprEqn) -> Jaxpr | None:
         """The branch that a condition takes; None if not known, or with constants or mutable arrays."""
-        if eqn.primitive.name != "cond" or any(compat.is_ref(v.aval) for v in eqn.invars):
+        if not is_condition(eqn) or any(compat.is_ref(v.aval) for v in eqn.invars):
             return None
         branches, by_platform = eqn.params["branches"], eqn.params.get("branches_platforms")
         index = self._find_value(eqn.invars[0])

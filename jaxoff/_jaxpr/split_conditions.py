@@ -1,7 +1,7 @@
-"""Splits a `jax.lax.cond` or `switch` in a layer into one for each equation of its branches.
+"""Splits a `jax.lax.cond` or `switch` in a layer into conditions with an equation of a branch each.
 
-A differentiated condition returns the residuals of all its branches. A layer keeps them for the backward
-pass, or makes all of them again. Between the parts each value is an array of the layer, with a placement of
+A differentiated condition returns the residuals of all its branches. A layer keeps all of these for the
+backward pass, or makes all again. Between the parts each value is an array of the layer, with a placement of
 its own, and any part may be made again. `join_conditions` joins the parts of a written program.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import index_last_readers, index_makers, variables
+from jaxoff._jaxpr.dataflow import join_unpassed, variables
 from jaxoff._jaxpr.inline import (
     Renamed,
     inline_program,
@@ -33,11 +33,11 @@ _EMPTY = frozenset({"empty", "empty2"})  # arrays of arbitrary contents
 
 
 def split_conditions(closed: ClosedJaxpr, is_whole: Callable[[Jaxpr], bool]) -> ClosedJaxpr:
-    """Splits the conditions of a program's forward passes into one for each equation of their branches.
+    """Splits the conditions of a program's forward passes into conditions with an equation of a branch each.
 
     Args:
       closed: the program.
-      is_whole: whether a condition stays whole, by one of its branches with calls inlined.
+      is_whole: whether a condition stays whole, by a branch with calls inlined.
 
     Returns:
       The program with the same results; `closed` itself where nothing is split.
@@ -54,7 +54,7 @@ def split_conditions(closed: ClosedJaxpr, is_whole: Callable[[Jaxpr], bool]) -> 
                 return compat.map_programs(eqn, inside)
             if not forward or (backward and not is_recomputed(eqn)) or compat.has_side_effects(eqn):
                 return eqn
-            branches = [inline_program(compat.as_open(branch)) for branch in eqn.params["branches"]]
+            branches = [*map(inline_program, compat.sub_jaxprs(eqn))]
             if any(getattr(branch, "consts", ()) or is_whole(branch) for branch in branches):
                 return eqn
             parts = _Parts(eqn, branches)
@@ -66,10 +66,10 @@ def split_conditions(closed: ClosedJaxpr, is_whole: Callable[[Jaxpr], bool]) -> 
 
 
 def find_branch(eqn: JaxprEqn) -> int | None:
-    """The branch of which an equation is a part; None for an equation that is no part of one branch."""
+    """The branch of which an equation is a part: the only branch which computes; None without."""
     if not is_condition(eqn):
         return None
-    computing = [k for k, branch in enumerate(_list_branches(eqn)) if _list_computing(branch)]
+    computing = [k for k, branch in enumerate(compat.sub_jaxprs(eqn)) if _list_computing(branch)]
     return computing[0] if len(computing) == 1 else None
 
 
@@ -77,7 +77,7 @@ def look_inside_part(eqn: JaxprEqn) -> JaxprEqn:
     """The equation in a part of a condition, as one of the arrays outside; another equation itself."""
     if (k := find_branch(eqn)) is None:
         return eqn
-    branch = _list_branches(eqn)[k]
+    branch = compat.sub_jaxprs(eqn)[k]
     inner, *others = _list_computing(branch)
     if others:
         return eqn
@@ -92,25 +92,25 @@ def look_inside_part(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def as_selection(eqn: JaxprEqn) -> JaxprEqn:
-    """A condition that only chooses among values, as a `jax.lax.select_n`; another equation itself."""
-    if not is_condition(eqn) or len(eqn.outvars) != 1 or any(map(_list_computing, _list_branches(eqn))):
+    """A condition which only chooses among values, as a `jax.lax.select_n`; another equation itself."""
+    if not is_condition(eqn) or len(eqn.outvars) != 1 or any(map(_list_computing, compat.sub_jaxprs(eqn))):
         return eqn
-    made = [_find_passed(eqn, branch) for branch in _list_branches(eqn)]
+    made = [_find_passed(eqn, branch) for branch in compat.sub_jaxprs(eqn)]
     operands = [eqn.invars[0], *(v for v in made if v is not None)]
     return eqn.replace(primitive=jax.lax.select_n_p, invars=operands, params={})
 
 
 def open_conditions(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Equations with those of all branches in the place of conditions, as if each branch ran.
+    """Equations with the branches' equations in the place of conditions, as if each branch ran.
 
-    A result of a condition is that of the first branch which computes it.
+    The first branch which computes a result of the condition makes the result.
     """
     for eqn in eqns:
         if not is_condition(eqn):
             yield eqn
             continue
         made = set[Var]()
-        for branch in _list_branches(eqn):
+        for branch in compat.sub_jaxprs(eqn):
             body, values = instantiate(inline_program(branch), eqn.invars[1:], like=eqn)
             pairs = [(v, out) for v, out in zip(values, eqn.outvars, strict=True) if isinstance(v, Var)]
             own = {v for each in body for v in each.outvars}
@@ -121,19 +121,15 @@ def open_conditions(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
                 yield each.replace(invars=operands, outvars=[resolve(results, v) for v in each.outvars])
 
 
-def _list_branches(eqn: JaxprEqn) -> list[Jaxpr]:
-    return [compat.as_open(branch) for branch in eqn.params["branches"]]
-
-
 def _find_passed(eqn: JaxprEqn, branch: Jaxpr) -> Any:
-    """The operand that a branch of a condition passes on as its only result; None for another result."""
+    """The operand which a branch of a condition passes on as its only result; None for another result."""
     outside: Renamed = dict(zip(branch.invars, eqn.invars[1:], strict=True))
     (v,) = branch.outvars
     return outside.get(v) if isinstance(v, Var) else v
 
 
 def _find_empty(branch: Jaxpr) -> set[Var]:
-    """The values of a branch that are empty: residuals of another branch."""
+    """The empty values of a branch: residuals of another branch."""
     found = set[Var]()
     for eqn in branch.eqns:
         is_wide = eqn.primitive.name in ("broadcast_in_dim", "pvary") and not found.isdisjoint(variables(eqn))
@@ -143,18 +139,18 @@ def _find_empty(branch: Jaxpr) -> set[Var]:
 
 
 def _list_computing(branch: Jaxpr) -> list[JaxprEqn]:
-    """The equations of a branch that make no empty values."""
+    """The equations of a branch, but for the empty values."""
     empty = _find_empty(branch)
     return [eqn for eqn in branch.eqns if empty.isdisjoint(eqn.outvars)]
 
 
 class _Branch(NamedTuple):
-    """What a branch of a part computes.
+    """The equations and results of a branch of a part.
 
     Attributes:
       eqns: its equations.
-      values: its results, in order; None for an empty one.
-      outside: value of the whole branch -> the array outside that holds it.
+      values: its results, in order; None for an empty result.
+      outside: value of the whole branch -> the array outside which holds the value.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -163,7 +159,7 @@ class _Branch(NamedTuple):
 
 
 class _Parts:
-    """The parts of a condition: the equations of its branches, and what passes between them.
+    """The parts of a condition: the equations of its branches, and the values which pass between these.
 
     Attributes:
       are_several: whether there are two parts or more.
@@ -171,7 +167,7 @@ class _Parts:
 
     def __init__(self, eqn: JaxprEqn, branches: Sequence[Jaxpr]):
         self._eqn, self._branches = eqn, branches
-        self._parts = [_join_unpassed(_list_computing(branch)) for branch in branches]
+        self._parts = [join_unpassed(_list_computing(branch), _can_be_empty) for branch in branches]
         self.are_several = sum(map(len, self._parts)) > 1
         self._eqns = list[JaxprEqn]()
         self._empty = dict[Any, Jaxpr]()
@@ -182,7 +178,7 @@ class _Parts:
         return self._eqns, self._write_results(outside)
 
     def _write_branch(self, k: int) -> Renamed:
-        """Writes the parts of a branch; returns value -> the array outside that holds it."""
+        """Writes the parts of a branch; returns value -> the array outside which holds the value."""
         branch, parts = self._branches[k], self._parts[k]
         outside: Renamed = dict(zip(branch.invars, self._eqn.invars[1:], strict=True))
         last_parts = {v: i for i, part in enumerate(parts) for eqn in part for v in variables(eqn)}
@@ -202,7 +198,7 @@ class _Parts:
         return outside
 
     def _write_results(self, outside: Sequence[Renamed]) -> list[Any]:
-        """The results of the whole. One that all branches but one leave empty is the value of that branch."""
+        """The results of the whole. Where a single branch computes a result, its value is the result."""
         found = list[Any]()
         empty = [_find_empty(branch) for branch in self._branches]
         for i, out in enumerate(self._eqn.outvars):
@@ -266,19 +262,6 @@ class _Parts:
         return self._empty[aval]
 
 
-def _join_unpassed(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
-    """Joins the equations between which an empty array cannot stand for what one passes to the other."""
-    readers = index_last_readers(eqns)
-    ends = [(i, readers.get(v, -1)) for v, i in index_makers(eqns).items() if not _can_be_empty(v.aval)]
-    parts = list[list[JaxprEqn]]()
-    for i, eqn in enumerate(eqns):
-        if any(first < i <= last for first, last in ends):
-            parts[-1].append(eqn)
-        else:
-            parts.append([eqn])
-    return parts
-
-
-def _can_be_empty(aval: Any) -> bool:
-    is_array = hasattr(aval, "shape") and not compat.is_host(aval)
-    return is_array and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+def _can_be_empty(v: Var) -> bool:
+    is_array = hasattr(v.aval, "shape") and not compat.is_host(v.aval)
+    return is_array and not jnp.issubdtype(compat.struct_of(v.aval).dtype, jax.dtypes.extended)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import index_last_readers, index_makers, mark_ancestors, variables
+from jaxoff._jaxpr.dataflow import join_unpassed, mark_ancestors, variables
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call, write_otherwise
 from jaxoff._jaxpr.meshes import is_partial_sum, list_axes
 from jaxoff._jaxpr.primitives import holds, is_shard_map
@@ -104,7 +104,7 @@ class _Parts:
         self._results = [_Result(i, v, spec) for i, (v, spec) in enumerate(divided)]
         self._views = self._find_views()
         views = set(map(id, self._views))
-        self._parts = self._join([e for e in body.eqns if id(e) not in views])
+        self._parts = join_unpassed([e for e in body.eqns if id(e) not in views], self._passes)
         self.are_several = len(self._parts) > 1
 
     def write(self) -> tuple[list[JaxprEqn], list[Any]]:
@@ -120,18 +120,6 @@ class _Parts:
                 views.append(eqn)
                 known.update(eqn.outvars)
         return views
-
-    def _join(self, eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
-        """Joins the equations between which no array outside can hold what one passes to the other."""
-        readers = index_last_readers(eqns)
-        ends = [(i, readers.get(v, -1)) for v, i in index_makers(eqns).items() if not self._passes(v)]
-        parts = list[list[JaxprEqn]]()
-        for i, eqn in enumerate(eqns):
-            if any(first < i <= last for first, last in ends):
-                parts[-1].append(eqn)
-            else:
-                parts.append([eqn])
-        return parts
 
     def _is_name(self, part: Sequence[JaxprEqn], outside: Container[Var]) -> bool:
         """Whether a part names an array outside."""

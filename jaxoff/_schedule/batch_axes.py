@@ -10,7 +10,7 @@ from typing import Any
 from jaxoff._budget.row_axes import find_result_axis
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.primitives import OPAQUE, is_shard_map
+from jaxoff._jaxpr.primitives import OPAQUE, is_condition, is_shard_map
 
 # Equations whose results have some rows of the batch, or those of several batches, along the same axis.
 _SOME_ROWS = frozenset({"concatenate", "dynamic_slice", "pad", "slice"})
@@ -88,7 +88,7 @@ class BatchAxes:
             consts, end = given[: layout.num_consts], layout.num_consts + layout.num_carry
             rows = tuple(axis - 1 if axis else None for axis in given[end:])
             return self._settle(eqn, consts, given[layout.num_consts : end], rows)
-        if eqn.primitive.name == "cond":
+        if is_condition(eqn):
             return given[1:]
         is_call = compat.inlinable_call(eqn) is not None
         return given if is_call and len(compat.sub_jaxprs(eqn)[0].invars) == len(given) else None

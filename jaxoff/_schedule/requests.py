@@ -18,7 +18,7 @@ import jax
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.primitives import DOTS, LEAVES, num_shards
+from jaxoff._jaxpr.primitives import DOTS, LEAVES, is_condition, num_shards
 from jaxoff._jaxpr.tag import Tag
 from jaxoff._policy.combinators import KeepFirst, unwrap_keep_first
 from jaxoff._policy.decision import RuleKind
@@ -115,7 +115,7 @@ class Requests:
                     inner,
                     count * (layout.length if layout else num_shards(eqn)),
                     in_backward=in_backward or backward,
-                    in_branch=in_branch or eqn.primitive.name == "cond",
+                    in_branch=in_branch or is_condition(eqn),
                 )
 
     def _add_name(self, named: Named, *, in_backward: bool) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.primitives import is_condition
 from jaxoff._jaxpr.provenance import trace_origin
 from jaxoff._policy.combinators import unwrap_keep_first
 from jaxoff._policy.marks import key_of_tag
@@ -64,7 +65,7 @@ def _in_branch(site: Site) -> bool:
     """Whether a site is in a branch of a cond: the branches share the buffers of their residuals."""
     scope = site.scope
     while scope is not None:
-        if scope.eqn is not None and scope.eqn.primitive.name == "cond":
+        if scope.eqn is not None and is_condition(scope.eqn):
             return True
         scope = scope.parent
     return False

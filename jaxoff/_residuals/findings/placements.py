@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.primitives import DOTS, OPAQUE
+from jaxoff._jaxpr.primitives import DOTS, OPAQUE, is_condition
 from jaxoff._jaxpr.provenance import Scope
 from jaxoff._policy.decision import RuleKind
 from jaxoff._policy.presets import DEFAULT_MIN_BYTES
@@ -39,7 +39,7 @@ def _find_refusals(scope: Scope | None) -> Iterator[tuple[FindingCode, str, str]
     while scope is not None and scope.eqn is not None:
         if (loop := compat.scan_in(scope.eqn)) is not None:
             around.append(loop)
-        if scope.eqn.primitive.name == "cond":
+        if is_condition(scope.eqn):
             yield (
                 FindingCode.OFFLOAD_IN_COND,
                 "from a branch of lax.cond",

@@ -15,6 +15,7 @@ from jaxoff._device.profile import H200
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.primitives import is_condition
 from tests.jaxoff.budget.checkpointed import check_fit
+from tests.jaxoff.budget.layered import check_placed_whole
 
 LAYERS, ROWS, WIDTH = 6, 512, 64
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -126,16 +127,5 @@ def count_conditions(program):
 
 
 def test_a_condition_that_cannot_be_split_is_placed_whole(monkeypatch, caplog):
-    def fail(*_):
-        raise NotImplementedError("of JAX")
-
     closed = jax.make_jaxpr(make_step("loop", "kinds"))(*make_arguments())
-    with caplog.at_level("INFO", "jaxoff"):
-        split = LayeredProgram.of(closed)
-        monkeypatch.setattr("jaxoff._budget.placements.split_conditions", fail)
-        whole = LayeredProgram.of(closed)
-    assert len(split.list_joint_graphs()[0].eqns) > len(whole.list_joint_graphs()[0].eqns)
-    assert whole.closed is closed
-    assert [record.message.split(";")[0] for record in caplog.records] == [
-        "no value in a condition is placed (NotImplementedError: of JAX)"
-    ]
+    check_placed_whole(closed, "split_conditions", "a condition", monkeypatch, caplog)

@@ -15,6 +15,7 @@ from jaxoff._budget.placements import LayeredProgram
 from jaxoff._device.profile import H200
 from jaxoff._runtime.program_memory import program_nbytes
 from tests.jaxoff.budget.checkpointed import check_fit
+from tests.jaxoff.budget.layered import check_placed_whole
 
 DEVICES, LAYERS, ROWS, WIDTH = 4, 4, 1024, 128
 
@@ -121,19 +122,8 @@ def test_a_product_in_a_map_is_kept_alone(mesh, form):
 
 
 def test_a_map_that_cannot_be_split_is_placed_whole(mesh, monkeypatch, caplog):
-    def fail(*_):
-        raise NotImplementedError("of JAX")
-
     closed = jax.make_jaxpr(make_step(mesh, "loop", in_maps=True))(*make_arguments(mesh, "loop"))
-    with caplog.at_level("INFO", "jaxoff"):
-        split = LayeredProgram.of(closed)
-        monkeypatch.setattr("jaxoff._budget.placements.split_shard_maps", fail)
-        whole = LayeredProgram.of(closed)
-    assert len(split.list_joint_graphs()[0].eqns) > len(whole.list_joint_graphs()[0].eqns)
-    assert whole.closed is closed
-    assert [record.message.split(";")[0] for record in caplog.records] == [
-        "no value in a jax.shard_map is placed (NotImplementedError: of JAX)"
-    ]
+    check_placed_whole(closed, "split_shard_maps", "a jax.shard_map", monkeypatch, caplog)
 
 
 def test_a_gathered_weight_may_be_kept(mesh):
