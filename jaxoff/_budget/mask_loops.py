@@ -50,12 +50,15 @@ def _is_fill(eqn: JaxprEqn) -> bool:
 
 
 def _makes_masks(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a loop without a carry, of cheap equations, with results that are far larger."""
+    """Whether an equation is a loop without a carry, with results that are far larger than its operands.
+
+    Its equations are cheap, or loops of this kind: over blocks of queries, and in it over blocks of keys.
+    """
     layout = compat.scan_in(eqn)
     if layout is None or layout.num_carry or eqn.params["jaxpr"].consts:
         return False
     body = inline_program(compat.as_open(eqn.params["jaxpr"]))
-    is_cheap = all(inner.primitive.name in CHEAP for inner in body.eqns)
+    is_cheap = all(inner.primitive.name in CHEAP or _makes_masks(inner) for inner in body.eqns)
     return is_cheap and compat.nbytes_of(eqn.outvars) >= _LARGER * compat.nbytes_of(variables(eqn))
 
 
@@ -100,8 +103,9 @@ def _write_program(program: Jaxpr, around: Mapping[Var, _Masks]) -> Jaxpr:
     makers = map_makers(level.eqns)
 
     def write(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
-        known.update(_Masks.list_of(eqn))
-        layout = compat.scan_in(eqn)
+        stacks = _Masks.list_of(eqn)
+        known.update(stacks)
+        layout = None if stacks else compat.scan_in(eqn)  # what makes masks is written where these are read
         found = None if layout is None else _write_reader(eqn, layout, known, makers)
         return compat.map_programs(eqn, _write_level) if found is None else found
 

@@ -93,9 +93,8 @@ class Search[P]:
     ):
         self._compile, self._donated, self._fills = compile_program, donated, devices > 1
         options = {"is_opened": is_opened, "sends_apart": is_tiled}
-        whole = merge_nested_loops(closed) if merges else closed
-        whole = make_masks_in_readers(narrow_stacks(whole))
-        whole = compat.map_open(whole, drop_dead)
+        whole = compat.map_open(make_masks_in_readers(closed), drop_dead)  # a nest of loops may make masks
+        whole = narrow_stacks(merge_nested_loops(whole) if merges else whole)
         layered = LayeredProgram.of(whole, **options)
         self._is_manual, self._all_devices = layered.is_manual, devices
         self.devices = 1 if self._is_manual else devices

@@ -75,6 +75,39 @@ def test_each_loop_makes_its_masks():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_a_nest_of_loops_makes_its_masks():
+    size = TOKENS // BLOCKS
+
+    def attend_blocks(x, w):  # blocks of queries, in each of these blocks of keys
+        blocks = jnp.tanh(x @ w).reshape(BLOCKS, size, WIDTH)
+
+        def attend_query(query, i):
+            def add_keys(total, row):
+                keys, j = row
+                mask = (i * size + jnp.arange(size))[:, None] >= j * size + jnp.arange(size)
+                return total + jnp.where(mask, jnp.exp(query @ keys.T), 0.0) @ keys, None
+
+            return lax.scan(add_keys, jnp.zeros_like(query), (blocks, jnp.arange(BLOCKS)))[0]
+
+        out = lax.map(lambda row: attend_query(*row), (blocks, jnp.arange(BLOCKS)))
+        return jnp.tanh(out.reshape(x.shape)), None
+
+    step = jax.grad(lambda ws, x: lax.scan(attend_blocks, x, ws)[0].var())
+    keys = jax.random.split(jax.random.key(0))
+    args = jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)) / 6, jax.random.normal(keys[1], (TOKENS, WIDTH))
+    closed = jax.make_jaxpr(step)(*args)
+
+    def is_stack(eqn):
+        shapes = (compat.shape_of(v.aval) for v in eqn.outvars if v.aval.dtype == bool)
+        return any(shape == (BLOCKS, BLOCKS, size, size) for shape in shapes)
+
+    assert holds(closed.jaxpr, is_stack)
+    written = make_masks_in_readers(closed)
+    assert not holds(written.jaxpr, is_stack)
+    got = jax.jit(compat.jaxpr_as_fun(written))(*args)[0]
+    np.testing.assert_allclose(got, jax.jit(step)(*args), rtol=1e-5, atol=1e-6)
+
+
 def test_masks_with_other_readers_stay():
     def both(x, numbers):
         masks = lax.map(lambda i: jnp.broadcast_to(i > jnp.arange(64), (64, 64)), numbers)
