@@ -57,9 +57,10 @@ def _makes_masks(eqn: JaxprEqn) -> bool:
     layout = compat.scan_in(eqn)
     if layout is None or layout.num_carry or eqn.params["jaxpr"].consts:
         return False
+    if compat.nbytes_of(eqn.outvars) < _LARGER * compat.nbytes_of(variables(eqn)):
+        return False
     body = inline_program(compat.as_open(eqn.params["jaxpr"]))
-    is_cheap = all(inner.primitive.name in CHEAP or _makes_masks(inner) for inner in body.eqns)
-    return is_cheap and compat.nbytes_of(eqn.outvars) >= _LARGER * compat.nbytes_of(variables(eqn))
+    return all(inner.primitive.name in CHEAP or _makes_masks(inner) for inner in body.eqns)
 
 
 @dataclasses.dataclass(frozen=True)
