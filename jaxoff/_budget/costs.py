@@ -17,10 +17,11 @@ from jaxoff._device.flops import product_flops
 from jaxoff._device.kernel_time import step_kernel_ms
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr import compat
-from jaxoff._jaxpr.compat import JaxprEqn, Var
+from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress, chooses, compressed_nbytes
 from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, index_between_strides
+from jaxoff._jaxpr.merged_maps import merge_shard_maps
 from jaxoff._jaxpr.primitives import (
     CONSTRAINTS,
     RANDOM,
@@ -156,14 +157,20 @@ class Costs:
 def _look_inside(pair: JointGraph) -> JointGraph:
     """A layer whose `jax.shard_map`s of a single elementwise equation, or a move, are this equation.
 
-    So are the parts of conditions, whatever their equation. In `rest` all branches of a condition run.
+    So are the parts of conditions, whatever their equation. In `rest` all branches of a condition run. The
+    parts of a `jax.shard_map` in a loop's body are joined, as they will be.
     """
 
+    def merge(program: Jaxpr) -> Jaxpr:
+        return merge_shard_maps(ClosedJaxpr(program, ())).jaxpr
+
     def look(eqn: JaxprEqn) -> JaxprEqn:
+        if compat.is_loop(eqn):
+            return compat.map_programs(eqn, merge)
         inner = as_selection(look_inside(eqn))
         return eqn if is_shard_map(eqn) and is_compute(inner) else inner
 
-    if not any(is_shard_map(eqn) or is_condition(eqn) for eqn in (*pair.pure, *pair.rest)):
+    if not any(is_shard_map(e) or is_condition(e) or compat.is_loop(e) for e in (*pair.pure, *pair.rest)):
         return pair
     return dataclasses.replace(
         pair,

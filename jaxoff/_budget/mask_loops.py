@@ -5,6 +5,9 @@ Differentiation moves what depends on a block's number alone out of all loops: a
 masks of all blocks, which are as large as the scores of all blocks. Here the loop over the blocks makes each
 mask itself, from the number. Likewise a loop makes a mask or a fill that depends on nothing, such as the
 -1e9 of masked scores, which differentiation moves out of all loops, too.
+
+Where a layer calls a `jax.shard_map`, the loop that makes the masks is in a `jax.shard_map` of its own, whose
+equations move into those that read its results.
 """
 
 from __future__ import annotations
@@ -22,16 +25,20 @@ from jaxoff._jaxpr.inline import (
     inline_program,
     instantiate,
     make_masks_inside,
+    make_program,
     resolve,
     trace_scan,
     write_otherwise,
 )
-from jaxoff._jaxpr.primitives import holds
+from jaxoff._jaxpr.merged_maps import are_alike
+from jaxoff._jaxpr.primitives import ELEMENTWISE, holds, is_shard_map
 
 # The least bytes of a loop's results, as a multiple of its operands'.
 _LARGER = 8
 # The least bytes of a mask or fill that a loop makes itself.
 _FILL_NBYTES = 1 << 20
+# Equations of positions, numbers of blocks and numbers of devices, where their results are small.
+_OF_INDICES = ELEMENTWISE | {"axis_index"}
 
 
 def make_masks_in_readers(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -52,41 +59,56 @@ def _is_fill(eqn: JaxprEqn) -> bool:
 def _makes_masks(eqn: JaxprEqn) -> bool:
     """Whether an equation is a loop without a carry, with results that are far larger than its operands.
 
-    Its equations are cheap, or loops of this kind: over blocks of queries, and in it over blocks of keys.
+    Its equations are cheap, or loops of this kind: over blocks of queries, and in it over blocks of keys. So
+    are those of a `jax.shard_map` which makes masks.
     """
-    layout = compat.scan_in(eqn)
-    if layout is None or layout.num_carry or eqn.params["jaxpr"].consts:
+    layout, nbytes = compat.scan_in(eqn), compat.nbytes_of(eqn.outvars)
+    if layout is None and not (is_shard_map(eqn) and nbytes >= _FILL_NBYTES):
         return False
-    if compat.nbytes_of(eqn.outvars) < _LARGER * compat.nbytes_of(variables(eqn)):
+    if layout is not None and (layout.num_carry or eqn.params["jaxpr"].consts):
+        return False
+    if nbytes < _LARGER * compat.nbytes_of(variables(eqn)):
         return False
     body = inline_program(compat.as_open(eqn.params["jaxpr"]))
-    return all(inner.primitive.name in CHEAP or _makes_masks(inner) for inner in body.eqns)
+    return all(_is_cheap(inner) or _makes_masks(inner) for inner in body.eqns)
+
+
+def _is_cheap(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name in CHEAP:
+        return True
+    return eqn.primitive.name in _OF_INDICES and compat.nbytes_of(eqn.outvars) < _FILL_NBYTES
 
 
 @dataclasses.dataclass(frozen=True)
 class _Masks:
-    """A stack of masks.
+    """A stack of masks, or a mask of a `jax.shard_map`.
 
     Attributes:
-      body: of the loop that makes the stack.
-      layout: of that loop's operands.
-      place: of the stack among its results.
-      operands: of the loop, by their names where the stack is read.
+      maker: the loop or `jax.shard_map` that makes it.
+      place: of it among the results.
+      operands: of `maker`, by their names where the stack is read.
     """
 
-    body: Jaxpr
-    layout: compat.ScanLayout
+    maker: JaxprEqn
     place: int
     operands: tuple[Any, ...]
 
+    @property
+    def body(self) -> Jaxpr:
+        """The program in `maker`."""
+        return compat.as_open(self.maker.params["jaxpr"])
+
+    @property
+    def layout(self) -> compat.ScanLayout | None:
+        """The layout of the loop's operands; None of a `jax.shard_map`."""
+        return compat.scan_in(self.maker)
+
     @staticmethod
     def list_of(eqn: JaxprEqn) -> dict[Var, _Masks]:
-        """The stacks that a loop makes; none of other loops."""
-        layout = compat.scan_in(eqn)
-        if layout is None or not _makes_masks(eqn):
+        """The masks that an equation makes; none of others than loops and `jax.shard_map`s."""
+        if not _makes_masks(eqn):
             return {}
-        body, operands = compat.as_open(eqn.params["jaxpr"]), tuple(eqn.invars)
-        return {v: _Masks(body, layout, i, operands) for i, v in enumerate(eqn.outvars)}
+        return {v: _Masks(eqn, i, tuple(eqn.invars)) for i, v in enumerate(eqn.outvars)}
 
 
 def _write_level(program: Jaxpr) -> Jaxpr:
@@ -106,12 +128,47 @@ def _write_program(program: Jaxpr, around: Mapping[Var, _Masks]) -> Jaxpr:
     def write(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
         stacks = _Masks.list_of(eqn)
         known.update(stacks)
-        layout = None if stacks else compat.scan_in(eqn)  # what makes masks is written where these are read
+        if stacks:  # what makes masks is written where these are read
+            return compat.map_programs(eqn, _write_level)
+        if is_shard_map(eqn):
+            return _write_map(eqn, known)
+        layout = compat.scan_in(eqn)
         found = None if layout is None else _write_reader(eqn, layout, known, makers)
         return compat.map_programs(eqn, _write_level) if found is None else found
 
     written = write_otherwise(level, write)
     return program if written is level else drop_dead(written)
+
+
+def _write_map(eqn: JaxprEqn, known: Mapping[Var, _Masks]) -> JaxprEqn:
+    """A `jax.shard_map` that makes the masks which it reads of another; the given one where it reads none."""
+    body, specs = eqn.params["jaxpr"], eqn.params["in_specs"]
+    masks: dict[int, tuple[list[JaxprEqn], list[Any]]] = {}  # by id of the maker
+    renamed: Renamed = {}
+    arguments: list[tuple[Any, Any, Var]] = []  # operand, its division, argument
+    for operand, spec, argument in zip(eqn.invars, specs, body.invars, strict=True):
+        mask = known.get(operand) if isinstance(operand, Var) else None
+        if mask is None or not is_shard_map(mask.maker) or not are_alike(eqn, mask.maker):
+            arguments.append((operand, spec, argument))
+            continue
+        if mask.maker.params["out_specs"][mask.place] != spec:
+            arguments.append((operand, spec, argument))
+            continue
+        if id(mask.maker) not in masks:
+            new = [Var(v.aval) for v in mask.body.invars]
+            arguments += zip(mask.operands, mask.maker.params["in_specs"], new, strict=True)
+            masks[id(mask.maker)] = instantiate(mask.body, new, eqn)
+        renamed[argument] = masks[id(mask.maker)][1][mask.place]
+    if not renamed:
+        return compat.map_programs(eqn, _write_level)
+    eqns = [e.replace(invars=[resolve(renamed, v) for v in e.invars]) for e in body.eqns]
+    eqns = [*(made for own, _ in masks.values() for made in own), *eqns]
+    outs = [resolve(renamed, v) for v in body.outvars]
+    written = _write_level(drop_dead(make_program(body, [v for _, _, v in arguments], eqns, outs)))
+    return eqn.replace(
+        invars=[v for v, _, _ in arguments],
+        params=eqn.params | {"jaxpr": written, "in_specs": tuple(spec for _, spec, _ in arguments)},
+    )
 
 
 def _write_reader(
@@ -141,10 +198,11 @@ def _write_reader(
     inside: dict[Var, _Masks] = {}
     for operand, argument in rows[:]:
         stack = known.get(operand) if isinstance(operand, Var) else None
-        if stack is not None and stack.layout.length == layout.length:
+        own = None if stack is None else stack.layout
+        if stack is not None and own is not None and own.length == layout.length:
             new = [Var(v.aval) for v in stack.body.invars]
             given = list(zip(stack.operands, new, strict=True))
-            consts, rows = consts + given[: stack.layout.num_consts], rows + given[stack.layout.num_consts :]
+            consts, rows = consts + given[: own.num_consts], rows + given[own.num_consts :]
             made, results = instantiate(stack.body, new, eqn)
             masks += made
             renamed[argument] = results[stack.place]

@@ -8,6 +8,7 @@ in the layer's, and each value of an iteration may be kept or recomputed, whatev
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxoff._budget.joint_graph import Nested, Placements, find_needed
 from jaxoff._budget.loop_pairs import LoopPair, find_loop_pairs
 from jaxoff._budget.write_loops import LoopWriter
 from jaxoff._jaxpr.compat import Jaxpr, Var
-from jaxoff._jaxpr.dataflow import variables
+from jaxoff._jaxpr.dataflow import mark_ancestors, variables
 from jaxoff._jaxpr.inline import resolve
 
 
@@ -26,7 +27,9 @@ def find_layers(program: Jaxpr) -> list[LoopPair]:
 
 def _add_nested(pair: LoopPair) -> LoopPair:
     results = [v for i, v in enumerate(pair.results) if i not in pair.residuals]
-    program = pair.body.replace(eqns=[*pair.pure, *pair.rest], outvars=[*results, *pair.outs])
+    eqns, outs = [*pair.pure, *pair.rest], [*results, *pair.outs]
+    marks = mark_ancestors(eqns, (v for v in outs if isinstance(v, Var)))  # without readers of residuals
+    program = pair.body.replace(eqns=[*itertools.compress(eqns, marks)], outvars=outs)
     forward, backward = ({id(eqn) for eqn in eqns} for eqns in (pair.eqns, pair.rest))
     nested = tuple(
         _make_nested(inner)

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.inline import Renamed, resolve
+from jaxoff._jaxpr.split_maps import invert_division
 
 
 class Numbering:
@@ -41,6 +42,8 @@ class Numbering:
         operands = [resolve(self.aliases, v) for v in eqn.invars]
         first = self._by_key.setdefault(self._key(eqn, operands), eqn.outvars)
         self.aliases.update((v, w) for v, w in zip(eqn.outvars, first, strict=True) if v is not w)
+        if (back := invert_division(eqn)) is not None and isinstance(operands[0], Var):
+            self._by_key.setdefault(self._key(back, [*first]), operands)
 
     def knows(self, eqn: JaxprEqn, operands: Iterable[Any]) -> bool:
         """Whether an equation computes values of known operands. A collective computes a value, too."""

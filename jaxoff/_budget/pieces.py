@@ -50,7 +50,7 @@ def _list_cuts(eqns: Sequence[JaxprEqn], last_reads: dict[Var, int]) -> list[int
             change[i + 1] += compat.nbytes(v.aval)
             change[last + 1] -= compat.nbytes(v.aval)
     live = change.cumsum()  # ahead of each equation
-    products = np.cumsum([eqn.primitive.name in DOTS for eqn in eqns])
+    products = np.cumsum([eqn.primitive.name in DOTS for eqn in eqns], dtype=int)  # of no equations, too
     series = (products - 1) // _PRODUCTS
     places = [np.flatnonzero(series == n) for n in range(1, series.max(initial=0) + 1)]
     return [0, *(int(among[live[among].argmin()]) for among in places), len(eqns)]

@@ -88,7 +88,8 @@ def find_region(
     Args:
       level: the equations of a program or of a loop's body, calls inlined.
       least_nbytes: the bytes to be spared at least.
-      devices: the number of devices over which the compiler divides values, along their first axes.
+      devices: the number of devices over which the compiler divides values: along their first axes, unless a
+        sharding constraint says otherwise.
       excluded: values whose equations are in no region.
       adds_up: whether the parts may add up weights' gradients, in another order of the sums.
     """
@@ -170,6 +171,7 @@ class _Growth:
         axis = self._find_axis(eqn)
         is_left = bool(eqn.effects) or not self._graph.excluded.isdisjoint(eqn.outvars)
         is_left = is_left or any(compat.is_host(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        is_left = is_left or (axis is not None and meshes.constrains_axis(eqn, axis))
         axes = None if axis is None or is_left else find_operand_axes(eqn, axis)
         if axis is None or axes is None:
             return False

@@ -100,7 +100,9 @@ class Search[P]:
         self.devices = 1 if self._is_manual else devices
         self._device, self._budget = join_devices(device, self.devices), budget.times(self.devices)
         self._tile_nbytes = _LARGE * self._budget.device_nbytes
-        in_parts, regions = write_in_parts(whole, self._tile_nbytes, devices=devices, adds_up=is_tiled)
+        in_parts, regions = write_in_parts(
+            layered.closed, self._tile_nbytes, devices=devices, adds_up=is_tiled
+        )
         self._whole = self._in_parts = Form.of(layered, (), self._device, budget)
         if regions:
             self._in_parts = Form.of(LayeredProgram.of(in_parts, **options), regions, self._device, budget)

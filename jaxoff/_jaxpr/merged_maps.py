@@ -65,6 +65,12 @@ def merge_shard_maps(closed: ClosedJaxpr) -> ClosedJaxpr:
     return merged if merges else closed
 
 
+def are_alike(first: JaxprEqn, eqn: JaxprEqn) -> bool:
+    """Whether two `jax.shard_map`s are over the same axes of the same mesh."""
+    own, others = first.params, eqn.params
+    return all(own[key] == others.get(key) for key in own if key not in ("in_specs", "out_specs", "jaxpr"))
+
+
 def _merge_level(program: Jaxpr) -> Jaxpr:
     """Merges the `jax.shard_map`s among a program's own equations; the same object without a merge."""
     eqns, rest, merges = list[JaxprEqn](), list(program.eqns), False
@@ -215,14 +221,9 @@ class _Group:
 
     def _joins(self, eqn: JaxprEqn, made: Mapping[Var, _Inside]) -> bool:
         """Whether a `jax.shard_map` is like the first, and reads the values `made` as they are divided."""
-        params = ((key, eqn.params.get(key)) for key in self._first.params)
-        alike = all(
-            value == self._first.params[key]
-            for key, value in params
-            if key not in ("in_specs", "out_specs", "jaxpr")
-        )
         places = zip(eqn.invars, eqn.params["in_specs"], strict=True)
-        return alike and all(made[v].spec == spec for v, spec in places if isinstance(v, Var) and v in made)
+        as_made = all(made[v].spec == spec for v, spec in places if isinstance(v, Var) and v in made)
+        return as_made and are_alike(self._first, eqn)
 
     def _add(self, eqn: JaxprEqn) -> None:
         body = eqn.params["jaxpr"]

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from jaxoff._jaxpr.compat import JaxprEqn
+
 type Meshes = tuple[jax.sharding.AbstractMesh, jax.sharding.Mesh]
 
 
@@ -36,6 +38,15 @@ def explicit_mesh(aval: Any) -> jax.sharding.AbstractMesh | None:
 def divides_axis(aval: Any, axis: int) -> bool:
     """Whether Explicit axes of a mesh divide an axis of an array, by the array's type."""
     return explicit_mesh(aval) is not None and bool(aval.sharding.spec[axis])
+
+
+def constrains_axis(eqn: JaxprEqn, axis: int) -> bool:
+    """Whether an equation is a sharding constraint that divides an axis of its result."""
+    sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return False
+    axes = (*sharding.spec, *[None] * (1 + axis))[axis]
+    return axes is not jax.sharding.PartitionSpec.UNCONSTRAINED and bool(list_axes(axes))
 
 
 def is_partial_sum(aval: Any) -> bool:

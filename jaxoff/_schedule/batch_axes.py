@@ -7,9 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from jaxoff._budget.row_axes import find_result_axis
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jaxoff._jaxpr.meshes import list_axes
 from jaxoff._jaxpr.primitives import OPAQUE, is_condition, is_shard_map
 
 # Equations whose results have some rows of the batch, or those of several batches, along the same axis.
@@ -114,6 +117,8 @@ class BatchAxes:
     def _find_results(self, eqn: JaxprEqn, given: Axes) -> Axes:
         """The axes of an equation's results."""
         nothing = (None,) * len(eqn.outvars)
+        if is_shard_map(eqn):
+            return _follow_divisions(eqn, given)
         inner = self.enter(eqn, given)
         if inner is None:
             is_whole = bool(compat.sub_jaxprs(eqn)) and eqn.primitive.name not in OPAQUE
@@ -128,6 +133,27 @@ class BatchAxes:
 def read(axes: Mapping[Var, int], values: Sequence[Any]) -> Axes:
     """The axes of values; a literal has none."""
     return tuple(axes.get(v) if isinstance(v, Var) else None for v in values)
+
+
+def _follow_divisions(eqn: JaxprEqn, given: Axes) -> Axes:
+    """The axes of the results of a `jax.shard_map`: those divided over devices as the operands' batch is.
+
+    A result of the type of an operand without rows of the batch is taken for the gradient of a weight.
+    """
+    operands = [*zip(eqn.invars, given, eqn.params["in_specs"], strict=True)]
+    of_batch = {list_axes((*spec, *[None] * axis)[axis]) for _, axis, spec in operands if axis is not None}
+    weights = {_type_of(v) for v, axis, _ in operands if axis is None}
+    names = of_batch.pop() if len(of_batch) == 1 else ()
+
+    def find(v: Var, spec: PartitionSpec) -> int | None:
+        divided = [i for i, axes in enumerate(spec) if names and list_axes(axes) == names]
+        return divided[0] if divided and _type_of(v) not in weights else None
+
+    return tuple(map(find, eqn.outvars, eqn.params["out_specs"]))
+
+
+def _type_of(v: Any) -> tuple[tuple[int, ...], Any]:
+    return compat.shape_of(v.aval), getattr(v.aval, "dtype", None)
 
 
 def _follow_rule(eqn: JaxprEqn, given: Axes, shards: int) -> Axes:

@@ -41,7 +41,8 @@ from jaxoff._schedule.weight_layouts import lay_out_weights
 
 # Smaller products are left to the compiler.
 _LEAST_NBYTES = 2**20
-# Pins stay where they leave less than this part of the bytes exchanged without.
+# Pins stay where they leave this part of the bytes exchanged without; those along another axis than the first
+# where they add none, as the search for parts of rows reads the axis in the pins.
 _WINS = 0.99
 
 # (the result of a product, axis=the axis of its batch) -> the result.
@@ -72,7 +73,9 @@ def divide_batch(
         return laid
     with concurrent.futures.ThreadPoolExecutor() as pool:
         exchanged = [*pool.map(_count_exchanged, map(lower_program, (pinned, laid)))]
-    return pinned if exchanged[0] < _WINS * exchanged[1] else laid
+    batch = Batch.find(closed, donated, shardings)
+    wins = 1.0 if batch and not batch.is_first else _WINS
+    return pinned if exchanged[0] <= wins * exchanged[1] else laid
 
 
 def pin_batch(
@@ -90,7 +93,7 @@ def pin_batch(
     if batch is None:
         return closed, closed
     laid = lay_out_weights(closed, batch.axes, batch.shards, shardings)
-    if batch.is_divided_by(lower_program, laid):
+    if batch.is_first and batch.is_divided_by(lower_program, laid):
         return laid, laid
     return laid, batch.wrap_products(laid, batch.pin)
 
@@ -143,6 +146,11 @@ class Batch:
     def shards(self) -> int:
         """The number of parts of the batch."""
         return math.prod(self.mesh.shape[name] for name in self.names)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the batch's axis is the first of all arguments with rows of the batch."""
+        return all(axis in (None, 0) for axis in self.axes)
 
     def pin(self, value: jax.Array, axis: int) -> jax.Array:
         """Divides a value along an axis as the batch; its other axes are the compiler's."""

@@ -32,10 +32,10 @@ def mlp(x, up, down):
     return jax.nn.gelu(x @ up) @ down
 
 
-def make_step(mesh, form, *, in_maps, layer=lambda f: f):
+def make_step(mesh, form, *, in_maps, layer=lambda f: f, inside=mlp):
     """A step with layers in a list or in a loop, each with an MLP in a `jax.shard_map` or without."""
-    own = jax.shard_map(mlp, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
-    inner = own if in_maps else mlp
+    own = jax.shard_map(inside, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+    inner = own if in_maps else inside
 
     @layer
     def run(x, w):
@@ -119,6 +119,26 @@ def test_a_product_in_a_map_is_kept_alone(mesh, form):
     products = [row for row in rows if row.value.endswith("dot_general")]
     assert [(row.placement, row.count) for row in products] == [("save", LAYERS)]
     assert all("test_maps_in_layers.py" in row.source for row in found.list_values())
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("form", ["list", "loop"])
+def test_a_loop_in_a_map_is_placed_by_iteration(mesh, form):
+    """Each layer takes its rows in parts; by hand, a checkpoint of the layer and another of each part."""
+
+    def make(wrap):
+        def in_parts(x, up, down):
+            return jax.lax.map(wrap(lambda rows: mlp(rows, up, down)), x.reshape(16, -1, WIDTH)).reshape(
+                x.shape
+            )
+
+        return make_step(mesh, form, in_maps=True, layer=wrap, inside=in_parts)
+
+    args = make_arguments(mesh, form)
+    written = jax.jit(make(lambda f: f)).lower(*args).compile()
+    recomputed = jax.jit(make(jax.checkpoint)).lower(*args).compile()
+    assert 1.03 * program_nbytes(recomputed) < 0.6 * program_nbytes(written)
+    check_fit(make, args, 1.03)
 
 
 def test_a_map_that_cannot_be_split_is_placed_whole(mesh, monkeypatch, caplog):

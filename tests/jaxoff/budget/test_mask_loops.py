@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxoff._budget.mask_loops import make_masks_in_readers
@@ -100,6 +100,45 @@ def test_a_nest_of_loops_makes_its_masks():
     def is_stack(eqn):
         shapes = (compat.shape_of(v.aval) for v in eqn.outvars if v.aval.dtype == bool)
         return any(shape == (BLOCKS, BLOCKS, size, size) for shape in shapes)
+
+    assert holds(closed.jaxpr, is_stack)
+    written = make_masks_in_readers(closed)
+    assert not holds(written.jaxpr, is_stack)
+    got = jax.jit(compat.jaxpr_as_fun(written))(*args)[0]
+    np.testing.assert_allclose(got, jax.jit(step)(*args), rtol=1e-5, atol=1e-6)
+
+
+def test_the_maps_of_layers_make_their_masks():
+    """Attention of divided queries: all of a mask is made in a `jax.shard_map` ahead of the layers."""
+    if jax.device_count() < 2:
+        pytest.skip(f"needs 2 devices, jax has {jax.device_count()}")
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    rows = TOKENS // 2
+
+    def attend(queries, keys):
+        first = lax.axis_index("data") * rows
+
+        def add_keys(total, j):
+            at, here = jnp.arange(TOKENS), (first + jnp.arange(rows))[:, None]
+            mask = here % (j + 2) >= at % (j + 2)
+            return total + jnp.where(mask, jnp.exp(queries @ keys.T), 0.0) @ keys, None
+
+        return lax.scan(add_keys, jnp.zeros_like(queries), jnp.arange(32))[0]
+
+    own = jax.shard_map(attend, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+
+    def layer(x, w):
+        return jnp.tanh(own(jnp.tanh(x @ w), x)), None
+
+    step = jax.grad(lambda ws, x: lax.scan(layer, x, ws)[0].var())
+    keys = jax.random.split(jax.random.key(0))
+    args = jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)) / 6, jax.random.normal(keys[1], (TOKENS, WIDTH))
+    closed = jax.make_jaxpr(step)(*args)
+
+    def is_stack(eqn):
+        return any(
+            compat.shape_of(v.aval) == (32, rows, TOKENS) and v.aval.dtype == bool for v in eqn.outvars
+        )
 
     assert holds(closed.jaxpr, is_stack)
     written = make_masks_in_readers(closed)

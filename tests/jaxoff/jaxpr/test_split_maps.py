@@ -7,9 +7,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxoff._budget.placements import LayeredProgram
 from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.merged_maps import merge_shard_maps
-from jaxoff._jaxpr.primitives import is_shard_map
+from jaxoff._jaxpr.primitives import holds, is_shard_map
 from jaxoff._jaxpr.split_maps import look_inside, split_shard_maps
 
 ROWS, WIDTH = 16, 8
@@ -75,7 +77,41 @@ def dropped(x, up, down):
     return jax.lax.psum(jnp.where(kept, jnp.sin(x), 0) @ up @ down, "model")
 
 
-BODIES = [mlp, scaled_by_scalars, gathered, exchanged, turned, named, dropped]
+def in_parts(x, up, down):
+    """A loop without a carry over parts of the rows, which are a view of an argument."""
+    parts = jax.lax.map(lambda rows: jnp.tanh(rows @ up) @ down, x.reshape(4, -1, WIDTH))
+    return jax.lax.psum(parts.reshape(x.shape), "model")
+
+
+def counted(x, up, down):
+    """A loop whose carry, rows and results are scalars that differ between devices, among others."""
+
+    def step(carry, row):
+        total, x = carry
+        x = jnp.tanh(x @ up / (1 + total)) @ down * row
+        return (total + jnp.mean(x**2), x), jnp.max(x)
+
+    scales = 1 / (2 + jnp.arange(3.0) + jax.lax.axis_index("model"))
+    start = jax.lax.pcast((jnp.float32(0.0), x), "model", to="varying")
+    start = jax.lax.pcast(start[0], "data", to="varying"), start[1]
+    (total, x), largest = jax.lax.scan(step, start, jax.lax.pcast(scales, "data", to="varying"))
+    return jax.lax.psum(x * total + largest.sum(), "model")
+
+
+def turned_back(x, up, down):
+    """A loop inside of a loop, from the last row to the first."""
+
+    def run(x, row):
+        x, _ = jax.lax.scan(lambda x, _: (jnp.sin(x @ up @ down), None), x, None, length=2, unroll=2)
+        return x, row * x
+
+    x = jax.lax.pcast(x, "model", to="varying")
+    x, rows = jax.lax.scan(run, x, jnp.stack([x, 2 * x]), reverse=True)
+    return jax.lax.psum(x + rows.sum(0), "model")
+
+
+LOOPS = [turned, in_parts, counted, turned_back]
+BODIES = [mlp, scaled_by_scalars, gathered, exchanged, named, dropped, *LOOPS]
 
 
 def trace(mesh, body, *, check_vma=True):
@@ -124,6 +160,21 @@ def test_split_and_joined_programs_give_the_same_results(mesh, body, check_vma):
         want, *others = (jax.jit(compat.jaxpr_as_fun(p))(*args) for p in (closed, split, joined))
     for got in others:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("body", LOOPS)
+def test_loops_are_outside_in_both_passes(mesh, body, check_vma):
+    """The backward loop reads the stacks of the forward loop, with residuals of their own placements."""
+    closed, _ = trace(mesh, body, check_vma=check_vma)
+    split = split_shard_maps(closed, lambda _: False)
+    assert not any(holds(eqn.params["jaxpr"], compat.scan_in) for eqn in list_maps(split.jaxpr))
+    (pair,) = LayeredProgram(split).list_joint_graphs()
+    (inner,) = pair.nested
+    stacks = [v for v in inner.forward.outvars if v in inner.residuals and v.aval.ndim > 1]
+    assert stacks
+    others = [v for eqn in pair.rest if compat.scan_in(eqn) is None for v in variables(eqn)]
+    assert inner.residuals.isdisjoint(others)
 
 
 def test_each_part_is_an_equation_of_the_layer(mesh):

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
+from jaxoff._budget.parts import write_in_parts
 from jaxoff._compiled import hlo
 from jaxoff._compiled.exchange import exchanged_nbytes
 from jaxoff._jaxpr import compat
@@ -261,6 +262,46 @@ def test_no_axis_is_the_batch_where_rows_meet(fun):
 def test_some_rows_of_the_batch_and_two_batches_keep_its_axis(fun):
     program = jax.make_jaxpr(fun)(jnp.ones((6, 8))).jaxpr
     assert read(BatchAxes().follow(program, (0,)), program.outvars) == (0,)
+
+
+def test_the_batch_is_followed_through_maps():
+    """To what is divided over the same devices, but for a result of a weight's type: its gradient."""
+
+    def inside(x, w):
+        rows = jnp.tanh(x @ w)
+        return (
+            rows,
+            rows.sum((1, 2)),
+            rows.swapaxes(0, 1),
+            (w * rows.sum())[None],
+            w * jnp.ones(()),
+            rows.sum(),
+        )
+
+    specs = P("data"), P("data"), P(None, "data"), P("data"), P("data"), P()
+    own = jax.shard_map(
+        inside, mesh=mesh(), in_specs=(P("data"), P("data")), out_specs=specs, check_vma=False
+    )
+    program = jax.make_jaxpr(own)(jnp.ones((8, 5, 8)), jnp.ones((32, 8))).jaxpr
+    assert read(BatchAxes().follow(program, (0, None)), program.outvars) == (0, 0, 1, 0, None, None)
+    assert read(BatchAxes().follow(program, (None, None)), program.outvars) == (None,) * 6
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("in_loop", [True, False])
+def test_a_step_whose_tokens_are_divided_is_not_cut_along_them(in_loop):
+    """Parts of the tokens of a sequence would each be on a device."""
+    w, tokens = make_arguments(in_loop)
+    args = w, jax.device_put(tokens, NamedSharding(mesh(), P(None, "data")))
+    closed, donated, shardings = trace(functools.partial(step, in_loop), args)
+
+    def lower_program(program):
+        return jax.jit(compat.jaxpr_as_fun(program)).lower(*jax.tree.leaves(args)).compile
+
+    divided = divide_batch(closed, donated, shardings, lower_program)
+    assert divided is not closed
+    assert {region.rows for region in write_in_parts(closed, 1e6, devices=4)[1]} == {512}
+    assert write_in_parts(divided, 1e6, devices=4)[1] == []
 
 
 def test_arguments_over_two_meshes_are_no_batch():
