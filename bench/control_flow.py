@@ -1,4 +1,4 @@
-"""Train steps with control flow in their layers: conditions, and loops over chunks of steps.
+"""Train steps with control flow in their layers: conditions, and loops over chunks of steps or blocks of keys.
 
     python -m bench.control_flow --program kinds --device-gb 20 --out results.json
 
@@ -6,9 +6,10 @@ Programs, all with their layers in a `jax.lax.scan`:
 
 - "kinds": each layer is attention, an MLP or a gated recurrence, by a `jax.lax.switch`;
 - "skipped": one in five layers of a decoder is skipped, by a `jax.lax.cond`;
-- "chunks": each layer has a recurrence of matrices over time, by a scan over chunks of scans over steps.
+- "chunks": each layer has a recurrence of matrices over time, by a scan over chunks of scans over steps;
+- "maps": each layer calls a `jax.shard_map` over all devices with attention by a scan over blocks of keys.
 
-Variants: the step as it is written, each layer under `jax.checkpoint` (and each chunk), with products kept
+Variants: the step as it is written, each layer under `jax.checkpoint` (and each chunk or block), with products kept
 (`dots_with_no_batch_dims_saveable`), all by `jax.jit`; and the written step by `jaxoff.jit(device_bytes=)`.
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 import jaxoff
 from bench.client_steps.decoder import (
@@ -58,6 +60,8 @@ TINY = Sizes(
 )
 CHUNKS = dataclasses.replace(FULL, layers=6, width=1024, hidden=4096, head_size=64, length=1024)
 CHUNK = 32  # steps
+MAPS = dataclasses.replace(FULL, layers=6, batch=2, length=8192)
+BLOCKS = 4  # of keys
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 WRAPS: dict[str, Wrap] = {
     "written": lambda f: f,
@@ -93,13 +97,54 @@ def apply_chunks(s: Sizes, wrap: Wrap, x: jax.Array, w: Any) -> jax.Array:
     return x + found.transpose(2, 0, 1, 3, 4).reshape(x.shape).astype(x.dtype) @ w["o"]
 
 
+def attend_blocks(wrap: Wrap, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of a device's rows of the batch, a block of keys at a time.
+
+    Args:
+      wrap: what is around each block.
+      q, k, v: (batch, tokens, heads, features).
+
+    Returns:
+      (batch, tokens, heads, features).
+    """
+    batch, tokens, heads, features = q.shape
+    at = jnp.arange(tokens)
+
+    def add_block(carry, row):
+        total, largest, weight = carry
+        k, v, here = row
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / features**0.5
+        scores = jnp.where(at[:, None] >= here, scores, -1e30)
+        new = jnp.maximum(largest, scores.max(-1))
+        fade, part = jnp.exp(largest - new), jnp.exp(scores - new[..., None])
+        values = jnp.einsum("bhqk,bkhd->bhqd", part.astype(v.dtype), v).astype(jnp.float32)
+        return (total * fade[..., None] + values, new, weight * fade + part.sum(-1)), None
+
+    rows = (z.reshape(batch, BLOCKS, -1, heads, features).swapaxes(0, 1) for z in (k, v))
+    of_row = jnp.zeros((batch, heads, tokens), jnp.float32)
+    start = jnp.zeros((*of_row.shape, features), jnp.float32), of_row - 1e30, of_row
+    start = jax.lax.pcast(start, "data", to="varying")
+    (total, _, weight), _ = jax.lax.scan(wrap(add_block), start, (*rows, at.reshape(BLOCKS, -1)))
+    return (total / weight[..., None]).swapaxes(1, 2).astype(q.dtype)
+
+
+def apply_maps(s: Sizes, wrap: Wrap, x: jax.Array, w: Any) -> jax.Array:
+    """Attention over blocks of keys in a `jax.shard_map`, with its residual."""
+    h = normalize(x, w["norm1"])
+    heads = [(h @ w[name]).reshape(*x.shape[:2], s.heads, s.head_size) for name in "qkv"]
+    rows, mesh = jax.P("data"), jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
+    attend = functools.partial(attend_blocks, wrap)
+    found = jax.shard_map(attend, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)(*heads)
+    return x + found.reshape(*x.shape[:2], -1) @ w["o"]
+
+
 def build(program: str, sizes: Sizes, wrap: Wrap, attention: Any) -> ClientStep:
     """The step of a program.
 
     Args:
       program: its name.
       sizes: its sizes.
-      wrap: what is around each layer, and each chunk: nothing, or a `jax.checkpoint`.
+      wrap: what is around each layer, and each chunk or block: nothing, or a `jax.checkpoint`.
       attention: the implementation for `jax.nn.dot_product_attention`.
     """
     s = sizes
@@ -112,6 +157,8 @@ def build(program: str, sizes: Sizes, wrap: Wrap, attention: Any) -> ClientStep:
         w = {name: v.astype(jnp.bfloat16) for name, v in weights.items()}
         if program == "chunks":
             return apply_mlp(apply_chunks(s, wrap, x, w), w)
+        if program == "maps":
+            return apply_mlp(apply_maps(s, wrap, x, w), w)
         kinds = [functools.partial(apply_attention, s, attention), apply_mlp, apply_recurrence]
         return jax.lax.switch(number % 3, kinds, x, w)
 
@@ -127,7 +174,7 @@ def build(program: str, sizes: Sizes, wrap: Wrap, attention: Any) -> ClientStep:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Compiles and times the variants of a program; returns what a result file holds."""
-    full = CHUNKS if options.program == "chunks" else FULL
+    full = {"chunks": CHUNKS, "maps": MAPS}.get(options.program, FULL)
     sizes = full if options.sizes == "full" else TINY
     attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
     steps = {name: build(options.program, sizes, wrap, attention) for name, wrap in WRAPS.items()}
@@ -160,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--program", choices=["kinds", "skipped", "chunks"], default="kinds")
+    parser.add_argument("--program", choices=["kinds", "skipped", "chunks", "maps"], default="kinds")
     parser.add_argument(
         "--sizes", choices=["full", "tiny"], default="full", help="full: an 80 GB card; tiny: a CPU"
     )

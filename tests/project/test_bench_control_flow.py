@@ -21,7 +21,7 @@ def test_a_result_has_all_variants(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", ["kinds", "skipped", "chunks"])
+@pytest.mark.parametrize("program", ["kinds", "skipped", "chunks", "maps"])
 def test_variants_are_the_same_step(program):
     steps = {
         name: control_flow.build(program, control_flow.TINY, wrap, "xla")
