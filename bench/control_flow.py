@@ -1,4 +1,4 @@
-"""Train steps with control flow in their layers: conditions, and loops over chunks of steps or blocks of keys.
+"""Train steps with control flow in their layers: conditions, loops over chunks of steps or blocks of keys.
 
     python -m bench.control_flow --program kinds --device-gb 20 --out results.json
 
@@ -7,10 +7,11 @@ Programs, all with their layers in a `jax.lax.scan`:
 - "kinds": each layer is attention, an MLP or a gated recurrence, by a `jax.lax.switch`;
 - "skipped": one in five layers of a decoder is skipped, by a `jax.lax.cond`;
 - "chunks": each layer has a recurrence of matrices over time, by a scan over chunks of scans over steps;
-- "maps": each layer calls a `jax.shard_map` over all devices with attention by a scan over blocks of keys.
+- "maps": each layer calls a `jax.shard_map` with attention by a scan over blocks of keys.
 
-Variants: the step as it is written, each layer under `jax.checkpoint` (and each chunk or block), with products kept
-(`dots_with_no_batch_dims_saveable`), all by `jax.jit`; and the written step by `jaxoff.jit(device_bytes=)`.
+Variants: the step as it is written, each layer under `jax.checkpoint` (and each chunk or block), with
+products kept (`dots_with_no_batch_dims_saveable`), all by `jax.jit`; and the written step by
+`jaxoff.jit(device_bytes=)`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,7 @@ TINY = Sizes(
 )
 CHUNKS = dataclasses.replace(FULL, layers=6, width=1024, hidden=4096, head_size=64, length=1024)
 CHUNK = 32  # steps
-MAPS = dataclasses.replace(FULL, layers=6, batch=2, length=8192)
+MAPS = dataclasses.replace(FULL, layers=6, batch=2, length=4096)
 BLOCKS = 4  # of keys
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 WRAPS: dict[str, Wrap] = {
@@ -132,7 +134,8 @@ def apply_maps(s: Sizes, wrap: Wrap, x: jax.Array, w: Any) -> jax.Array:
     """Attention over blocks of keys in a `jax.shard_map`, with its residual."""
     h = normalize(x, w["norm1"])
     heads = [(h @ w[name]).reshape(*x.shape[:2], s.heads, s.head_size) for name in "qkv"]
-    rows, mesh = jax.P("data"), jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
+    rows, devices = jax.P("data"), jax.devices()[: math.gcd(s.batch, jax.device_count())]
+    mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
     attend = functools.partial(attend_blocks, wrap)
     found = jax.shard_map(attend, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)(*heads)
     return x + found.reshape(*x.shape[:2], -1) @ w["o"]
