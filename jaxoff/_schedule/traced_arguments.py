@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr import compat, meshes
 from jaxoff._jaxpr.statics import drop_statics
 from jaxoff._report.finding import Finding
 from jaxoff._schedule.call import Place
@@ -44,9 +44,12 @@ class TracedArguments:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The tree, and by position the types of the tracers, as if on the device."""
-        types = tuple(compat.on_device(jax.typeof(tracer)) for tracer in self.tracers)
-        return self.tree, self.positions, types
+        """The tree, and by position the types of the tracers, as if on the device.
+
+        A mesh of Auto axes is left out: the type of an array made in a `jax.shard_map` has its mesh, also on
+        a single device, and JAX traces a step again for the state that the step returned.
+        """
+        return self.tree, self.positions, tuple(_describe_type(jax.typeof(v)) for v in self.tracers)
 
     @property
     def tracers(self) -> list[Any]:
@@ -76,3 +79,9 @@ class TracedArguments:
             closed, shapes = jax.make_jaxpr(of_tracers, return_shape=True)(*shown, **shown_named)
         closed, findings = prepare(closed, watch, place)
         return closed, shapes, findings
+
+
+def _describe_type(aval: Any) -> tuple[Any, ...]:
+    dtype, weak_type = (getattr(aval, name, None) for name in ("dtype", "weak_type"))
+    division = None if meshes.explicit_mesh(aval) is None else aval.sharding
+    return type(aval), compat.shape_of(aval), dtype, weak_type, division

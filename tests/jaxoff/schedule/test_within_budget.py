@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoff
@@ -93,3 +93,31 @@ def test_an_error_says_what_is_counted_whole_and_that_the_loss_goes_inside():
         jaxoff.jit(jax.grad(lambda w, x: jnp.mean(mapped(w, x) ** 2)), device_bytes="10kB")(w, x)
     assert "compute the loss inside" in str(raised.value)
     assert "values outside of jax.shard_map are counted whole; 2 devices divide them" in str(raised.value)
+
+
+def test_a_state_whose_type_names_a_mesh_is_within_the_budget_too():
+    """JAX traces a step again for the state that it returned: with the mesh of a map in its type."""
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+
+    def mlp(x, up, down):
+        return jnp.tanh(jnp.sin(x @ up)) @ down
+
+    inner = jax.shard_map(mlp, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+
+    def layer(x, w):
+        return x + inner(x, w["up"], w["down"]), None
+
+    def step(w, x):
+        gradients = jax.grad(lambda w: jnp.mean(lax.scan(layer, x, w)[0] ** 2))(w)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, gradients)
+
+    w = {"up": jnp.full((8, 16, 32), 0.1, "float32"), "down": jnp.full((8, 32, 16), 0.1, "float32")}
+    x = jax.random.normal(jax.random.key(0), (512, 16))
+    limit = 0.6 * program_nbytes(jax.jit(step).lower(w, x).compile())
+    fitted = jaxoff.jit(step, device_bytes=limit)
+    assert program_nbytes(fitted.lower(w, x).compile()) <= limit
+    want = jax.jit(step)(jax.jit(step)(w, x), x)
+    for _ in range(2):
+        w = fitted(jax.device_put(w, jax.devices()[0]), x)
+        assert program_nbytes(fitted.lower(w, x).compile()) <= limit
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), w, want)
