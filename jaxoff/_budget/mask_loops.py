@@ -13,6 +13,7 @@ equations move into those that read its results.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,14 +32,14 @@ from jaxoff._jaxpr.inline import (
     write_otherwise,
 )
 from jaxoff._jaxpr.merged_maps import are_alike
-from jaxoff._jaxpr.primitives import ELEMENTWISE, holds, is_shard_map
+from jaxoff._jaxpr.primitives import EMPTY, LEAVES, holds, is_condition, is_shard_map
 
 # The least bytes of a loop's results, as a multiple of its operands'.
 _LARGER = 8
 # The least bytes of a mask or fill that a loop makes itself.
 _FILL_NBYTES = 1 << 20
 # Equations of positions, numbers of blocks and numbers of devices, where their results are small.
-_OF_INDICES = ELEMENTWISE | {"axis_index"}
+_OF_INDICES = LEAVES | {"axis_index"}
 
 
 def make_masks_in_readers(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -74,7 +75,10 @@ def _makes_masks(eqn: JaxprEqn) -> bool:
 
 
 def _is_cheap(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name in CHEAP:
+    if is_condition(eqn):
+        branches = map(inline_program, compat.sub_jaxprs(eqn))
+        return all(map(_is_cheap, itertools.chain(*(branch.eqns for branch in branches))))
+    if eqn.primitive.name in CHEAP | EMPTY:
         return True
     return eqn.primitive.name in _OF_INDICES and compat.nbytes_of(eqn.outvars) < _FILL_NBYTES
 

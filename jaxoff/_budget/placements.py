@@ -45,8 +45,8 @@ class LayeredProgram:
         Where a fault of jaxoff prevents that, the program has values of whole ones.
         """
         layered = LayeredProgram(closed, **options)
-        splits = {"a jax.shard_map": split_shard_maps, "a condition": split_conditions}
-        for whole, split in splits.items():
+        conditions = "a condition", split_conditions  # also in a `jax.shard_map`, and with one in a branch
+        for whole, split in (conditions, ("a jax.shard_map", split_shard_maps), conditions):
             if split is split_shard_maps and layered.is_manual:
                 continue
             try:

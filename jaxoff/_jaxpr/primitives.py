@@ -19,6 +19,8 @@ OPAQUE = compat.KERNELS | {"ffi_call", "dot_product_attention_fwd_wrapper"}
 VIEWS = frozenset(
     {"reshape", "transpose", "squeeze", "slice", "rev", "broadcast_in_dim", "expand_dims", "copy"}
 )
+# Arrays of arbitrary contents.
+EMPTY = frozenset({"empty", "empty2"})
 # Equations that say how a value is divided over devices, or laid out in memory.
 CONSTRAINTS = frozenset({"layout_constraint", "sharding_constraint"})
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})

@@ -26,10 +26,8 @@ from jaxoff._jaxpr.inline import (
     write_otherwise,
 )
 from jaxoff._jaxpr.meshes import explicit_mesh
-from jaxoff._jaxpr.primitives import holds, is_condition
+from jaxoff._jaxpr.primitives import EMPTY, holds, is_condition
 from jaxoff._jaxpr.scopes import is_differentiated, is_recomputed, is_transposed
-
-_EMPTY = frozenset({"empty", "empty2"})  # arrays of arbitrary contents
 
 
 def split_conditions(closed: ClosedJaxpr, is_whole: Callable[[Jaxpr], bool]) -> ClosedJaxpr:
@@ -133,7 +131,7 @@ def _find_empty(branch: Jaxpr) -> set[Var]:
     found = set[Var]()
     for eqn in branch.eqns:
         is_wide = eqn.primitive.name in ("broadcast_in_dim", "pvary") and not found.isdisjoint(variables(eqn))
-        if eqn.primitive.name in _EMPTY or is_wide:
+        if eqn.primitive.name in EMPTY or is_wide:
             found.update(eqn.outvars)
     return found
 
