@@ -46,13 +46,15 @@ class LayeredProgram:
         """
         layered = LayeredProgram(closed, **options)
         conditions = "a condition", split_conditions  # also in a `jax.shard_map`, and with one in a branch
+        left = set[str]()
         for whole, split in (conditions, ("a jax.shard_map", split_shard_maps), conditions):
-            if split is split_shard_maps and layered.is_manual:
+            if whole in left or (split is split_shard_maps and layered.is_manual):
                 continue
             try:
                 found = split(layered.closed, layered.holds_layers)
             except (ValueError, *FAULTS) as fault:  # ValueError: of `jax.shard_map`
                 Progress().say(f"no value in {whole} is placed ({type(fault).__name__}: {fault})")
+                left.add(whole)
                 continue
             layered = layered if found is layered.closed else LayeredProgram(found, **options)
         return layered

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -9,10 +10,16 @@ from jax.sharding import PartitionSpec as P
 import jaxoff
 from jaxoff._budget.estimated import find_estimated
 from jaxoff._budget.forms import NO_COPIES
+from jaxoff._budget.joint_graph import Placements
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import ESTIMATE_MARGIN
 from jaxoff._budget.placements import LayeredProgram
+from jaxoff._device.flops import product_flops
 from jaxoff._device.profile import H200
+from jaxoff._jaxpr import compat
+from jaxoff._jaxpr.joined_conditions import join_conditions
+from jaxoff._jaxpr.merged_maps import merge_shard_maps
+from jaxoff._jaxpr.split_maps import look_inside
 from jaxoff._runtime.program_memory import program_nbytes
 from tests.jaxoff.budget.checkpointed import check_fit
 from tests.jaxoff.budget.layered import check_placed_whole
@@ -139,6 +146,25 @@ def test_a_loop_in_a_map_is_placed_by_iteration(mesh, form):
     recomputed = jax.jit(make(jax.checkpoint)).lower(*args).compile()
     assert 1.03 * program_nbytes(recomputed) < 0.6 * program_nbytes(written)
     check_fit(make, args, 1.03)
+
+
+def test_branches_in_a_map_have_values_of_their_own(mesh):
+    """Each device takes a branch: its products are parts of the layer."""
+
+    def on_one(x, up, down):
+        is_first = jax.lax.axis_index("data") == 0
+        return jax.lax.cond(is_first, lambda: mlp(x, up, down), lambda: jnp.sin(x @ up) @ down)
+
+    args = make_arguments(mesh, "loop")
+    closed = jax.make_jaxpr(make_step(mesh, "loop", in_maps=True, inside=on_one))(*args)
+    layered = LayeredProgram.of(closed)
+    (pair,) = layered.list_joint_graphs()
+    products = [eqn for eqn in map(look_inside, pair.eqns) if product_flops(eqn)]
+    assert len(products) == 5  # one outside, two in each branch
+    least = Placements(tuple(range(len(pair.carried))))
+    written = join_conditions(merge_shard_maps(layered.write(lambda _: least)))
+    want, got = (jax.jit(compat.jaxpr_as_fun(p))(*jax.tree.leaves(args)) for p in (closed, written))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
 def test_a_map_that_cannot_be_split_is_placed_whole(mesh, monkeypatch, caplog):

@@ -108,8 +108,9 @@ def test_a_nest_of_loops_makes_its_masks():
     np.testing.assert_allclose(got, jax.jit(step)(*args), rtol=1e-5, atol=1e-6)
 
 
-def test_the_maps_of_layers_make_their_masks():
-    """Attention of divided queries: all of a mask is made in a `jax.shard_map` ahead of the layers."""
+@pytest.mark.parametrize("in_branch", [False, True])
+def test_the_maps_of_layers_make_their_masks(in_branch):
+    """Attention of divided queries: all masks are made in a `jax.shard_map` ahead of the layers."""
     if jax.device_count() < 2:
         pytest.skip(f"needs 2 devices, jax has {jax.device_count()}")
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
@@ -117,11 +118,17 @@ def test_the_maps_of_layers_make_their_masks():
 
     def attend(queries, keys):
         first = lax.axis_index("data") * rows
+        keys = lax.pcast(keys, "data", to="varying")  # their gradients are added up outside of branches
 
         def add_keys(total, j):
             at, here = jnp.arange(TOKENS), (first + jnp.arange(rows))[:, None]
             mask = here % (j + 2) >= at % (j + 2)
-            return total + jnp.where(mask, jnp.exp(queries @ keys.T), 0.0) @ keys, None
+            if in_branch:
+                return lax.cond(j > first, add, lambda total, _: total, total, mask), None
+            return add(total, mask), None
+
+        def add(total, mask):
+            return total + jnp.where(mask, jnp.exp(queries @ keys.T), 0.0) @ keys
 
         return lax.scan(add_keys, jnp.zeros_like(queries), jnp.arange(32))[0]
 
