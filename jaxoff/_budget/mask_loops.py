@@ -13,7 +13,6 @@ equations move into those that read its results.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +37,7 @@ from jaxoff._jaxpr.primitives import EMPTY, LEAVES, holds, is_condition, is_shar
 _LARGER = 8
 # The least bytes of a mask or fill that a loop makes itself.
 _FILL_NBYTES = 1 << 20
+_CHEAP = CHEAP | EMPTY
 # Equations of positions, numbers of blocks and numbers of devices, where their results are small.
 _OF_INDICES = LEAVES | {"axis_index"}
 
@@ -60,8 +60,8 @@ def _is_fill(eqn: JaxprEqn) -> bool:
 def _makes_masks(eqn: JaxprEqn) -> bool:
     """Whether an equation is a loop without a carry, with results that are far larger than its operands.
 
-    Its equations are cheap, or loops of this kind: over blocks of queries, and in it over blocks of keys. So
-    are those of a `jax.shard_map` which makes masks.
+    The loop's equations are cheap, or loops of this kind: over blocks of queries, in which one runs over
+    blocks of keys. So are the equations of a `jax.shard_map` which makes masks.
     """
     layout, nbytes = compat.scan_in(eqn), compat.nbytes_of(eqn.outvars)
     if layout is None and not (is_shard_map(eqn) and nbytes >= _FILL_NBYTES):
@@ -76,9 +76,8 @@ def _makes_masks(eqn: JaxprEqn) -> bool:
 
 def _is_cheap(eqn: JaxprEqn) -> bool:
     if is_condition(eqn):
-        branches = map(inline_program, compat.sub_jaxprs(eqn))
-        return all(map(_is_cheap, itertools.chain(*(branch.eqns for branch in branches))))
-    if eqn.primitive.name in CHEAP | EMPTY:
+        return all(_is_cheap(e) for branch in compat.sub_jaxprs(eqn) for e in inline_program(branch).eqns)
+    if eqn.primitive.name in _CHEAP:
         return True
     return eqn.primitive.name in _OF_INDICES and compat.nbytes_of(eqn.outvars) < _FILL_NBYTES
 
@@ -88,9 +87,9 @@ class _Masks:
     """A stack of masks, or a mask of a `jax.shard_map`.
 
     Attributes:
-      maker: the loop or `jax.shard_map` that makes it.
-      place: of it among the results.
-      operands: of `maker`, by their names where the stack is read.
+      maker: the loop or `jax.shard_map` that makes the masks.
+      place: of the masks among the results of `maker`.
+      operands: of `maker`, by their names where the masks are read.
     """
 
     maker: JaxprEqn
@@ -106,6 +105,12 @@ class _Masks:
     def layout(self) -> compat.ScanLayout | None:
         """The layout of the loop's operands; None of a `jax.shard_map`."""
         return compat.scan_in(self.maker)
+
+    def moves_into(self, eqn: JaxprEqn, division: Any) -> bool:
+        """Whether a `jax.shard_map` that reads the mask with a division can make it."""
+        if not is_shard_map(self.maker) or not are_alike(eqn, self.maker):
+            return False
+        return self.maker.params["out_specs"][self.place] == division
 
     @staticmethod
     def list_of(eqn: JaxprEqn) -> dict[Var, _Masks]:
@@ -152,10 +157,7 @@ def _write_map(eqn: JaxprEqn, known: Mapping[Var, _Masks]) -> JaxprEqn:
     arguments: list[tuple[Any, Any, Var]] = []  # operand, its division, argument
     for operand, spec, argument in zip(eqn.invars, specs, body.invars, strict=True):
         mask = known.get(operand) if isinstance(operand, Var) else None
-        if mask is None or not is_shard_map(mask.maker) or not are_alike(eqn, mask.maker):
-            arguments.append((operand, spec, argument))
-            continue
-        if mask.maker.params["out_specs"][mask.place] != spec:
+        if mask is None or not mask.moves_into(eqn, spec):
             arguments.append((operand, spec, argument))
             continue
         if id(mask.maker) not in masks:

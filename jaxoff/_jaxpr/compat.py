@@ -114,11 +114,6 @@ def is_host(aval) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
-def on_device(aval: Any) -> Any:
-    """An abstract array with device memory in the place of host memory."""
-    return aval.update(memory_space=jax.memory.Space.Device) if is_host(aval) else aval
-
-
 @dataclasses.dataclass(frozen=True)
 class ScanLayout:
     """The layout of a scan equation: how operands and results divide into constants, carry, xs and ys."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -262,15 +263,28 @@ def trace_scan(
       The equations, and the results of the scan.
     """
 
-    def scan(consts, carry, rows):
-        def step(carry, row):
-            values = run(*consts, *carry, *row)
-            return tuple(values[: len(carry)]), tuple(values[len(carry) :])
-
-        reverse = like.params["reverse"]
-        return jax.lax.scan(step, tuple(carry), tuple(rows), length=length, reverse=reverse, unroll=unroll)
-
+    scan = functools.partial(scan_like, run, like=like, length=length, unroll=unroll)
     return trace_call(scan, [list(part) for part in operands], like)
+
+
+def scan_like(
+    run: Callable[..., Sequence[Any]],
+    consts: Sequence[Any],
+    carry: Sequence[Any],
+    rows: Sequence[Any],
+    *,
+    like: JaxprEqn,
+    length: int,
+    unroll: int | bool = 1,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Runs a scan of a body as for `trace_scan`; returns its carry and its stacks."""
+
+    def step(carry, row):
+        values = run(*consts, *carry, *row)
+        return tuple(values[: len(carry)]), tuple(values[len(carry) :])
+
+    reverse = like.params["reverse"]
+    return jax.lax.scan(step, tuple(carry), tuple(rows), length=length, reverse=reverse, unroll=unroll)
 
 
 def make_program(

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import join_unpassed, mark_ancestors, variables
-from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_call, write_otherwise
+from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, scan_like, trace_call, write_otherwise
 from jaxoff._jaxpr.meshes import is_partial_sum, list_axes
 from jaxoff._jaxpr.primitives import holds, is_shard_map
 from jaxoff._jaxpr.scopes import is_recomputed, is_transposed
@@ -346,18 +346,7 @@ class _Parts:
         in_specs = [P(*division[1:]) if i >= row else division for i, (_, division) in enumerate(operands)]
         out_specs = [*in_specs[first:row], *map(self._divide, body.outvars[layout.num_carry :])]
         run = self._map(body, in_specs, out_specs)
-
-        def step(carry: Any, rows: Any) -> Any:
-            values = run(*arrays[:first], *carry, *rows)
-            return tuple(values[: layout.num_carry]), tuple(values[layout.num_carry :])
-
-        carry, stacks = jax.lax.scan(
-            step,
-            tuple(arrays[first:row]),
-            tuple(arrays[row:]),
-            length=layout.length,
-            reverse=eqn.params["reverse"],
-            unroll=layout.unroll,
-        )
+        parts = arrays[:first], arrays[first:row], arrays[row:]
+        carry, stacks = scan_like(run, *parts, like=eqn, length=layout.length, unroll=layout.unroll)
         divisions = [*out_specs[: layout.num_carry], *(P(None, *s) for s in out_specs[layout.num_carry :])]
         return dict(zip(eqn.outvars, zip([*carry, *stacks], divisions, strict=True), strict=True))

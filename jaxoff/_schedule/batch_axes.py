@@ -142,17 +142,18 @@ def _follow_divisions(eqn: JaxprEqn, given: Axes) -> Axes:
     """
     operands = [*zip(eqn.invars, given, eqn.params["in_specs"], strict=True)]
     of_batch = {list_axes((*spec, *[None] * axis)[axis]) for _, axis, spec in operands if axis is not None}
-    weights = {_type_of(v) for v, axis, _ in operands if axis is None}
+    weights = {type_of(v) for v, axis, _ in operands if axis is None}
     names = of_batch.pop() if len(of_batch) == 1 else ()
 
     def find(v: Var, spec: PartitionSpec) -> int | None:
         divided = [i for i, axes in enumerate(spec) if names and list_axes(axes) == names]
-        return divided[0] if divided and _type_of(v) not in weights else None
+        return divided[0] if divided and type_of(v) not in weights else None
 
     return tuple(map(find, eqn.outvars, eqn.params["out_specs"]))
 
 
-def _type_of(v: Any) -> tuple[tuple[int, ...], Any]:
+def type_of(v: Any) -> tuple[tuple[int, ...], Any]:
+    """The shape of a variable, and its dtype if it has one."""
     return compat.shape_of(v.aval), getattr(v.aval, "dtype", None)
 
 

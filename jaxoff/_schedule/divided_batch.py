@@ -35,7 +35,7 @@ from jaxoff._jaxpr.dataflow import variables
 from jaxoff._jaxpr.inline import trace_call
 from jaxoff._jaxpr.meshes import explicit_mesh, list_axes, list_dividing
 from jaxoff._jaxpr.shares import record_sharding
-from jaxoff._schedule.batch_axes import Axes, BatchAxes
+from jaxoff._schedule.batch_axes import Axes, BatchAxes, type_of
 from jaxoff._schedule.sharding_marks import Lower, Recorded
 from jaxoff._schedule.weight_layouts import lay_out_weights
 
@@ -68,13 +68,15 @@ def divide_batch(
     Returns:
       The program with pins, or without.
     """
-    laid, pinned = pin_batch(closed, donated, shardings, lower_program)
+    batch = Batch.find(closed, donated, shardings)
+    if batch is None:
+        return closed
+    laid, pinned = batch.pin_products(closed, shardings, lower_program)
     if pinned is laid:
         return laid
     with concurrent.futures.ThreadPoolExecutor() as pool:
         exchanged = [*pool.map(_count_exchanged, map(lower_program, (pinned, laid)))]
-    batch = Batch.find(closed, donated, shardings)
-    wins = 1.0 if batch and not batch.is_first else _WINS
+    wins = _WINS if batch.is_first else 1.0
     return pinned if exchanged[0] <= wins * exchanged[1] else laid
 
 
@@ -90,12 +92,7 @@ def pin_batch(
       closed, donated, shardings, lower_program: as for `divide_batch`.
     """
     batch = Batch.find(closed, donated, shardings)
-    if batch is None:
-        return closed, closed
-    laid = lay_out_weights(closed, batch.axes, batch.shards, shardings)
-    if batch.is_first and batch.is_divided_by(lower_program, laid):
-        return laid, laid
-    return laid, batch.wrap_products(laid, batch.pin)
+    return (closed, closed) if batch is None else batch.pin_products(closed, shardings, lower_program)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +119,7 @@ class Batch:
         labels, are none. Of the other arguments, frozen weights may be divided, too: whole numbers tell the
         batch from these. Without any, all have to be divided alike.
         """
-        arguments, returned = closed.jaxpr.invars, {_type_of(v) for v in closed.jaxpr.outvars}
+        arguments, returned = closed.jaxpr.invars, {type_of(v) for v in closed.jaxpr.outvars}
         groups: dict[tuple[int, tuple[str, ...]], dict[int, int]] = {}  # size and division -> axes
         meshes = set[Any]()
         for k, (v, sharding) in enumerate(zip(arguments, shardings, strict=True)):
@@ -131,7 +128,7 @@ class Batch:
             meshes.add(sharding.mesh)
             parts = list_dividing(sharding)
             axis = next((i for i, names in enumerate(parts) if names), None)
-            is_state = not _holds_indices(v) and (donated[k] or _type_of(v) in returned)
+            is_state = not _holds_indices(v) and (donated[k] or type_of(v) in returned)
             if axis is not None and not is_state and explicit_mesh(v.aval) is None:
                 division = compat.shape_of(v.aval)[axis], parts[axis]
                 groups.setdefault(division, {})[k] = axis
@@ -151,6 +148,15 @@ class Batch:
     def is_first(self) -> bool:
         """Whether the batch's axis is the first of all arguments with rows of the batch."""
         return all(axis in (None, 0) for axis in self.axes)
+
+    def pin_products(
+        self, closed: ClosedJaxpr, shardings: Sequence[Sharding | None], lower_program: Lower
+    ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+        """A program without pins and with pins; arguments and results as for `pin_batch`."""
+        laid = lay_out_weights(closed, self.axes, self.shards, shardings)
+        if self.is_first and self.is_divided_by(lower_program, laid):
+            return laid, laid
+        return laid, self.wrap_products(laid, self.pin)
 
     def pin(self, value: jax.Array, axis: int) -> jax.Array:
         """Divides a value along an axis as the batch; its other axes are the compiler's."""
@@ -216,12 +222,8 @@ def _is_pinned(eqn: JaxprEqn, known: Mapping[Var, int]) -> bool:
 
 def _holds_indices(v: Any) -> bool:
     """Whether a variable is of whole numbers, such as tokens and labels; quantized weights are narrower."""
-    dtype = _type_of(v)[1]
+    dtype = type_of(v)[1]
     return dtype is not None and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
-
-
-def _type_of(v: Any) -> tuple[tuple[int, ...], Any]:
-    return compat.shape_of(v.aval), getattr(v.aval, "dtype", None)
 
 
 def _count_exchanged(compile_program: Callable[[], Any]) -> float:
