@@ -20,9 +20,6 @@ _LISTED = 10
 _NEAR = 1.2
 # Searches for less memory at most, behind one that found nothing.
 _SEARCHES = 3
-_LOSS_INSIDE = (
-    ". A jax.shard_map is not placed whose loss is computed of arrays outside of it: compute the loss inside"
-)
 
 
 class BudgetError(ValueError):
@@ -105,17 +102,11 @@ def make_uncompiled(limit: str, host_nbytes: float | None, tried: int) -> Budget
     return BudgetError(text, None)
 
 
-def describe_no_layers(*, is_manual: bool) -> str:
-    """What an error says of a program without layers to place.
-
-    Args:
-      is_manual: whether the program is that of a device in a `jax.shard_map`.
-    """
-    text = (
-        ": no layers were found, neither a loop over layers (jax.lax.scan) that keeps values for a loop of "
-        "its backward pass nor layers one after the other with products"
-    )
-    return text + (_LOSS_INSIDE if is_manual else "")
+# What an error says of a program without layers to place.
+NO_LAYERS = (
+    ": no layers were found, neither a loop over layers (jax.lax.scan) that keeps values for a loop of "
+    "its backward pass nor layers one after the other with products"
+)
 
 
 def list_largest(program: ClosedJaxpr, placed: Sequence[PlacedValue]) -> list[str]:

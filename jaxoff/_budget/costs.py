@@ -20,6 +20,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import map_makers, mark_dependents, variables
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress, chooses, compressed_nbytes
+from jaxoff._jaxpr.joined_conditions import join_conditions
 from jaxoff._jaxpr.kernels import KernelGraph, find_compute_operands, index_between_strides
 from jaxoff._jaxpr.merged_maps import merge_shard_maps
 from jaxoff._jaxpr.primitives import (
@@ -32,8 +33,8 @@ from jaxoff._jaxpr.primitives import (
     is_fused,
     is_shard_map,
 )
-from jaxoff._jaxpr.split_conditions import as_selection, find_branch, open_conditions
-from jaxoff._jaxpr.split_maps import look_inside
+from jaxoff._jaxpr.split_conditions import as_selection, list_branches, open_conditions
+from jaxoff._jaxpr.split_maps import look_inside, open_map
 from jaxoff._report.near_miss import near_miss
 
 # Part of the link's rate, both directions at a time, that a loop over blocks of state reaches (bench/LOG.md,
@@ -162,7 +163,7 @@ def _look_inside(pair: JointGraph) -> JointGraph:
     """
 
     def merge(program: Jaxpr) -> Jaxpr:
-        return merge_shard_maps(ClosedJaxpr(program, ())).jaxpr
+        return join_conditions(merge_shard_maps(ClosedJaxpr(program, ()))).jaxpr
 
     def look(eqn: JaxprEqn) -> JaxprEqn:
         if compat.is_loop(eqn):
@@ -182,17 +183,30 @@ def _look_inside(pair: JointGraph) -> JointGraph:
 
 def _share_branches(eqns: Sequence[JaxprEqn], times: Sequence[float]) -> list[float]:
     """The times of equations; those of a condition's parts are the mean of the branches that compute."""
-    branches = [find_branch(eqn) for eqn in eqns]
-    sums: dict[Any, dict[int, float]] = {}  # index of a condition -> the times of its branches
-    for eqn, k, ms in zip(eqns, branches, times, strict=True):
-        if k is not None:
-            of_branches = sums.setdefault(eqn.invars[0], {})
-            of_branches[k] = of_branches.get(k, 0.0) + ms
-    counts = {v: compat.count_computing(found.values()) for v, found in sums.items()}
-    return [
-        ms if k is None else ms / counts[eqn.invars[0]]
-        for eqn, k, ms in zip(eqns, branches, times, strict=True)
-    ]
+    paths = [list_branches(open_map(eqn)) for eqn in eqns]
+    shared = [ms / _count_chosen(eqn) for eqn, ms in zip(eqns, times, strict=True)]
+    for depth in reversed(range(max(map(len, paths), default=0))):
+        inside = [(tuple(path[:depth]), *path[depth]) if len(path) > depth else None for path in paths]
+        sums: dict[Any, dict[int, float]] = {}  # a condition -> the times of its branches
+        for place, ms in zip(inside, shared, strict=True):
+            if place is not None:
+                of_branches = sums.setdefault(place[:2], {})
+                of_branches[place[2]] = of_branches.get(place[2], 0.0) + ms
+        counts = {condition: compat.count_computing(found.values()) for condition, found in sums.items()}
+        shared = [
+            ms if place is None else ms / counts[place[:2]] for place, ms in zip(inside, shared, strict=True)
+        ]
+    return shared
+
+
+def _count_chosen(eqn: JaxprEqn) -> float:
+    """By how much choosing among values takes more passes of memory than a copy; 1 of other equations.
+
+    A choice reads and writes the value of the branch that runs.
+    """
+    inside = look_inside(eqn)
+    chosen = as_selection(inside)
+    return 1.0 if chosen is inside else max(1.0, len(chosen.invars) / 2)
 
 
 def streamed_ms(nbytes: int, device: Device) -> float:

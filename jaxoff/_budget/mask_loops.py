@@ -27,6 +27,7 @@ from jaxoff._jaxpr.inline import (
     make_masks_inside,
     make_program,
     resolve,
+    share_scalars,
     trace_scan,
     write_otherwise,
 )
@@ -58,7 +59,7 @@ def _is_fill(eqn: JaxprEqn) -> bool:
 
 
 def _makes_masks(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a loop without a carry, with results that are far larger than its operands.
+    """Whether an equation is a loop without a carry, with results far larger than its operands, or small.
 
     The loop's equations are cheap, or loops of this kind: over blocks of queries, in which one runs over
     blocks of keys. So are the equations of a `jax.shard_map` which makes masks.
@@ -68,7 +69,7 @@ def _makes_masks(eqn: JaxprEqn) -> bool:
         return False
     if layout is not None and (layout.num_carry or eqn.params["jaxpr"].consts):
         return False
-    if nbytes < _LARGER * compat.nbytes_of(variables(eqn)):
+    if max(nbytes, _FILL_NBYTES) < _LARGER * compat.nbytes_of(variables(eqn)):
         return False
     body = inline_program(compat.as_open(eqn.params["jaxpr"]))
     return all(_is_cheap(inner) or _makes_masks(inner) for inner in body.eqns)
@@ -222,10 +223,14 @@ def _write_reader(
         return None
 
     carry = [argument for _, argument in pairs[layout.num_consts : first]]
-    eqns = [e.replace(invars=[resolve(renamed, v) for v in e.invars]) for e in body.eqns]
+    shared: Renamed = dict(renamed)
+    for part in (consts, rows):  # the numbers of the iterations may be operands of several loops
+        once = dict[Var, Var]()
+        shared |= {w: once.setdefault(v, w) for v, w in part if isinstance(v, Var) and w not in renamed}
+    eqns = share_scalars([*masks, *body.eqns], shared)
     arguments = [*(w for _, w in consts), *carry, *(w for _, w in rows)]
-    outs = [resolve(renamed, v) for v in body.outvars]
-    body = body.replace(invars=arguments, eqns=[*masks, *eqns], outvars=outs)
+    outs = [resolve(shared, v) for v in body.outvars]
+    body = body.replace(invars=arguments, eqns=eqns, outvars=outs)
     body = _write_program(body, inside)
     read = {v for e in body.eqns for v in variables(e)} | {v for v in body.outvars if isinstance(v, Var)}
     if not (renamed or has_fills) and not inside.keys().isdisjoint(read):  # by another equation than a loop

@@ -47,8 +47,14 @@ class LayeredProgram:
         layered = LayeredProgram(closed, **options)
         conditions = "a condition", split_conditions  # also in a `jax.shard_map`, and with one in a branch
         left = set[str]()
-        for whole, split in (conditions, ("a jax.shard_map", split_shard_maps), conditions):
-            if whole in left or (split is split_shard_maps and layered.is_manual):
+        maps = "a jax.shard_map", split_shard_maps
+        # All layers one after the other may be in one `jax.shard_map`, and their backward passes in another.
+        apart = "a jax.shard_map", functools.partial(split_shard_maps, joins_backward=False)
+        for whole, split in (conditions, maps, apart, conditions):
+            graphs = layered.list_joint_graphs()
+            is_inside = split is maps[1] and graphs and layered.is_manual
+            is_done = split is apart[1] and not all(graph.is_section for graph in graphs)
+            if whole in left or is_inside or is_done:
                 continue
             try:
                 found = split(layered.closed, layered.holds_layers)

@@ -15,6 +15,7 @@ from jaxoff._jaxpr.compat import JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_makers, variables
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._jaxpr.scopes import is_transposed
+from jaxoff._jaxpr.split_maps import look_inside
 
 # Part of the forward pass's compute from which on a run is worth a choice of its own.
 _LEAST_SHARE = 0.05
@@ -110,7 +111,7 @@ def _key(eqn: JaxprEqn) -> Any:
 
 def _weigh(eqn: JaxprEqn) -> float:
     """The operations of an equation of compute and its written bytes, as the equation's weight."""
-    return product_flops(eqn) + compat.nbytes_of(eqn.outvars) if is_compute(eqn) else 0.0
+    return product_flops(look_inside(eqn)) + compat.nbytes_of(eqn.outvars) if is_compute(eqn) else 0.0
 
 
 def _list_stretches(excluded: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxoff._budget.budget_error import BudgetError, describe_no_layers, list_largest, make_uncompiled
+from jaxoff._budget.budget_error import NO_LAYERS, BudgetError, list_largest, make_uncompiled
 from jaxoff._budget.choose import choose_placements, exposed_state_ms, saved_nbytes
 from jaxoff._budget.costs import refuse_unmatched
 from jaxoff._budget.forms import NO_COPIES, Form, step_ms
@@ -372,7 +372,7 @@ class Search[P]:
             return make_uncompiled(budget, self._budget.host_nbytes, len(self.tried))
         nbytes = int(least.nbytes / self.devices)
         kept = describe_kept(least.list_values())
-        kept += "" if self._form.pairs else describe_no_layers(is_manual=self._is_manual)
+        kept += "" if self._form.pairs else NO_LAYERS
         outside = "values outside of jax.shard_map" if self._is_manual else "values"
         devices = self._all_devices
         whole = f" ({outside} are counted whole; {devices} devices divide them)" if devices > 1 else ""

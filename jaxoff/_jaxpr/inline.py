@@ -187,6 +187,37 @@ def make_masks_inside(
     return body.replace(eqns=[*eqns, *renamed], outvars=[resolve(made, v) for v in body.outvars])
 
 
+def share_scalars(eqns: Iterable[JaxprEqn], renamed: Renamed) -> list[JaxprEqn]:
+    """Equations that make each scalar once: conditions are then chosen by the same index.
+
+    Between the parts of a `jax.shard_map`, a scalar that differs between devices is a row of one number: the
+    equations read the scalar itself.
+
+    Args:
+      eqns: equations, in program order.
+      renamed: variable -> what the equations read in its place; gets the scalars that are left out.
+    """
+    found = list[JaxprEqn]()
+    scalars = dict[Any, Any]()  # row or equation -> its scalar
+    for eqn in eqns:
+        eqn = eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars])
+        if eqn.primitive.name in CHEAP:
+            (operand, *_), (out,) = [*eqn.invars, None], eqn.outvars
+            if compat.shape_of(out.aval):
+                if len(eqn.invars) == 1 and not compat.shape_of(operand.aval):
+                    scalars[out] = operand
+            else:
+                atoms = (repr(v) if isinstance(v, Literal) else v for v in eqn.invars)
+                key = eqn.primitive.name, str(eqn.params), str(out.aval), *atoms
+                is_move = eqn.primitive.name == "reshape" and operand in scalars
+                first = scalars[operand] if is_move else scalars.setdefault(key, out)
+                if first is not out and first.aval == out.aval:
+                    renamed[out] = first
+                    continue
+        found.append(eqn)
+    return found
+
+
 _ROUNDED_TO = {
     jax.lax.DotAlgorithmPreset.BF16_BF16_F32: "bfloat16",
     jax.lax.DotAlgorithmPreset.F16_F16_F32: "float16",

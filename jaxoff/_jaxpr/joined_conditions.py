@@ -86,4 +86,5 @@ def _join_branch(
             eqns.append(each.replace(invars=operands, outvars=[inner[v] for v in each.outvars]))
         values.update(zip(eqn.outvars, (resolve(inner, v) for v in branch.outvars), strict=True))
     like = compat.sub_jaxprs(group[-1])[k]
-    return drop_dead(make_program(like, invars, eqns, [resolve(values, v) for v in results]))
+    program = make_program(like, invars, eqns, [resolve(values, v) for v in results])
+    return drop_dead(_join_level(program))  # the parts of conditions in the branch

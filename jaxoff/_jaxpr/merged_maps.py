@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxoff._jaxpr.dataflow import variables
-from jaxoff._jaxpr.inline import inline_calls_with, instantiate, trace_call
+from jaxoff._jaxpr.inline import (
+    Renamed,
+    inline_calls_with,
+    instantiate,
+    resolve,
+    share_scalars,
+    trace_call,
+)
 from jaxoff._jaxpr.primitives import holds, is_shard_map
 
 # Primitives of scalars: the results are equal on all devices if the operands are.
@@ -177,10 +184,12 @@ class _Group:
         """The merged equation, with its results among the variables `read`."""
         arguments, body = self._arguments.values(), self._first.params["jaxpr"]
         outs = {v: inside for v, inside in self._results.items() if v in read}
+        renamed: Renamed = {}
+        eqns = share_scalars(self._eqns, renamed)
         jaxpr = body.replace(
             invars=[argument.value for argument in arguments],
-            eqns=self._eqns,
-            outvars=[inside.value for inside in outs.values()],
+            eqns=eqns,
+            outvars=[resolve(renamed, inside.value) for inside in outs.values()],
             effects=self._effects,
             debug_info=body.debug_info.with_unknown_names(),
         )

@@ -47,11 +47,12 @@ def split_conditions(closed: ClosedJaxpr, is_whole: Callable[[Jaxpr], bool]) -> 
         def write(eqn: JaxprEqn) -> Any:
             forward = is_forward or is_differentiated(eqn)  # the scopes of a loop are not those in its body
             backward = is_backward or is_transposed(eqn)
+            inside = functools.partial(split, is_forward=forward, is_backward=backward)
             if not is_condition(eqn):
-                inside = functools.partial(split, is_forward=forward, is_backward=backward)
                 return compat.map_programs(eqn, inside)
             if not forward or (backward and not is_recomputed(eqn)) or compat.has_side_effects(eqn):
                 return eqn
+            eqn = compat.map_programs(eqn, inside)  # conditions in branches
             branches = [*map(inline_program, compat.sub_jaxprs(eqn))]
             if any(getattr(branch, "consts", ()) or is_whole(branch) for branch in branches):
                 return eqn
@@ -63,26 +64,45 @@ def split_conditions(closed: ClosedJaxpr, is_whole: Callable[[Jaxpr], bool]) -> 
     return compat.map_open(closed, split)
 
 
-def find_branch(eqn: JaxprEqn) -> int | None:
-    """The branch of which an equation is a part: the only branch which computes; None without."""
+def list_branches(eqn: JaxprEqn) -> list[tuple[Any, int]]:
+    """The branches of which an equation is a part, from the outermost condition in: each index and branch.
+
+    A condition is a part of the only branch that computes.
+    """
+    found = list[tuple[Any, int]]()
+    while (k := _find_branch(eqn)) is not None:
+        found.append((eqn.invars[0], k))
+        if (inner := _open_part(eqn, k)) is None:
+            break
+        eqn = inner
+    return found
+
+
+def look_inside_part(eqn: JaxprEqn) -> JaxprEqn:
+    """The equation in a part of a condition, as one of the arrays outside; another equation itself."""
+    while (k := _find_branch(eqn)) is not None and (inner := _open_part(eqn, k)) is not None:
+        eqn = inner
+    return eqn
+
+
+def _find_branch(eqn: JaxprEqn) -> int | None:
+    """The only branch of a condition that computes; None without."""
     if not is_condition(eqn):
         return None
     computing = [k for k, branch in enumerate(compat.sub_jaxprs(eqn)) if _list_computing(branch)]
     return computing[0] if len(computing) == 1 else None
 
 
-def look_inside_part(eqn: JaxprEqn) -> JaxprEqn:
-    """The equation in a part of a condition, as one of the arrays outside; another equation itself."""
-    if (k := find_branch(eqn)) is None:
-        return eqn
+def _open_part(eqn: JaxprEqn, k: int) -> JaxprEqn | None:
+    """The only equation in a branch of a condition, as one of the arrays outside; None of several."""
     branch = compat.sub_jaxprs(eqn)[k]
     inner, *others = _list_computing(branch)
     if others:
-        return eqn
+        return None
     outside = dict(zip(branch.invars, eqn.invars[1:], strict=True))
     outs = {v: out for v, out in zip(branch.outvars, eqn.outvars, strict=True) if isinstance(v, Var)}
     if not outs.keys() <= {*inner.outvars} or len(outs) < len(eqn.outvars):
-        return eqn
+        return None
     return inner.replace(
         invars=[resolve(outside, v) for v in inner.invars],
         outvars=[outs.get(v) or Var(v.aval) for v in inner.outvars],
@@ -130,6 +150,14 @@ def _find_empty(branch: Jaxpr) -> set[Var]:
     """The empty values of a branch: residuals of another branch."""
     found = set[Var]()
     for eqn in branch.eqns:
+        if is_condition(eqn):
+            empty = [(program.outvars, _find_empty(program)) for program in compat.sub_jaxprs(eqn)]
+            found.update(
+                v
+                for i, v in enumerate(eqn.outvars)
+                if all(isinstance(outs[i], Var) and outs[i] in none for outs, none in empty)
+            )
+            continue
         is_wide = eqn.primitive.name in ("broadcast_in_dim", "pvary") and not found.isdisjoint(variables(eqn))
         if eqn.primitive.name in EMPTY or is_wide:
             found.update(eqn.outvars)
@@ -207,6 +235,10 @@ class _Parts:
             made = [resolve(held, v) for v, held in zip(values, outside, strict=True) if v is not None]
             if len(made) == 1 and isinstance(made[0], Var) and made[0].aval == out.aval:
                 found.append(made[0])
+            elif not made:
+                fill, (v,) = instantiate(self._make_empty(out.aval), [], self._eqn)
+                self._eqns += fill
+                found.append(v)
             else:
                 found += self._write_part(
                     [_Branch((), [v], held) for v, held in zip(values, outside, strict=True)]

@@ -33,7 +33,9 @@ from jaxoff._jaxpr.split_conditions import look_inside_part
 _FREE = frozenset({"broadcast_in_dim", "pvary", "reshape", "squeeze"})
 
 
-def split_shard_maps(closed: ClosedJaxpr, is_whole: Callable[[Jaxpr], bool]) -> ClosedJaxpr:
+def split_shard_maps(
+    closed: ClosedJaxpr, is_whole: Callable[[Jaxpr], bool], *, joins_backward: bool = True
+) -> ClosedJaxpr:
     """Splits the `jax.shard_map`s of a program's forward passes into one for each equation.
 
     A loop becomes a loop whose body has the `jax.shard_map`s, in backward passes as well.
@@ -41,6 +43,7 @@ def split_shard_maps(closed: ClosedJaxpr, is_whole: Callable[[Jaxpr], bool]) -> 
     Args:
       closed: the program.
       is_whole: whether the `jax.shard_map` of a program, its calls inlined, stays whole.
+      joins_backward: whether the parts of a backward pass between loops, and what is made again, are one.
 
     Returns:
       The program with the same results; `closed` itself where nothing is split.
@@ -58,7 +61,7 @@ def split_shard_maps(closed: ClosedJaxpr, is_whole: Callable[[Jaxpr], bool]) -> 
             body = inline_program(eqn.params["jaxpr"], checkpoints=backward)
             if compat.has_side_effects(eqn) or getattr(body, "consts", ()) or is_whole(body):
                 return eqn
-            parts = _Parts(eqn, body, is_backward=backward)
+            parts = _Parts(eqn, body, joins=backward and joins_backward)
             if not parts.are_several:
                 return eqn
             eqns, results = parts.write()
@@ -105,13 +108,17 @@ def _drop_divisions(program: Jaxpr) -> Jaxpr:
 
 
 def look_inside(eqn: JaxprEqn) -> JaxprEqn:
+    """The equation in a `jax.shard_map`, and in parts of conditions, as one of the arrays outside."""
+    return look_inside_part(open_map(eqn))
+
+
+def open_map(eqn: JaxprEqn) -> JaxprEqn:
     """The equation of a `jax.shard_map` with a single one besides views, as one of the arrays outside.
 
-    What only divides an array otherwise is a reshape. Of a part of a condition, likewise. Other equations are
-    returned themselves.
+    What only divides an array otherwise is a reshape. Other equations are returned themselves.
     """
     if not is_shard_map(eqn):
-        return look_inside_part(eqn)
+        return eqn
     if invert_division(eqn) is not None:
         params = {"new_sizes": compat.shape_of(eqn.outvars[0].aval), "dimensions": None, "sharding": None}
         return eqn.replace(primitive=jax.lax.reshape_p, params=params)
@@ -155,17 +162,16 @@ class _Parts:
       are_several: whether there are two parts or more.
     """
 
-    def __init__(self, eqn: JaxprEqn, body: Jaxpr, *, is_backward: bool):
+    def __init__(self, eqn: JaxprEqn, body: Jaxpr, *, joins: bool):
         self._eqn, self._body = eqn, body
         divided = zip(body.outvars, eqn.params["out_specs"], strict=True)
         self._results = [_Result(i, v, spec) for i, (v, spec) in enumerate(divided)]
         self._views = self._find_views()
         loops = [e for e in body.eqns if compat.scan_in(e) is not None]
-        self._of_loops = {v for e in loops for v in (*variables(e), *e.outvars)}
         self._stacks = {v for e in loops for v in _list_stacks(e) if isinstance(v, Var)}
         views = set(map(id, self._views))
         self._parts = join_unpassed([e for e in body.eqns if id(e) not in views], self._passes)
-        if is_backward:
+        if joins:
             self._parts = self._join_transposed(self._parts)
         self.are_several = len(self._parts) > 1 or any(map(self._is_loop, self._parts))
 
@@ -214,12 +220,8 @@ class _Parts:
         return is_name and any(v in outside for v in variables(part[0]))
 
     def _passes(self, v: Any) -> bool:
-        """Whether an array outside can hold a value.
-
-        None can hold parts of a sum. A scalar that differs between devices passes to and from loops alone.
-        """
-        is_array = compat.shape_of(v.aval) or not self._list_axes(v) or v in self._of_loops
-        return not is_partial_sum(v.aval) and bool(is_array)
+        """Whether an array outside can hold a value: none can hold parts of a sum."""
+        return not is_partial_sum(v.aval)
 
     def _list_axes(self, v: Any) -> tuple[str, ...]:
         """The axes over which a value differs between devices, among those of the `jax.shard_map`."""
@@ -292,12 +294,12 @@ class _Parts:
     def _map(
         self, program: Jaxpr, in_specs: Sequence[P], out_specs: Sequence[P]
     ) -> Callable[..., Sequence[Any]]:
-        """A `jax.shard_map` of a program. A scalar that differs between devices is a row outside."""
+        """A `jax.shard_map` of a program. Outside, scalars that differ between devices are rows of one."""
         run = compat.jaxpr_as_fun(ClosedJaxpr(program, ()))
 
         def run_inside(*arrays: Any) -> list[Any]:
-            shapes = (compat.shape_of(v.aval) for v in program.invars)
-            values = run(*(x.reshape(shape) for x, shape in zip(arrays, shapes, strict=True)))
+            given = zip(arrays, (compat.shape_of(v.aval) for v in program.invars), strict=True)
+            values = run(*(x.reshape(shape) if x.ndim > len(shape) else x for x, shape in given))
             lifted = zip(values, out_specs, strict=True)
             return [jnp.expand_dims(x, range(x.ndim, len(spec))) for x, spec in lifted]
 

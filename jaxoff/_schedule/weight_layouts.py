@@ -7,7 +7,7 @@ A constraint on the layout of a layer's weights leaves the transposition in the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -39,21 +39,32 @@ def lay_out_weights(
     if not any(map(_divides_columns, shardings)):
         return closed
     axes = BatchAxes(shards)
+    stacks = (v.aval for v, axis in zip(closed.jaxpr.invars, batch, strict=True) if axis is None)
+    shapes = {
+        shape[k:] for aval in stacks for shape in [compat.shape_of(aval)] for k in range(1, len(shape) - 1)
+    }
 
     def write_around(eqn: JaxprEqn, given: Axes) -> JaxprEqn:
         if (layout := compat.scan_in(eqn)) is None:
             return eqn
-        return compat.map_programs(eqn, lambda body: _constrain(body, axes.follow(body, given), layout, eqn))
+
+        def constrain(body: Jaxpr) -> Jaxpr:
+            known = axes.follow(body, given)
+            return _constrain(body, lambda v: v not in known and _is_weights(v, shapes), layout, eqn)
+
+        return compat.map_programs(eqn, constrain)
 
     return axes.rewrite(closed, batch, write_around=write_around)
 
 
-def _constrain(body: Jaxpr, known: Mapping[Var, int], layout: compat.ScanLayout, like: JaxprEqn) -> Jaxpr:
+def _constrain(
+    body: Jaxpr, is_weights: Callable[[Var], bool], layout: compat.ScanLayout, like: JaxprEqn
+) -> Jaxpr:
     """The body of a loop with constraints on its weights and on the gradients of weights.
 
     Args:
       body: the body.
-      known: value with rows of the batch -> their axis.
+      is_weights: whether a row of a stack is weights, or their gradient.
       layout: of the loop's operands.
       like: the loop.
     """
@@ -62,12 +73,12 @@ def _constrain(body: Jaxpr, known: Mapping[Var, int], layout: compat.ScanLayout,
     taken: dict[Any, Var] = {}
     outvars, first = list(body.outvars), layout.num_consts + layout.num_carry
     for v in body.invars[first:]:
-        if v not in known and _is_large_matrix(v):
+        if is_weights(v):
             eqns, (taken[v],) = trace_call(_store_by_rows, [v], like=like)
             before += eqns
     for k in range(layout.num_carry, len(outvars)):
         v = outvars[k]
-        if isinstance(v, Var) and v not in known and v not in body.invars and _is_large_matrix(v):
+        if isinstance(v, Var) and v not in body.invars and is_weights(v):
             eqns, (outvars[k],) = trace_call(_store_by_rows, [v], like=like)
             after += eqns
     if not before and not after:
@@ -83,9 +94,11 @@ def _store_by_rows(weights: jax.Array) -> jax.Array:
     return with_layout_constraint(weights, Layout(tuple(range(weights.ndim))))
 
 
-def _is_large_matrix(v: Var) -> bool:
+def _is_weights(v: Var, shapes: Container[tuple[int, ...]]) -> bool:
+    """Whether a value is a large matrix with one of the shapes of weights."""
     shape, dtype = compat.shape_of(v.aval), getattr(v.aval, "dtype", jnp.bool_)
-    return len(shape) > 1 and jnp.issubdtype(dtype, jnp.floating) and compat.nbytes(v.aval) >= _LEAST_NBYTES
+    is_large = jnp.issubdtype(dtype, jnp.floating) and compat.nbytes(v.aval) >= _LEAST_NBYTES
+    return is_large and shape in shapes
 
 
 def _divides_columns(sharding: Sharding | None) -> bool:

@@ -1,5 +1,7 @@
 """Budgets for steps that the compiler divides, with a `jax.shard_map` within each layer."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,24 +130,84 @@ def test_a_product_in_a_map_is_kept_alone(mesh, form):
     assert all("test_maps_in_layers.py" in row.source for row in found.list_values())
 
 
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("form", ["list", "loop"])
-def test_a_loop_in_a_map_is_placed_by_iteration(mesh, form):
+def in_parts(wrap, x, up, down):
+    """The rows of a layer in parts, one after the other."""
+    rows = x.reshape(16, -1, WIDTH)
+    return jax.lax.map(wrap(lambda rows: mlp(rows, up, down)), rows).reshape(x.shape)
+
+
+def in_ticks(wrap, x, up, down):
+    """A pipeline over the devices: the first takes a part of the rows at each tick, the last stores one."""
+    rows, number = x.reshape(16, -1, WIDTH), jax.lax.axis_index("data")
+
+    def tick(carry, t):
+        part, done = carry
+        part = mlp(jnp.where(number == 0, rows[jnp.clip(t, 0, 15)], part), up, down)
+        stored = jax.lax.dynamic_update_index_in_dim(done, part, jnp.clip(t - DEVICES + 1, 0, 15), 0)
+        done = jnp.where((number == DEVICES - 1) & (t >= DEVICES - 1), stored, done)
+        return (jax.lax.ppermute(part, "data", [(i, (i + 1) % DEVICES) for i in range(DEVICES)]), done), None
+
+    ticks = jnp.arange(16 + DEVICES - 1)
+    (_, done), _ = jax.lax.scan(wrap(tick), (jnp.zeros_like(rows[0]), jnp.zeros_like(rows)), ticks)
+    return done.reshape(x.shape)
+
+
+def in_branches(wrap, x, up, down):
+    """Parts of the rows, each by one of three branches: by its number, and by that of the device."""
+    rows, number = x.reshape(16, -1, WIDTH), jax.lax.axis_index("data")
+
+    def half(y):
+        return jnp.concatenate([y[:4], mlp(y[4:], up, down)])
+
+    def part(args):
+        y, j = args
+
+        def of_others(y):
+            return jax.lax.cond((j - number) % 3 > 1, lambda y: jnp.sin(y @ up) @ down, half, y)
+
+        return jax.lax.cond(j == 0, lambda y: mlp(y, up, down), of_others, y)
+
+    return jax.lax.map(wrap(part), (rows, jnp.arange(16))).reshape(x.shape)
+
+
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize(
+    ("form", "inside"), [("list", in_ticks), ("list", in_parts), ("loop", in_parts), ("loop", in_branches)]
+)
+def test_a_loop_in_a_map_is_placed_by_iteration(mesh, form, inside):
     """Each layer takes its rows in parts; by hand, a checkpoint of the layer and another of each part."""
 
     def make(wrap):
-        def in_parts(x, up, down):
-            return jax.lax.map(wrap(lambda rows: mlp(rows, up, down)), x.reshape(16, -1, WIDTH)).reshape(
-                x.shape
-            )
-
-        return make_step(mesh, form, in_maps=True, layer=wrap, inside=in_parts)
+        return make_step(mesh, form, in_maps=True, layer=wrap, inside=functools.partial(inside, wrap))
 
     args = make_arguments(mesh, form)
     written = jax.jit(make(lambda f: f)).lower(*args).compile()
     recomputed = jax.jit(make(jax.checkpoint)).lower(*args).compile()
     assert 1.03 * program_nbytes(recomputed) < 0.6 * program_nbytes(written)
     check_fit(make, args, 1.03)
+
+
+@pytest.mark.parametrize("form", ["list", "loop"])
+def test_layers_in_a_map_are_placed_where_the_loss_is_outside(mesh, form):
+    """The forward pass of all layers is in one `jax.shard_map`, and their backward pass in another."""
+
+    def make(wrap):
+        def local(params, x):
+            run = wrap(lambda x, w: x + mlp(x, w["up"], w["down"]))
+            if form == "loop":
+                return jax.lax.scan(lambda x, w: (run(x, w), None), x, params)[0]
+            for w in params:
+                x = run(x, w)
+            return x
+
+        layers = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+        return jax.value_and_grad(lambda params, x: jnp.mean(layers(params, x) ** 2))
+
+    params, x = make_arguments(mesh, form)
+    written = jax.jit(make(lambda f: f)).lower(params, x).compile()
+    recomputed = jax.jit(make(jax.checkpoint)).lower(params, x).compile()
+    assert 1.03 * program_nbytes(recomputed) < 0.9 * program_nbytes(written)
+    check_fit(make, (params, x), 1.03)
 
 
 def test_branches_in_a_map_have_values_of_their_own(mesh):

@@ -11,7 +11,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.inline import resolve
 from jaxoff._jaxpr.joined_conditions import join_conditions
 from jaxoff._jaxpr.primitives import is_condition
-from jaxoff._jaxpr.split_conditions import find_branch, look_inside_part, split_conditions
+from jaxoff._jaxpr.split_conditions import list_branches, look_inside_part, split_conditions
 
 LAYERS, ROWS, WIDTH = 5, 4, 8
 
@@ -41,6 +41,10 @@ def skipped(x, _):
     return x
 
 
+def nested(x, w):
+    return jax.lax.cond(x[0, 0] > 0, gated, mlp, x, w)
+
+
 def zeroed(x, _):
     return jnp.zeros_like(x)
 
@@ -51,6 +55,7 @@ CASES = {
     "named": [named, mlp],
     "dropped": [dropped, zeroed],
     "looped": [skipped, looped],
+    "nested": [mlp, nested],
 }
 
 
@@ -191,9 +196,21 @@ def test_each_part_is_an_equation_of_the_layer():
     assert {"dot_general", "tanh", "add"} <= shown.keys()
     tanh = look_inside_part(shown["tanh"])
     assert tanh.outvars == shown["tanh"].outvars and tanh.invars == shown["tanh"].invars[1:]
-    assert find_branch(shown["tanh"]) == 1
+    assert list_branches(shown["tanh"]) == [(shown["tanh"].invars[0], 1)]
     # An input of the layer that one branch alone keeps is no array of its own.
     assert len(forward.outvars) == len({*compat.as_open(forward.params["jaxpr"]).outvars})
+
+
+def test_conditions_in_branches_are_split_and_joined_too():
+    closed = jax.make_jaxpr(gradients(make_loss(CASES["nested"])))(*make_arguments())
+    split = split_conditions(closed, lambda _: False)
+    forward, _ = (eqn for eqn in split.jaxpr.eqns if compat.scan_in(eqn))
+    body = compat.as_open(forward.params["jaxpr"])
+    tanhs = [eqn for eqn in filter(is_condition, body.eqns) if look_inside_part(eqn).primitive.name == "tanh"]
+    paths = [[branch for _, branch in list_branches(eqn)] for eqn in tanhs]
+    assert sorted(paths) == [[0], [1, 0], [1, 1]]  # of the MLP, and of the two in the other branch
+    joined = join_conditions(split)
+    assert len(list(list_conditions(joined.jaxpr))) <= len(list(list_conditions(closed.jaxpr)))
 
 
 def test_what_is_no_forward_pass_stays():
