@@ -6,9 +6,10 @@ training it may divide an activation, or a gradient, by the rows or columns of a
 activations where weights would do: a decoder divided by rows over two devices exchanged 39 GB a step, and
 10.7 with the batch divided throughout (bench/LOG.md).
 
-So the axis of the batch is followed through the program, and a program with marks on the products along this
-axis is compiled up to its partition. If the compiler divides a product otherwise, all are pinned; their other
-axes are left to the compiler. The compiler is the judge: the pins stay if the program then exchanges less.
+So the axis of the batch is followed through the program, and the products along this axis are pinned; their
+other axes are left to the compiler. The compiler is the judge: the pins stay unless the program exchanges
+more with them. Where it divides all products so by itself, as marks on these tell, nothing is compiled to
+judge: the pins hold the division in the program that a budget writes.
 """
 
 from __future__ import annotations
@@ -41,9 +42,6 @@ from jaxoff._schedule.weight_layouts import lay_out_weights
 
 # Smaller products are left to the compiler.
 _LEAST_NBYTES = 2**20
-# Pins stay where they leave this part of the bytes exchanged without; those along another axis than the first
-# where they add none, as the search for parts of rows reads the axis in the pins.
-_WINS = 0.99
 
 # (the result of a product, axis=the axis of its batch) -> the result.
 type _Wrap = Callable[..., jax.Array]
@@ -55,7 +53,7 @@ def divide_batch(
     shardings: Sequence[Sharding | None],
     lower_program: Lower,
 ) -> ClosedJaxpr:
-    """A program with the batch divided throughout, if less is exchanged between devices then.
+    """A program with the batch divided throughout, unless more is exchanged between devices then.
 
     Weights of loops that columns divide are laid out by rows in any case.
 
@@ -71,13 +69,12 @@ def divide_batch(
     batch = Batch.find(closed, donated, shardings)
     if batch is None:
         return closed
-    laid, pinned = batch.pin_products(closed, shardings, lower_program)
-    if pinned is laid:
-        return laid
+    laid, pinned = batch.pin_products(closed, shardings)
+    if batch.is_first and batch.is_divided_by(lower_program, laid):
+        return pinned
     with concurrent.futures.ThreadPoolExecutor() as pool:
         exchanged = [*pool.map(_count_exchanged, map(lower_program, (pinned, laid)))]
-    wins = _WINS if batch.is_first else 1.0
-    return pinned if exchanged[0] <= wins * exchanged[1] else laid
+    return pinned if exchanged[0] <= exchanged[1] else laid
 
 
 def pin_batch(
@@ -92,7 +89,10 @@ def pin_batch(
       closed, donated, shardings, lower_program: as for `divide_batch`.
     """
     batch = Batch.find(closed, donated, shardings)
-    return (closed, closed) if batch is None else batch.pin_products(closed, shardings, lower_program)
+    if batch is None:
+        return closed, closed
+    laid, pinned = batch.pin_products(closed, shardings)
+    return laid, laid if batch.is_first and batch.is_divided_by(lower_program, laid) else pinned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,12 +150,10 @@ class Batch:
         return all(axis in (None, 0) for axis in self.axes)
 
     def pin_products(
-        self, closed: ClosedJaxpr, shardings: Sequence[Sharding | None], lower_program: Lower
+        self, closed: ClosedJaxpr, shardings: Sequence[Sharding | None]
     ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-        """A program without pins and with pins; arguments and results as for `pin_batch`."""
+        """A program without pins, its weights laid out by rows, and with pins."""
         laid = lay_out_weights(closed, self.axes, self.shards, shardings)
-        if self.is_first and self.is_divided_by(lower_program, laid):
-            return laid, laid
         return laid, self.wrap_products(laid, self.pin)
 
     def pin(self, value: jax.Array, axis: int) -> jax.Array:

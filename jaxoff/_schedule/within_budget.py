@@ -163,7 +163,7 @@ class Search:
     def _list_twins(self) -> Iterator[ClosedJaxpr]:
         """The twin in the forms to search, the preferred one first.
 
-        With the batch divided throughout, where less is exchanged then; with the loops rolled up that the
+        With the batch divided throughout, unless more is exchanged then; with the loops rolled up that the
         user unrolled; with the batch divided as the compiler divides it.
         """
         merged, divided = self._merged_and_divided
