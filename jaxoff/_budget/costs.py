@@ -184,7 +184,7 @@ def _look_inside(pair: JointGraph) -> JointGraph:
 def _share_branches(eqns: Sequence[JaxprEqn], times: Sequence[float]) -> list[float]:
     """The times of equations; those of a condition's parts are the mean of the branches that compute."""
     paths = [list_branches(open_map(eqn)) for eqn in eqns]
-    shared = [ms / _count_chosen(eqn) for eqn, ms in zip(eqns, times, strict=True)]
+    shared = [ms / _compare_choice(eqn) for eqn, ms in zip(eqns, times, strict=True)]
     for depth in reversed(range(max(map(len, paths), default=0))):
         inside = [(tuple(path[:depth]), *path[depth]) if len(path) > depth else None for path in paths]
         sums: dict[Any, dict[int, float]] = {}  # a condition -> the times of its branches
@@ -199,14 +199,14 @@ def _share_branches(eqns: Sequence[JaxprEqn], times: Sequence[float]) -> list[fl
     return shared
 
 
-def _count_chosen(eqn: JaxprEqn) -> float:
-    """By how much choosing among values takes more passes of memory than a copy; 1 of other equations.
+def _compare_choice(eqn: JaxprEqn) -> float:
+    """The passes of memory to select among values of branches, as a multiple of those to copy one; else 1.
 
-    A choice reads and writes the value of the branch that runs.
+    The branch that runs reads and writes its own value, a selection would read all.
     """
     inside = look_inside(eqn)
-    chosen = as_selection(inside)
-    return 1.0 if chosen is inside else max(1.0, len(chosen.invars) / 2)
+    selection = as_selection(inside)
+    return 1.0 if selection is inside else max(1.0, len(selection.invars) / 2)
 
 
 def streamed_ms(nbytes: int, device: Device) -> float:

@@ -45,16 +45,19 @@ class LayeredProgram:
         Where a fault of jaxoff prevents that, the program has values of whole ones.
         """
         layered = LayeredProgram(closed, **options)
+        are_inside = not layered.list_joint_graphs()  # layers, if any, are divided between `jax.shard_map`s
         conditions = "a condition", split_conditions  # also in a `jax.shard_map`, and with one in a branch
-        left = set[str]()
         maps = "a jax.shard_map", split_shard_maps
-        # All layers one after the other may be in one `jax.shard_map`, and their backward passes in another.
+        # The backward passes of layers one after the other may be in one `jax.shard_map`.
         apart = "a jax.shard_map", functools.partial(split_shard_maps, joins_backward=False)
+        left = set[str]()
         for whole, split in (conditions, maps, apart, conditions):
             graphs = layered.list_joint_graphs()
-            is_inside = split is maps[1] and graphs and layered.is_manual
-            is_done = split is apart[1] and not all(graph.is_section for graph in graphs)
-            if whole in left or is_inside or is_done:
+            if split is maps[1]:
+                is_done = bool(graphs) and layered.is_manual
+            else:
+                is_done = split is apart[1] and not (are_inside and all(g.is_section for g in graphs))
+            if is_done or whole in left:
                 continue
             try:
                 found = split(layered.closed, layered.holds_layers)

@@ -198,22 +198,22 @@ def share_scalars(eqns: Iterable[JaxprEqn], renamed: Renamed) -> list[JaxprEqn]:
       renamed: variable -> what the equations read in its place; gets the scalars that are left out.
     """
     found = list[JaxprEqn]()
-    scalars = dict[Any, Any]()  # row or equation -> its scalar
-    for eqn in eqns:
-        eqn = eqn.replace(invars=[resolve(renamed, v) for v in eqn.invars])
+    in_rows: Renamed = {}  # row -> its scalar
+    made = dict[Any, Var]()  # how a scalar is made -> the scalar
+    for given in eqns:
+        eqn = given.replace(invars=[resolve(renamed, v) for v in given.invars])
         if eqn.primitive.name in CHEAP:
-            (operand, *_), (out,) = [*eqn.invars, None], eqn.outvars
-            if compat.shape_of(out.aval):
-                if len(eqn.invars) == 1 and not compat.shape_of(operand.aval):
-                    scalars[out] = operand
-            else:
-                atoms = (repr(v) if isinstance(v, Literal) else v for v in eqn.invars)
-                key = eqn.primitive.name, str(eqn.params), str(out.aval), *atoms
-                is_move = eqn.primitive.name == "reshape" and operand in scalars
-                first = scalars[operand] if is_move else scalars.setdefault(key, out)
+            (out,), atoms = eqn.outvars, eqn.invars
+            if not compat.shape_of(out.aval):
+                operands = (repr(v) if isinstance(v, Literal) else v for v in atoms)
+                first = made.setdefault((eqn.primitive.name, str(eqn.params), str(out.aval), *operands), out)
+                if eqn.primitive.name == "reshape" and isinstance(atoms[0], Var):
+                    first = in_rows.get(atoms[0], first)
                 if first is not out and first.aval == out.aval:
                     renamed[out] = first
                     continue
+            elif len(atoms) == 1 and not compat.shape_of(atoms[0].aval):
+                in_rows[out] = atoms[0]
         found.append(eqn)
     return found
 

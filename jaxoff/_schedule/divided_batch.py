@@ -70,7 +70,7 @@ def divide_batch(
     if batch is None:
         return closed
     laid, pinned = batch.pin_products(closed, shardings)
-    if batch.is_first and batch.is_divided_by(lower_program, laid):
+    if pinned is laid or (batch.is_first and batch.is_divided_by(lower_program, laid)):
         return pinned
     with concurrent.futures.ThreadPoolExecutor() as pool:
         exchanged = [*pool.map(_count_exchanged, map(lower_program, (pinned, laid)))]
