@@ -223,13 +223,14 @@ def _write_reader(
         return None
 
     carry = [argument for _, argument in pairs[layout.num_consts : first]]
-    shared: Renamed = dict(renamed)
+    eqns = [e.replace(invars=[resolve(renamed, v) for v in e.invars]) for e in body.eqns]
+    shared: Renamed = {}
     for part in (consts, rows):  # the numbers of the iterations may be operands of several loops
         once = dict[Var, Var]()
-        shared |= {w: once.setdefault(v, w) for v, w in part if isinstance(v, Var) and w not in renamed}
-    eqns = share_scalars([*masks, *body.eqns], shared)
+        shared |= {w: once.setdefault(v, w) for v, w in part if isinstance(v, Var)}
+    eqns = share_scalars([*masks, *eqns], shared)
     arguments = [*(w for _, w in consts), *carry, *(w for _, w in rows)]
-    outs = [resolve(shared, v) for v in body.outvars]
+    outs = [resolve(shared, resolve(renamed, v)) for v in body.outvars]
     body = body.replace(invars=arguments, eqns=eqns, outvars=outs)
     body = _write_program(body, inside)
     read = {v for e in body.eqns for v in variables(e)} | {v for v in body.outvars if isinstance(v, Var)}
