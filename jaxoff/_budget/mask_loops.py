@@ -201,18 +201,20 @@ def _write_reader(
     first = layout.num_consts + layout.num_carry
     consts, rows = pairs[: layout.num_consts], pairs[first:]
     masks: list[JaxprEqn] = []
+    made: dict[int, list[Any]] = {}  # id of a maker -> its results
     renamed: Renamed = {}
     inside: dict[Var, _Masks] = {}
     for operand, argument in rows[:]:
         stack = known.get(operand) if isinstance(operand, Var) else None
         own = None if stack is None else stack.layout
         if stack is not None and own is not None and own.length == layout.length:
-            new = [Var(v.aval) for v in stack.body.invars]
-            given = list(zip(stack.operands, new, strict=True))
-            consts, rows = consts + given[: own.num_consts], rows + given[own.num_consts :]
-            made, results = instantiate(stack.body, new, eqn)
-            masks += made
-            renamed[argument] = results[stack.place]
+            if id(stack.maker) not in made:
+                new = [Var(v.aval) for v in stack.body.invars]
+                given = list(zip(stack.operands, new, strict=True))
+                consts, rows = consts + given[: own.num_consts], rows + given[own.num_consts :]
+                eqns, made[id(stack.maker)] = instantiate(stack.body, new, eqn)
+                masks += eqns
+            renamed[argument] = made[id(stack.maker)][stack.place]
     for operand, argument in pairs[: layout.num_consts]:
         if isinstance(operand, Var) and operand in known:
             new = [Var(v.aval) if isinstance(v, Var) else v for v in known[operand].operands]

@@ -69,20 +69,23 @@ def list_branches(eqn: JaxprEqn) -> list[tuple[Any, int]]:
 
     A condition is a part of the only branch that computes.
     """
+    return _open_parts(eqn)[0]
+
+
+def look_inside_part(eqn: JaxprEqn) -> JaxprEqn:
+    """The equation in a part of a condition, as one of the arrays outside; another equation itself."""
+    return _open_parts(eqn)[1]
+
+
+def _open_parts(eqn: JaxprEqn) -> tuple[list[tuple[Any, int]], JaxprEqn]:
+    """The results of `list_branches` and of `look_inside_part`."""
     found = list[tuple[Any, int]]()
     while (k := _find_branch(eqn)) is not None:
         found.append((eqn.invars[0], k))
         if (inner := _open_part(eqn, k)) is None:
             break
         eqn = inner
-    return found
-
-
-def look_inside_part(eqn: JaxprEqn) -> JaxprEqn:
-    """The equation in a part of a condition, as one of the arrays outside; another equation itself."""
-    while (k := _find_branch(eqn)) is not None and (inner := _open_part(eqn, k)) is not None:
-        eqn = inner
-    return eqn
+    return found, eqn
 
 
 def _find_branch(eqn: JaxprEqn) -> int | None:

@@ -70,7 +70,7 @@ def divide_batch(
     if batch is None:
         return closed
     laid, pinned = batch.pin_products(closed, shardings)
-    if pinned is laid or (batch.is_first and batch.is_divided_by(lower_program, laid)):
+    if pinned is laid or batch.is_divided_by(lower_program, laid):
         return pinned
     with concurrent.futures.ThreadPoolExecutor() as pool:
         exchanged = [*pool.map(_count_exchanged, map(lower_program, (pinned, laid)))]
@@ -92,7 +92,7 @@ def pin_batch(
     if batch is None:
         return closed, closed
     laid, pinned = batch.pin_products(closed, shardings)
-    return laid, laid if batch.is_first and batch.is_divided_by(lower_program, laid) else pinned
+    return laid, laid if batch.is_divided_by(lower_program, laid) else pinned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,9 @@ class Batch:
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
 
     def is_divided_by(self, lower_program: Lower, closed: ClosedJaxpr) -> bool:
-        """Whether the compiler divides the large products of a program as the batch."""
+        """Whether the compiler divides the large products of a program as the batch, along the first axis."""
+        if not self.is_first:
+            return False
         marks: list[bool | None] = []  # whether it divides a product so, once recorded
 
         def mark(value: jax.Array, axis: int) -> jax.Array:
