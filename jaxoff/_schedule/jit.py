@@ -63,7 +63,9 @@ def jit(
       recipe: the recipe to use instead of a choice; compiles one program.
       tune: whether to choose by time among the recipes within that memory, each also without CUDA graphs
         where its copies are outside of loops. Each of the first steps runs, and waits for, another of these
-        programs; four steps each, and the fastest stays. `tuned` of the result has the times. The decision is
+        programs; four steps each, and the fastest stays. `tuned` of the result has the times. Within
+        `device_bytes` these are the programs that fit: the plan's by each recipe, one that offloads nothing,
+        and the step as it is written; with state on the host, the plan's alone. The decision is
         kept in `$JAXOFF_CACHE_DIR` (default: `~/.cache/jaxoff`), by program, device and versions. All the
         programs compute the same step, in roundings of their own.
       device_bytes: a budget of device memory for the step, on each device: bytes, text such as "60GB", or
@@ -99,8 +101,8 @@ def jit(
     Raises:
       TypeError: for a device that is no `jaxoff.Device`, and for compiler_options that are no mapping.
       BudgetError: at the first call or by `lower`, if no program within `device_bytes` is found.
-      ValueError: for an unknown recipe, for `tune` with a recipe or in one of several processes, for
-        `device_bytes` together with either, and at the first call for "fit" without a single GPU process.
+      ValueError: for an unknown recipe, for `recipe` together with `tune` or `device_bytes`, for `tune` in
+        one of several processes, and at the first call for "fit" without a single GPU process.
       RuntimeError: when the program is traced, at the first call or by `lower`, if it moves residuals on a
         GPU and jaxlib is older than 0.11.1, which computes wrong gradients then; or if it needs more pinned
         host memory at once than XLA's pool has, which XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB sets.
@@ -139,6 +141,6 @@ def jit(
             f"recipe= insists on one recipe, tune=True compares several; got recipe={recipe!r} and both."
         )
     budget = Budget.of(device_bytes, host_bytes, compress)
-    if budget is not None and (recipe is not None or tune):
-        raise ValueError("device_bytes= chooses the recipe by compiled memory; got recipe= or tune= as well.")
+    if budget is not None and recipe is not None:
+        raise ValueError(f"device_bytes= chooses the recipe by compiled memory; got {recipe=} as well.")
     return Jitted(fun, options, rates, checked_recipe(recipe), tune, budget, kwargs)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,16 +24,17 @@ from jaxoff._report.finding import Finding
 from jaxoff._report.warn import warn_of
 from jaxoff._runtime.disk import make_key
 from jaxoff._runtime.flags import UNTUNED, PlacedBy
-from jaxoff._runtime.program_memory import lowered_nbytes, program_nbytes_if_compiled
+from jaxoff._runtime.program_memory import program_nbytes_if_compiled
 from jaxoff._schedule.argument_types import ArgumentTypes
 from jaxoff._schedule.call import Call, Place
+from jaxoff._schedule.compiled_programs import Compiler
 from jaxoff._schedule.divided_choice import choose_divided, divide_traced, is_passed_over
 from jaxoff._schedule.faults import describe_symbolic, rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import find_lost_order
 from jaxoff._schedule.rewrite import Rewritten
-from jaxoff._schedule.settings import Setting, add_without_graphs, complete, list_for_call, list_settings
+from jaxoff._schedule.settings import Setting, add_without_graphs, complete, list_for_call
 from jaxoff._schedule.sharding_marks import Lower
 from jaxoff._schedule.traced import ProbedError, Traced
 from jaxoff._schedule.traced_arguments import TracedArguments
@@ -44,14 +45,12 @@ from jaxoff._schedule.tuning import (
     list_within_limit,
     read_decision,
     refuse_several_processes,
-    write_decision,
 )
 from jaxoff._schedule.vanished import find_vanished
-from jaxoff._schedule.within_budget import Written, estimate_within, find_within
+from jaxoff._schedule.within_budget import Within, Written, estimate_within, find_within
 from jaxoff._state import hosted
 
-type _Unmet = dict[Setting, tuple[Finding, ...]]
-type _Made = tuple[float, tuple[Setting, Any]]  # bytes; the setting and the `jax.jit` function
+type _Unmet = dict[Setting, Sequence[Finding]]
 
 _jax_jit = jax.jit  # `jax.jit = jaxoff.jit` must not make this module call itself
 
@@ -86,8 +85,7 @@ class Jitted:
         self._types = ArgumentTypes(ignores_host=budget is not None and not hosted.names_host(kwargs))
         self._chosen: dict[Hashable, Setting] = {}  # types of a call's arguments -> setting
         self._instances: dict[Hashable, Any] = {}  # types and setting -> the `jax.jit` function
-        self._tunings: dict[Hashable, Tuning] = {}  # types -> the programs that are being timed
-        self._timed: set[Hashable] = set()  # types whose setting was chosen by time
+        self._tunings: dict[Hashable, Tuning | None] = {}  # types -> programs to time; None: one is chosen
         self._latest = Setting(Recipe.ORDERED, ())
         self._probed = threading.local()  # `traced`: the program of the call under way
         self._choosing = threading.RLock()
@@ -156,7 +154,7 @@ class Jitted:
         """As `jax.jit(fun).clear_cache`."""
         for jitted in (self._inner, *self._instances.values()):
             jitted.clear_cache()
-        for kept in (self._chosen, self._tunings, self._timed, self._instances):
+        for kept in (self._chosen, self._tunings, self._instances):
             kept.clear()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -208,8 +206,9 @@ class Jitted:
         with self._probe(call, traced) as traced:
             with self._choosing:  # of threads with the same first call one searches
                 if call.key not in self._chosen:
-                    choose = self._choose if self._budget is None else self._fit
-                    self._chosen[call.key] = choose(call, traced)
+                    is_free = self._budget is None
+                    found = self._choose(call, traced) if is_free else self._fit(call, traced).setting
+                    self._chosen[call.key] = found
             self._latest = self._chosen[call.key]
             yield hosted.taking_host_arrays(self._find_instance(call, self._latest), call.moves_to_device)
 
@@ -256,7 +255,7 @@ class Jitted:
         first, *others = self._list_settings(call, traced)
         if not others:
             return complete(first, call, self._make_instance)
-        settings, unmet = {s.recipe: s for s in (first, *others)}, dict[Setting, tuple[Finding, ...]]()
+        settings, unmet = {s.recipe: s for s in (first, *others)}, dict[Setting, Sequence[Finding]]()
 
         def compile_recipe(recipe: Recipe) -> jax.stages.Compiled:
             settings[recipe] = complete(settings[recipe], call, self._make_instance)
@@ -275,52 +274,39 @@ class Jitted:
         return settings[recipe]
 
     def _compile(self, call: Call, traced: Traced, unmet: _Unmet, setting: Setting) -> jax.stages.Compiled:
-        """Compiles the program of a setting, and adds to `unmet` what it was to offload and does not."""
+        """Compiles the program of a setting; adds to `unmet` what it was to offload and does not."""
         compiled = self._lower(call, setting).compile()
         if call.is_on_gpu and setting.recipe is not Recipe.SAVED:  # whose choice is a finding itself
             unmet[setting] = tuple(find_vanished(traced.given, call.devices, compiled))
         return compiled
 
-    def _fit(self, call: Call, traced: Traced) -> Setting:
-        """The setting of the program within the budget; its instance takes the place of a choice."""
+    def _fit(self, call: Call, traced: Traced) -> Within:
+        """The step within the budget; its function takes the place of a choice."""
         self.plan = None
         assert self._budget is not None
-        budget, refusals = self._budget.resolve(call.described), list[str]()
+        budget = self._budget.resolve(call.described)
         lower_given = functools.partial(self._lower_given, call, traced.signature, traced.shapes)
-
-        def compile_program(closed: ClosedJaxpr, *, preferred: bool, in_order: bool = False) -> _Made | None:
-            program = self._rewrite(call, closed, lower_given, in_order=in_order)
-            self._probed.traced = made = dataclasses.replace(traced, given=closed, program=program)
-            settings = list_settings(program, self._given, has_twin=False, budgeted=True)
-            hiding = [s for s in settings if s.recipe.hides_copies] or settings[:1]
-            found: list[_Made] = []
-            for setting in hiding if preferred else settings[len(hiding) :]:
-                if preferred and any(nbytes <= budget.device_nbytes for nbytes, _ in found):
-                    break
-                setting = complete(setting, call, functools.partial(self._make_instance, made=made))
-                jitted = self._make_instance(call, setting, made)
-                lowered, options = call.lower(jitted), dict(setting.options) | self._given
-                nbytes = lowered_nbytes(lowered, call.device, call.devices, options, refusals)
-                if not call.is_on_gpu:  # where the two memories are one
-                    nbytes -= made.count_host_arguments(call.list_shardings(made.signature[1]))
-                found.append((nbytes, (setting, jitted)))
-            return min(found, key=lambda made: made[0], default=None)
+        rewrite = functools.partial(self._rewrite, call, ask=lower_given)
+        compiler = Compiler(call, traced, budget.device_nbytes, self._given, rewrite, self._make_instance)
 
         def compile_written() -> Written:
-            self._probed.traced = traced
             setting = self._choose(call, traced)
             nbytes = program_nbytes_if_compiled(self._lower(call, setting).compile)
             return Written(setting, nbytes, traced.follow(setting.recipe))
 
-        facts = *call.describe_arguments(self._fun, traced.signature[1], self._kwargs), refusals
-        compilers = compile_program, compile_written, lower_given
-        within = find_within(call, traced, self._share_link(call.devices), budget, *compilers, *facts)
+        facts = call.describe_arguments(self._fun, traced.signature[1], self._kwargs)
+        device = self._share_link(call.devices)
+        within = find_within(call, traced, device, budget, compiler, compile_written, lower_given, *facts)
         self._report(within.findings)
-        places = hosted.list_shardings(call.described[0], within.instance)
-        self.plan = dataclasses.replace(within.plan, step=self, in_shardings=places)
-        if within.instance is not None:
-            self._instances[call.key, within.setting] = within.instance
-        return within.setting
+        self.plan = self._hold(call, within)
+        return within
+
+    def _hold(self, call: Call, within: Within) -> Plan:
+        """Keeps the function of a step within the budget for the calls, and returns the step's plan."""
+        made = within.compiled.instance if within.compiled else self._find_instance(call, within.written)
+        self._instances[call.key, within.setting] = made
+        places = hosted.list_shardings(call.described[0], made)
+        return dataclasses.replace(within.plan, step=self, in_shardings=places)
 
     def make_estimator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Budget], Plan]:
         """Traces a call once, for its plans by an estimate of memory: budget -> plan, or a BudgetError."""
@@ -346,10 +332,10 @@ class Jitted:
 
     def _find_tuning(self, call: Call) -> Tuning | None:
         """The comparison of programs that a call belongs to; None once the setting is chosen."""
-        if call.key not in self._timed and call.key not in self._tunings:
+        if call.key not in self._tunings:
             with self._probe(call) as traced:
-                self._start_tuning(call, traced)
-        return self._tunings.get(call.key)
+                (self._start_tuning if self._budget is None else self._start_tuning_within)(call, traced)
+        return self._tunings[call.key]
 
     def _start_tuning(self, call: Call, traced: Traced) -> None:
         """Compiles the programs to compare, or chooses where the decision is known or there is only one."""
@@ -368,28 +354,42 @@ class Jitted:
                 return
         setting = complete(find_fastest(settings, self.tuned) or settings[0], call, self._make_instance)
         call.trace(self._find_instance(call, setting))  # JAX keeps it for the call
-        self._settle_on(call, setting, unmet)
+        self._settle_on(call, setting, unmet, {})
+
+    def _start_tuning_within(self, call: Call, traced: Traced) -> None:
+        """Finds the steps within the budget to compare, or chooses where the decision is known."""
+        refuse_several_processes()
+        first = self._fit(call, traced)
+        text = self._lower(call, first.setting).as_text()
+        key = make_key(text, call.devices, call.device, repr(self._budget))
+        self.tuned, found = read_decision(key), [first]
+        if not self.tuned or find_fastest([first.setting], self.tuned) is None:
+            found += first.list_others()
+        plans = {within.setting: self._hold(call, within) for within in found}
+        if self.tuned or len(found) == 1:
+            self._settle_on(call, find_fastest([*plans], self.tuned) or first.setting, {}, plans)
+        else:
+            self._tunings[call.key] = Tuning([*plans], key, {}, plans)
 
     def _take_timed_step(self, call: Call, tuning: Tuning) -> Any:
         """Takes a step by the next program to be timed; after the last such step, chooses the fastest."""
-        self._latest = tuning.current
-        results = tuning.run(self._find_instance(call, tuning.current), call.args, call.kwargs)
+        self._latest, self.plan = tuning.current, tuning.plans.get(tuning.current)
+        jitted = hosted.taking_host_arrays(self._find_instance(call, tuning.current), call.moves_to_device)
+        results = tuning.run(jitted, call.args, call.kwargs)
         self.tuned = tuning.milliseconds
         if tuning.is_done:
-            write_decision(tuning.key, self.tuned)
-            fastest = find_fastest(tuning.settings, self.tuned)
-            assert fastest is not None
-            self._settle_on(call, fastest, tuning.unmet)
-            del self._tunings[call.key]
+            fastest = tuning.decide()
+            self._settle_on(call, fastest, tuning.unmet, tuning.plans)
             for setting in set(tuning.settings) - {fastest}:
                 self._instances.pop((call.key, setting)).clear_cache()
         return results
 
-    def _settle_on(self, call: Call, setting: Setting, unmet: Mapping[Setting, Iterable[Finding]]) -> None:
+    def _settle_on(self, call: Call, setting: Setting, unmet: _Unmet, plans: Mapping[Setting, Plan]) -> None:
         """Chooses the setting of a tuned call."""
         self._latest = self._chosen[call.key] = setting
-        self._timed.add(call.key)
-        self._report([*find_saved(setting, self.tuned), *unmet.get(setting, ())])
+        self._tunings[call.key], self.plan = None, plans.get(setting)
+        if self._budget is None:  # within a budget the plan says what goes to the host
+            self._report([*find_saved(setting, self.tuned), *unmet.get(setting, ())])
 
     def _report(self, findings: Iterable[Finding]) -> None:
         """Adds findings to `findings`, and warns of each the first time, on the line of the user's call."""

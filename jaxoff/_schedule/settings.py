@@ -33,14 +33,17 @@ class Setting:
     Attributes:
       recipe: the recipe.
       options: the compiler options.
+      program: within a budget, what the program is: "planned", or another that fits, e.g. "as written".
     """
 
     recipe: Recipe
     options: Options
+    program: str = ""
 
     def __str__(self) -> str:
         """The recipe's name, with a note where no kernel is captured into CUDA graphs."""
-        return self.recipe.value + (" without graphs" if dict(self.options).get(COMMAND_BUFFER) == "" else "")
+        name = self.recipe.value + (" without graphs" if dict(self.options).get(COMMAND_BUFFER) == "" else "")
+        return f"{self.program}, {name}" if self.program else name
 
     @property
     def is_complete(self) -> bool:
@@ -49,7 +52,8 @@ class Setting:
 
     def without_graphs(self) -> Setting:
         """The setting with no kernel captured into CUDA graphs."""
-        return Setting(self.recipe, tuple((dict(self.options) | {COMMAND_BUFFER: ""}).items()))
+        options = tuple((dict(self.options) | {COMMAND_BUFFER: ""}).items())
+        return dataclasses.replace(self, options=options)
 
 
 def list_settings(
@@ -140,7 +144,7 @@ def complete(setting: Setting, call: Call, make_jitted: Callable[[Call, Setting]
     if file is None:
         return setting
     options = (PROFILE, str(file)), (PROFILE_CHECK, "PGLE_STRICTNESS_LEVEL_OFF")
-    return Setting(setting.recipe, setting.options + options)
+    return dataclasses.replace(setting, options=setting.options + options)
 
 
 def _choose_options(recipe: Recipe, program: Rewritten, disabled: str, *, budgeted: bool) -> Options:

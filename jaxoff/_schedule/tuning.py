@@ -13,11 +13,13 @@ import functools
 import math
 import statistics
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from jaxoff._budget.report import Plan
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._runtime.disk import read_facts, write_facts
 from jaxoff._runtime.program_memory import program_nbytes_if_compiled
@@ -37,11 +39,18 @@ class Tuning:
       settings: the settings, the preferred one first.
       key: the key of the decision on disk.
       unmet: by setting, the findings of its compiled program.
+      plans: by setting, the plan of a step within a budget.
       samples: the seconds of the steps of each, without the first.
     """
 
-    def __init__(self, settings: Sequence[Setting], key: str, unmet: Mapping[Setting, Sequence[Finding]]):
-        self.settings, self.key, self.unmet = tuple(settings), key, unmet
+    def __init__(
+        self,
+        settings: Sequence[Setting],
+        key: str,
+        unmet: dict[Setting, Sequence[Finding]],
+        plans: Mapping[Setting, Plan] = types.MappingProxyType({}),
+    ):
+        self.settings, self.key, self.unmet, self.plans = tuple(settings), key, unmet, plans
         self.samples: dict[Setting, list[float]] = {setting: [] for setting in settings}
         self._steps = 0
 
@@ -70,6 +79,13 @@ class Tuning:
     def milliseconds(self) -> dict[str, float]:
         """The median time of a step by each setting with samples: name -> milliseconds."""
         return {str(s): 1e3 * statistics.median(found) for s, found in self.samples.items() if found}
+
+    def decide(self) -> Setting:
+        """The fastest setting of all with samples; keeps their times on disk."""
+        write_decision(self.key, self.milliseconds)
+        fastest = find_fastest(self.settings, self.milliseconds)
+        assert fastest is not None
+        return fastest
 
 
 def find_fastest(settings: Sequence[Setting], milliseconds: Mapping[str, float]) -> Setting | None:

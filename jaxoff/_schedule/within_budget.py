@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Sharding
@@ -33,15 +34,13 @@ from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.progress import Progress
 from jaxoff._report.tables import format_nbytes
 from jaxoff._schedule.call import Call
+from jaxoff._schedule.compiled_programs import Compiled, Compiler
 from jaxoff._schedule.divided_batch import divide_batch
 from jaxoff._schedule.faults import describe_fault, name_fault
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.settings import Setting
 from jaxoff._schedule.sharding_marks import Lower
 from jaxoff._schedule.traced import Traced
-
-# The setting of a program, with its `jax.jit` function.
-type _Made = tuple[Setting, Any]
 
 # A program without copies is compiled in jaxoff's order, too, where XLA's takes this many times the estimate.
 _OUT_OF_ORDER = 1.1
@@ -79,12 +78,30 @@ class Written:
 
 @dataclasses.dataclass(frozen=True)
 class Within:
-    """A step within a budget: its setting, its plan, and its `jax.jit` function unless it is the user's."""
+    """A step within a budget.
+
+    Attributes:
+      setting: its recipe and compiler options.
+      plan: its plan.
+      compiled: its program; None for the step as the user wrote it.
+      findings: what the user should know.
+      list_others: compiles other steps within the budget, to be compared by time.
+    """
 
     setting: Setting
     plan: Plan
-    instance: Any = None
+    compiled: Compiled | None = None
     findings: tuple[Finding, ...] = ()
+    list_others: Callable[[], Iterable[Within]] = tuple
+
+    def label(self, program: str) -> Within:
+        """The step with a name for its program."""
+        return dataclasses.replace(self, setting=dataclasses.replace(self.setting, program=program))
+
+    @property
+    def written(self) -> Setting:
+        """The setting of the step as the user wrote it, by which a call finds its function."""
+        return dataclasses.replace(self.setting, program="")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +117,12 @@ class Search:
       call, traced: of the step.
       device: rates of the device.
       budget: the memory of the device and its host.
-      compile_program: (program, whether to take the first recipe within the budget of those that hide
-        copies, or of the others that of the least memory; whether to order the program in any case) -> bytes
-        on the device, and the compiled program's setting and function; None without others.
+      compiler: compiles programs.
       compile_written: compiles the step as the user wrote it.
       lower_given: lowers a program as `jax.jit` does, for a compilation that is only read.
       paths: the name of each argument.
       donated: for each argument, whether the program may reuse its memory.
       shardings: of the arguments over several devices, else None.
-      refusals: XLA's reasons for the programs that it did not compile.
     """
 
     twin: ClosedJaxpr
@@ -116,13 +130,12 @@ class Search:
     traced: Traced
     device: Device
     budget: Budget
-    compile_program: Callable[..., tuple[float, _Made] | None]
+    compiler: Compiler
     compile_written: Callable[[], Written]
     lower_given: Lower
     paths: Sequence[str]
     donated: Sequence[bool]
     shardings: Sequence[Sharding | None]
-    refusals: Sequence[str]
 
     def run(self) -> Within:
         """Finds the step; after a fault of jaxoff the step as the user wrote it, if it fits.
@@ -142,13 +155,14 @@ class Search:
             raise error
 
         try:
-            return find(self.budget)
+            found = find(self.budget)
+            return dataclasses.replace(found, list_others=functools.partial(self._list_others, found))
         except BudgetError as error:
             error = find_least(error, self.budget, lambda near: find(near).plan.peak_bytes)
             if has_ordered_effects(self.twin):
                 error = error.extend(_ORDERED_EFFECTS)
-            if error.smallest_bytes is None and self.refusals:
-                error = error.extend(f"XLA says: {self.refusals[0]}")
+            if error.smallest_bytes is None and self.compiler.refusals:
+                error = error.extend(f"XLA says: {self.compiler.refusals[0]}")
             raise error from None
         except UnmatchedError:
             raise
@@ -159,6 +173,29 @@ class Search:
                 raise BudgetError(f"{text} Please report the program.", None) from fault
             finding = describe_fault(fault, doing)
             return dataclasses.replace(self._as_written(written), findings=(finding,))
+
+    def _list_others(self, found: Within) -> Iterator[Within]:
+        """Other steps within the budget that take their state from where the step found takes it.
+
+        The same program by its other recipes, a program that copies nothing to the host, and the step as the
+        user wrote it.
+        """
+        if found.compiled is None or not (found.plan.values or found.plan.in_parts):
+            return
+        for nbytes, compiled in self.compiler.compile_others(found.compiled):
+            plan = dataclasses.replace(found.plan, peak_bytes=nbytes)
+            yield dataclasses.replace(found, setting=compiled.setting, plan=plan, compiled=compiled)
+        if found.compiled.traced.has_host_arguments:
+            return
+        if found.plan.host_bytes:
+            budget = dataclasses.replace(self.budget, host_nbytes=NO_COPIES)
+            with contextlib.suppress(BudgetError):
+                without = dataclasses.replace(self, budget=budget).run()
+                if without.compiled is not None:
+                    yield without.label("nothing offloaded")
+        written = self.compile_written()
+        if written.nbytes <= self.budget.device_nbytes:
+            yield self._as_written(written).label("as written")
 
     def _list_twins(self) -> Iterator[ClosedJaxpr]:
         """The twin in the forms to search, the preferred one first.
@@ -240,17 +277,17 @@ class Search:
         within = self._make_within(found)
         return dataclasses.replace(within, plan=hosted.add_to(within.plan))
 
-    def _find_fitting(self, closed: ClosedJaxpr, budget: Budget) -> Tried[_Made]:
-        def compile_preferred(program: ClosedJaxpr) -> tuple[float, _Made]:
-            compiled = self.compile_program(program, preferred=True)
+    def _find_fitting(self, closed: ClosedJaxpr, budget: Budget) -> Tried[Compiled]:
+        def compile_preferred(program: ClosedJaxpr) -> tuple[float, Compiled]:
+            compiled = self.compiler.compile_program(program, preferred=True)
             assert compiled is not None  # every program has a recipe
             if self._is_out_of_order(program, compiled[0]):
-                in_order = self.compile_program(program, preferred=True, in_order=True)
+                in_order = self.compiler.compile_program(program, preferred=True, in_order=True)
                 compiled = min(compiled, in_order or compiled, key=lambda made: made[0])
             return compiled
 
-        def compile_otherwise(program: ClosedJaxpr) -> tuple[float, _Made] | None:
-            return self.compile_program(program, preferred=False) if self.call.is_on_gpu else None
+        def compile_otherwise(program: ClosedJaxpr) -> tuple[float, Compiled] | None:
+            return self.compiler.compile_program(program, preferred=False) if self.call.is_on_gpu else None
 
         # The preferred recipes hide the copies best; others may take less memory.
         return find_fitting(
@@ -282,9 +319,9 @@ class Search:
     def _state(self) -> State:
         return State.find(self.twin, self.donated, self.shardings, self.call.devices)
 
-    def _make_within(self, found: Tried[_Made]) -> Within:
-        setting, instance = found.program
-        return Within(setting, found.make_plan(self.budget, self.device, None), instance)
+    def _make_within(self, found: Tried[Compiled]) -> Within:
+        plan = found.make_plan(self.budget, self.device, None)
+        return Within(found.program.setting, plan, found.program)
 
     def _as_written(self, written: Written) -> Within:
         return _plan_as_written(self.call, self.traced, written, self.budget, self.device)
@@ -300,14 +337,14 @@ def find_within(
     traced: Traced,
     device: Device,
     budget: Budget,
-    compile_program: Callable[..., tuple[float, _Made] | None],
+    compiler: Compiler,
     compile_written: Callable[[], Written],
     *facts: Any,
 ) -> Within:
     """The step within a budget; a step that a budget cannot place as the user wrote it, if that fits.
 
     Args:
-      call, traced, device, budget, compile_program, compile_written: as for `Search`.
+      call, traced, device, budget, compiler, compile_written: as for `Search`.
       facts: the other attributes of `Search`.
 
     Raises:
@@ -317,7 +354,7 @@ def find_within(
     if reason is None:
         twin = traced.take_twin()
         limited = limit_copies(budget, twin)
-        return Search(twin, call, traced, device, limited, compile_program, compile_written, *facts).run()
+        return Search(twin, call, traced, device, limited, compiler, compile_written, *facts).run()
     written = compile_written()
     if written.nbytes > budget.device_nbytes:
         raise BudgetError(f"{reason} As it is written, the step takes {written.size}.", None)

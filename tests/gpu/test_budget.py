@@ -41,6 +41,24 @@ def test_steps_within_a_budget_are_those_of_the_plain_program(name):
     assert planned.plan.in_parts
 
 
+def test_programs_within_a_budget_are_compared_by_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXOFF_CACHE_DIR", str(tmp_path))
+    step = dataclasses.replace(PROGRAMS["decoder-scan"], offloads=None).build(DEEP, attention="xla")
+    batch = step.make_batch(jax.random.key(1))
+    plain = jax.jit(step.fun, donate_argnums=0)
+    budget = 1.01 * program_nbytes(plain.lower(step.state, step.batch).compile())
+    tuned = jaxoff.jit(step.fun, donate_argnums=0, device_bytes=budget, tune=True)
+    state = jax.jit(step.initialize)(jax.random.key(0))
+    for _ in range(32):
+        state, _ = tuned(state, batch)
+    assert any(name.startswith("as written") for name in tuned.tuned)
+    assert any(name.startswith("planned") for name in tuned.tuned)
+    assert tuned.plan.peak_bytes <= budget
+    assert program_nbytes(tuned.lower(step.state, step.batch).compile()) <= budget
+    fastest = min(tuned.tuned.values())
+    assert any(tuned.recipe in name and ms <= 1.003 * fastest for name, ms in tuned.tuned.items())
+
+
 def test_the_budget_that_fits_is_the_limit_of_the_allocator():
     step = dataclasses.replace(PROGRAMS["decoder-scan"], offloads=None).build(DEEP, attention="xla")
     batch = step.make_batch(jax.random.key(1))
