@@ -81,6 +81,7 @@ def diagnose(environment: Environment) -> Diagnosis:
         *_check_versions(environment),
         *_check_backend(environment),
         *_check_pool(environment, pool),
+        *_check_nodes(environment),
         *_check_settings(environment, settings),
     )
     problems = sorted(checks, key=lambda problem: not problem.fatal)
@@ -176,6 +177,19 @@ def _check_pool(environment: Environment, pool: int) -> Iterator[Problem]:
             f"XLA's pinned pool may grow to {pool / GIB:.0f} GiB and this process may use "
             f"{environment.host_bytes / GIB:.0f} GiB: past that it is killed without an error. Lower "
             f"{POOL_VARIABLE}.",
+        )
+
+
+def _check_nodes(environment: Environment) -> Iterator[Problem]:
+    far = sorted(set(environment.gpu_nodes) - set(environment.processor_nodes))
+    if environment.backend == "gpu" and environment.processor_nodes and far:
+        yield Problem(
+            "far-host-memory",
+            False,
+            f"A GPU is at memory node {', '.join(map(str, far))}, and this process runs on processors of "
+            f"node {', '.join(map(str, environment.processor_nodes))} only: pinned memory is allocated there, and "
+            "copies cross the link between processors. Start a GPU's process by numactl --cpunodebind=N "
+            "--membind=N, with the GPU's node N.",
         )
 
 

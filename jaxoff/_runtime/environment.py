@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxoff._runtime.flags import parse_xla_flags
+from jaxoff._runtime.host import find_gpu_nodes, find_host_bytes, find_processor_nodes
 from jaxoff._runtime.link import Link, measure_link
 
 # Packages whose versions are recorded.
@@ -66,6 +67,8 @@ class Environment:
       backend_error: why there are no devices, where jax could not start its backend.
       nvidia_gpu: whether the machine has an NVIDIA GPU, whether or not jax uses the GPU.
       host_bytes: the memory that this process may use, physical or its container's; None where unknown.
+      gpu_nodes: the memory node (NUMA) of each NVIDIA GPU; none where the system does not say.
+      processor_nodes: the memory nodes of the processors that this process may run on.
       xla_flags: flag of `XLA_FLAGS`, without dashes -> value.
       config: jax's own option -> value.
       variables: environment variable, if set -> value.
@@ -79,6 +82,8 @@ class Environment:
     backend_error: str | None = None
     nvidia_gpu: bool = False
     host_bytes: int | None = None
+    gpu_nodes: tuple[int, ...] = ()
+    processor_nodes: tuple[int, ...] = ()
     xla_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, str] = dataclasses.field(default_factory=dict)
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -108,7 +113,9 @@ def collect(*, link: bool = True) -> Environment:
         devices=tuple(map(_describe, devices)),
         backend_error=backend_error,
         nvidia_gpu=any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists(),
-        host_bytes=_host_bytes(),
+        host_bytes=find_host_bytes(),
+        gpu_nodes=find_gpu_nodes(),
+        processor_nodes=find_processor_nodes(),
         xla_flags=parse_xla_flags(os.environ.get("XLA_FLAGS", "")),
         config={name: value for name in CONFIG if (value := _read_option(name)) is not None},
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -158,15 +165,3 @@ def _version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _host_bytes() -> int | None:
-    """The smaller of the machine's memory and the limit of the container around this process."""
-    sizes = []
-    if "SC_PHYS_PAGES" in os.sysconf_names:
-        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        path = Path(limit)
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            sizes.append(int(text))
-    return min(sizes, default=None)

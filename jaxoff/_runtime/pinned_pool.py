@@ -20,17 +20,26 @@ def pool_to_set(nbytes: int) -> int:
     return -(-nbytes // 2**30) + 1
 
 
-def refuse_small_pool(nbytes: int, variables: Mapping[str, str], platform: str) -> None:
-    """Raises where XLA's pool of pinned host memory is smaller than a program's host memory.
+def refuse_small_pool(
+    nbytes: int, variables: Mapping[str, str], platform: str, host_nbytes: int | None = None
+) -> None:
+    """Raises where XLA's pool of pinned host memory, or the host, is smaller than a program's host memory.
 
     Args:
       nbytes: the most host memory that the program holds at any time.
       variables: environment variables by name.
       platform: the platform of the program, e.g. "gpu"; only GPUs have this pool.
+      host_nbytes: the memory that the process may use; None where unknown.
 
     Raises:
-      RuntimeError: for a GPU and a smaller pool.
+      RuntimeError: for a GPU, and a smaller pool or host.
     """
+    if platform == "gpu" and host_nbytes is not None and nbytes > host_nbytes:
+        raise RuntimeError(
+            f"The program puts {nbytes:,} bytes into pinned host memory at once, and this process may use "
+            f"{host_nbytes:,} of the host's: the system would kill it. Offload less; with device_bytes=, "
+            "host_bytes= is the most."
+        )
     limit = pinned_pool_bytes(variables)
     if platform != "gpu" or nbytes <= limit:
         return

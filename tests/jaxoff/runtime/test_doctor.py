@@ -14,6 +14,7 @@ from rich.console import Console
 from jaxoff._runtime import doctor
 from jaxoff._runtime.environment import DeviceInfo, Environment, collect
 from jaxoff._runtime.flags import CAPTURED_BY_DEFAULT, parse_captured_commands, parse_xla_flags
+from jaxoff._runtime.host import find_gpu_nodes, find_processor_nodes
 from jaxoff._runtime.link import Link, measure_link
 from jaxoff._runtime.table import print_diagnosis
 
@@ -154,6 +155,30 @@ def test_the_pinned_pool_is_compared_with_host_memory():
 
 def test_a_pool_beyond_memory_is_a_warning():
     assert doctor.diagnose(pool("512")).exit_status == 0
+
+
+def test_processors_far_from_a_gpu_are_a_warning():
+    far = changed(gpu_nodes=(0, 1), processor_nodes=(0,))
+    assert codes(far) == ["far-host-memory"]
+    assert "A GPU is at memory node 1, and this process runs on processors of node 0 only" in message(far)
+    assert doctor.diagnose(far).exit_status == 0
+    for near in (changed(gpu_nodes=(0, 1), processor_nodes=(0, 1)), changed(gpu_nodes=(0,)), HEALTHY):
+        assert codes(near) == []
+
+
+def test_memory_nodes_are_those_of_the_system(tmp_path):
+    files = {"sys/devices/system/node/node0/cpulist": "1000-1007\n"}
+    (own,) = sorted(os.sched_getaffinity(0))[:1]
+    files["sys/devices/system/node/node3/cpulist"] = f"{own},2000\n"
+    for gpu, node in (("0000:3b:00.0", 1), ("0000:af:00.0", 3)):
+        files[f"proc/driver/nvidia/gpus/{gpu}/information"] = ""
+        files[f"sys/bus/pci/devices/{gpu}/numa_node"] = f"{node}\n"
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert (find_gpu_nodes(tmp_path), find_processor_nodes(tmp_path)) == ((1, 3), (3,))
+    (tmp_path / "sys/bus/pci/devices/0000:af:00.0/numa_node").write_text("-1\n")
+    assert find_gpu_nodes(tmp_path) == ()
 
 
 def test_a_pool_that_xla_cannot_read():

@@ -152,3 +152,11 @@ def test_a_pool_that_is_large_enough_passes_and_other_platforms_have_none():
     refuse_small_pool(64 * GIB, {}, "gpu")
     refuse_small_pool(80 * GIB, {POOL_VARIABLE: "80"}, "gpu")
     refuse_small_pool(80 * GIB, {}, "cpu")
+
+
+def test_a_host_that_is_too_small_is_refused_whatever_the_pool():
+    with pytest.raises(RuntimeError, match="this process may use 34,359,738,368 of the host's") as caught:
+        refuse_small_pool(40 * GIB, {POOL_VARIABLE: "80"}, "gpu", 32 * GIB)
+    assert "host_bytes= is the most" in str(caught.value)
+    refuse_small_pool(40 * GIB, {POOL_VARIABLE: "80"}, "gpu", 64 * GIB)
+    refuse_small_pool(40 * GIB, {}, "cpu", 32 * GIB)
