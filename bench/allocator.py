@@ -1,12 +1,14 @@
 """Steps within budgets, run in processes whose allocator has no more memory than the budget.
 
     python -m bench.allocator decoder-scan=30,20 vit=25 --together 3 --out allocator.json
+    python -m bench.allocator decoder-scan=31 linen-scan=31 --divide rows --out allocator2.json
 
 Each budget is that of a process of its own, with `XLA_CLIENT_MEM_FRACTION` at the budget's part of the card.
 There `jaxoff.jit(device_bytes=)` gets what the allocator has, and the step runs `--steps` times from a
 made-up state, whose arrays are made one by one in the memories that the plan wants. So what is proven is
 memory alone: holes between buffers, workspaces of libraries, and what the compiler did not count. Processes
-run together where their budgets fit the card, so times say nothing.
+run together where their budgets fit the card, so times say nothing. With `--divide`, state and batch are
+divided over all GPUs by the compiler, and the budget is that of each.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import jax
 
 import jaxoff
 from bench.client_steps import PROGRAMS
+from bench.clients import DIVISIONS, make_shardings
 from bench.provenance import provenance
 from jaxoff._runtime.program_memory import program_nbytes
 
@@ -54,15 +57,29 @@ def make_array(struct: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) ->
     return jax.device_put(jax.jit(make)(), sharding)
 
 
-def run_one(name: str, layers: int | None, steps: int) -> dict[str, Any]:
+def describe_array(struct: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    """The array of a sharding."""
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
+
+def run_one(name: str, layers: int | None, steps: int, division: str | None) -> dict[str, Any]:
     """Runs a program within what this process' allocator has."""
     program = dataclasses.replace(PROGRAMS[name], offloads=None)
     sizes = dataclasses.replace(program.sizes, **({"layers": layers} if layers else {}))
+    devices = jax.local_devices()
+    if division:
+        sizes = dataclasses.replace(sizes, batch=sizes.batch * len(devices))
     step = program.build(sizes, attention="cudnn")
-    (device,) = jax.local_devices()
-    limit = device.memory_stats()["bytes_limit"]
-    function = step.jit(jaxoff.jit, device_bytes=limit)
-    compiled = function.lower(step.state, step.batch).compile()
+    limit = min(device.memory_stats()["bytes_limit"] for device in devices)
+    structs, results = (step.state, step.batch), {}
+    if division:
+        mesh = jax.make_mesh((len(devices),), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+        shardings, of_batch = make_shardings(step, mesh, division)
+        batches = jax.tree.map(lambda _: of_batch, step.batch)
+        structs = jax.tree.map(describe_array, structs, (shardings, batches))
+        results = {"out_shardings": (shardings, None)}
+    function = step.jit(jaxoff.jit, device_bytes=limit, **results)
+    compiled = function.lower(*structs).compile()
     memory, plan = compiled.memory_analysis(), function.plan
     row = {
         "limit_bytes": limit,
@@ -78,12 +95,11 @@ def run_one(name: str, layers: int | None, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         state, loss = function(state, batch)
     loss = float(loss)
-    stats = device.memory_stats()
     return row | {
         "steps": steps,
         "seconds": time.perf_counter() - started,
         "last_loss": loss,
-        "allocator_peak_bytes": stats["peak_bytes_in_use"],
+        "allocator_peak_bytes": max(device.memory_stats()["peak_bytes_in_use"] for device in devices),
     }
 
 
@@ -91,6 +107,7 @@ def spawn(name: str, gigabytes: float, card_bytes: float, options: argparse.Name
     """Runs a program within a budget in a process of its own."""
     command = [sys.executable, "-m", "bench.allocator", "--one", name, "--steps", str(options.steps)]
     command += ["--layers", str(options.layers[name])] if name in options.layers else []
+    command += ["--divide", options.divide] if options.divide else []
     limits = {"XLA_CLIENT_MEM_FRACTION": f"{1e9 * gigabytes / card_bytes:.6f}"}
     left = {key: value for key, value in os.environ.items() if not key.startswith("XLA_PYTHON_CLIENT_")}
     done = subprocess.run(command, env=left | limits, capture_output=True, text=True)
@@ -119,6 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--layers", nargs="*", default=[], metavar="PROGRAM=N", help="fewer layers than its sizes say"
     )
+    parser.add_argument("--divide", choices=DIVISIONS, help="state and batch over all GPUs, by the compiler")
     parser.add_argument("--steps", type=int, default=_STEPS)
     parser.add_argument(
         "--together", type=int, default=2, help="processes at a time; their budgets fit the card"
@@ -127,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.one:
         layers = int(options.layers[0]) if options.layers else None
-        print(_RESULT + json.dumps(run_one(options.one, layers, options.steps)))
+        print(_RESULT + json.dumps(run_one(options.one, layers, options.steps, options.divide)))
         return
     os.environ.setdefault(
         "XLA_PYTHON_CLIENT_PREALLOCATE", "false"

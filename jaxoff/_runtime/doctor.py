@@ -181,15 +181,15 @@ def _check_pool(environment: Environment, pool: int) -> Iterator[Problem]:
 
 
 def _check_nodes(environment: Environment) -> Iterator[Problem]:
-    far = sorted(set(environment.gpu_nodes) - set(environment.processor_nodes))
-    if environment.backend == "gpu" and environment.processor_nodes and far:
+    near = ", ".join(map(str, environment.processor_nodes))
+    far = ", ".join(map(str, sorted(set(environment.gpu_nodes) - set(environment.processor_nodes))))
+    if environment.backend == "gpu" and near and far:
         yield Problem(
             "far-host-memory",
             False,
-            f"A GPU is at memory node {', '.join(map(str, far))}, and this process runs on processors of "
-            f"node {', '.join(map(str, environment.processor_nodes))} only: pinned memory is allocated there, and "
-            "copies cross the link between processors. Start a GPU's process by numactl --cpunodebind=N "
-            "--membind=N, with the GPU's node N.",
+            f"A GPU is at memory node {far}, and this process runs on processors of node {near} only: pinned "
+            "memory is allocated there, and copies cross the link between processors. Start a GPU's process "
+            "by numactl --cpunodebind=N --membind=N, with the GPU's node N.",
         )
 
 
