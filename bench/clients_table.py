@@ -27,9 +27,10 @@ Whole train steps with AdamW, written as users of JAX, Flax and Equinox write th
 Each cell is milliseconds of a step and the compiler's peak of device memory in GB. "saved" keeps the
 residuals on the device, "stock" offloads them under `jax.jit`, "stock-no-graphs" does so with CUDA graphs
 switched off, "jaxoff" is `jaxoff.jit` and in brackets the recipe it chose, "tuned" is
-`jaxoff.jit(tune=True)`. Variants alternate in one process; times are medians. Bold: over 1% more memory than
-the lesser of "stock" and "saved", or over 0.5% more time than the fastest of the first three columns within
-that memory.
+`jaxoff.jit(tune=True)`. "R" is the memory that `jaxoff.jit` gives back against "saved", in percent of the
+bytes that its copies take on the host; more than 100 where its order saves memory of its own. Variants
+alternate in one process; times are medians. Bold: over 1% more memory than the lesser of "stock" and
+"saved", or over 0.5% more time than the fastest of the first three columns within that memory.
 
 """
 
@@ -65,13 +66,22 @@ def _cell(rows: dict[str, Any], variant: str) -> str:
     return bold(text, _fails(rows, variant))
 
 
+def _returned(rows: dict[str, Any]) -> str:
+    saved, ours = rows.get("saved"), rows["jaxoff"]
+    if saved is None or not ours["host_bytes"]:
+        return NONE
+    return f"{(saved['peak_bytes'] - ours['peak_bytes']) / ours['host_bytes']:.0%}"
+
+
 def markdown(results: Iterable[tuple[str, Any]]) -> str:
     """The page of results, pairs of a file's name and what it holds."""
     rows = []
     for name, result in results:
         cells = [_cell(result["rows"], variant) for variant in VARIANTS]
-        rows.append([name, result["provenance"]["device"].removeprefix("1 x "), *cells])
-    return INTRODUCTION + table(["program", "card", *VARIANTS], rows)
+        origin = result["provenance"]
+        facts = origin["device"].removeprefix("1 x "), origin["date"][:10]
+        rows.append([name, *facts, *cells, _returned(result["rows"])])
+    return INTRODUCTION + table(["program", "card", "date", *VARIANTS, "R"], rows)
 
 
 def _list_rivals(rows: dict[str, Any]) -> dict[str, Any]:
