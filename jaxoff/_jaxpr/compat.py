@@ -19,6 +19,7 @@ import jax
 from jax._src import config as _config
 from jax._src.core import NamedAxisEffect as _NamedAxisEffect
 from jax._src.core import ShardingTypeError as ShardingTypeError
+from jax._src.interpreters import remat as _remat
 from jax.ad_checkpoint import Offloadable as Offloadable
 from jax.ad_checkpoint import Recompute as Recompute
 from jax.ad_checkpoint import Saveable as Saveable
@@ -200,9 +201,9 @@ def find_naming(x: Any) -> Naming | None:
         if not isinstance(x, Tracer):
             return None
     parent = getattr(x, "parent", None)
-    if parent is None or not is_name(parent.primitive):
+    if parent is None or (name := name_in(parent)) is None:
         return None
-    return Naming(parent.params["name"], parent.in_tracers[0] if x is outer else None)
+    return Naming(name, parent.in_tracers[0] if x is outer else None)
 
 
 # Files of libraries of layers that a user's model calls, but not their whole models; and how many frames deep
@@ -312,9 +313,9 @@ def holds_tracers(closed: ClosedJaxpr) -> bool:
     return any(isinstance(const, Tracer) for const in closed.consts)
 
 
-def is_remat3_enabled() -> bool:
-    """Whether `jax_remat3`, the coming rewrite of `jax.checkpoint`, is on."""
-    return bool(getattr(jax.config, "jax_remat3", False))
+def is_asked_under_remat3(prim: _Primitive) -> bool:
+    """Whether `jax.checkpoint` asks policies about the results of a primitive under `jax_remat3`."""
+    return is_name(prim) or prim in _remat.rules
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr import compat, remat3
 from jaxoff._jaxpr.compat import Jaxpr, JaxprEqn, Literal, Var
 
 type Renamed = dict[Var, Any]
@@ -30,11 +30,17 @@ def inline_calls(
     Yields:
       Equations with the same results.
     """
+    eqns = list(eqns)
+    pinned = {v for eqn in eqns if remat3.is_checkpoint(eqn) for v in eqn.invars if checkpoints}
     for eqn in eqns:
         operands = [resolve(renamed, v) for v in eqn.invars]
+        if eqn.primitive.name == "optimization_barrier" and not pinned.isdisjoint(eqn.outvars):
+            # By jax_remat3, over cotangents and a checkpoint's operands, which get barriers of their own.
+            renamed.update(zip(eqn.outvars, operands, strict=True))
+            continue
         call = compat.inlinable_call(eqn)
         if call is None or (call.checkpoint and not checkpoints):
-            yield eqn.replace(invars=operands)
+            yield remat3.write_name(eqn.replace(invars=operands))
             continue
         if call.prevent_cse:
             for i, operand in enumerate(operands):

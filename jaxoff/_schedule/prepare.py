@@ -10,7 +10,7 @@ import contextvars
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr import compat, remat3
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn
 from jaxoff._jaxpr.constants import lift_constants
 from jaxoff._jaxpr.faults import FAULTS
@@ -100,7 +100,7 @@ def _store_by_policies(closed: ClosedJaxpr, requests: Requests) -> tuple[ClosedJ
       The program, and findings of names in `store` without a residual in float8.
     """
     entries, is_differentiated = requests.store_entries, any(backward for _, backward in requests.policies)
-    if entries and compat.is_remat3_enabled():
+    if entries and remat3.is_enabled():
         text = (
             "jax_remat3 is on, whose backward passes jaxoff does not rewrite: no value is stored in float8. "
             'Switch it off: jax.config.update("jax_remat3", False).'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxoff._report.finding import Finding
 from jaxoff._residuals.findings import names, placements
-from jaxoff._residuals.findings.runtime import Runtime, find_runtime_problems
+from jaxoff._residuals.findings.runtime import Runtime, find_runtime_problems, find_what_remat3_recomputes
 from jaxoff._residuals.residuals import Analysis
 
 CHECKS = (
@@ -32,4 +32,5 @@ def collect_findings(analysis: Analysis, runtime: Runtime) -> tuple[Finding, ...
     """
     found = [finding for check in CHECKS for finding in check(analysis)]
     found += find_runtime_problems(analysis, runtime)
+    found += find_what_remat3_recomputes(analysis, runtime)
     return tuple(dict.fromkeys(found))

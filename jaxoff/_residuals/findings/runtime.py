@@ -7,10 +7,12 @@ import importlib.metadata
 import os
 from collections.abc import Iterator
 
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr import compat, remat3
+from jaxoff._policy.protocol import ask_policy
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._residuals.findings.finding import list_offloaded
 from jaxoff._residuals.residuals import Analysis
+from jaxoff._residuals.traced_function import Site
 from jaxoff._runtime.pinned_pool import POOL_VARIABLE, pinned_pool_bytes, pool_to_set
 from jaxoff._runtime.versions import OLDEST_JAX, format_release, parse_release
 
@@ -33,11 +35,33 @@ class Runtime:
     def read(cls) -> Runtime:
         """Reads the facts of this process."""
         jaxlib = parse_release(importlib.metadata.version("jaxlib"))
-        return cls(jaxlib, pinned_pool_bytes(os.environ), compat.is_remat3_enabled())
+        return cls(jaxlib, pinned_pool_bytes(os.environ), remat3.is_enabled())
+
+
+def find_what_remat3_recomputes(analysis: Analysis, runtime: Runtime) -> Iterator[Finding]:
+    """Finds values that a policy would keep, and about which JAX asks no policy under jax_remat3."""
+    lost = [site for site in analysis.function.checkpointed_sites if runtime.remat3 and _is_lost(site)]
+    if lost:
+        kinds = list(dict.fromkeys(site.eqn.primitive.name for site in lost))
+        more = f" and {len(kinds) - 3} more" if len(kinds) > 3 else ""
+        yield Finding(
+            FindingCode.REMAT3,
+            "jax_remat3 is on: this JAX asks policies about names and products alone, and recomputes what "
+            f"the policy would keep of {', '.join(kinds[:3])}{more}. Name the results (jaxoff.name).",
+            lost[0].line,
+        )
+
+
+def _is_lost(site: Site) -> bool:
+    eqn = site.eqn
+    if site.tag or site.primal_only or compat.is_asked_under_remat3(eqn.primitive) or compat.sub_jaxprs(eqn):
+        return False
+    asked = ask_policy(site.policy, eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    return asked.placement != "recompute"
 
 
 def find_runtime_problems(analysis: Analysis, runtime: Runtime) -> Iterator[Finding]:
-    """Finds a pool too small for the offloads, a jaxlib with wrong gradients, and jax_remat3."""
+    """Finds a pool too small for the offloads, and a jaxlib with wrong gradients."""
     host = sum(r.residual.nbytes for r in list_offloaded(analysis))
     if not host:
         return
@@ -53,10 +77,4 @@ def find_runtime_problems(analysis: Analysis, runtime: Runtime) -> Iterator[Find
             FindingCode.JAXLIB_COMPUTES_WRONGLY,
             f"jaxlib {format_release(runtime.jaxlib)} computes wrong gradients for offloaded scan "
             f"residuals on a GPU (openxla/xla#46231). Install jaxlib >= {format_release(OLDEST_JAX)}.",
-        )
-    if runtime.remat3:
-        yield Finding(
-            FindingCode.REMAT3,
-            "jax_remat3 is on: this JAX then asks policies about names only, and about no name in a "
-            "custom_vjp forward rule or under vmap.",
         )

@@ -20,7 +20,7 @@ from jaxoff._budget.placements import LayeredProgram
 from jaxoff._budget.sequenced import LayerSequence
 from jaxoff._budget.sequences import find_sequences
 from jaxoff._device.profile import H200
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr import compat, remat3
 from jaxoff._jaxpr.inline import inline_program
 from tests.clients.test_clients import ROUNDED
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
@@ -300,8 +300,9 @@ def test_a_loop_within_a_layer_is_an_equation_of_the_layer(checkpoint):
     assert sum(eqn.primitive.name == "scan" for eqn in sequence.eqns) == 1
     # Under a checkpoint the loop of the forward pass makes no residuals.
     kept = (2 if checkpoint == "none" else 3) * LAYERS
-    assert count(assert_placed_alike(step, args, keep_all), "scan") == kept
-    assert count(assert_placed_alike(step, args, keep_inputs), "scan") == 3 * LAYERS
+    rtol = 1e-5 if remat3.is_enabled() else 0.0  # whose backward pass adds in another order
+    assert count(assert_placed_alike(step, args, keep_all, rtol), "scan") == kept
+    assert count(assert_placed_alike(step, args, keep_inputs, rtol), "scan") == 3 * LAYERS
 
 
 def test_loops_over_layers_one_after_the_other_are_loops():

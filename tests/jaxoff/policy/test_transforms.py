@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jaxoff._jaxpr import remat3
 from tests.jaxoff.policy import placement
 from tests.jaxoff.policy.matrix import (
     OFFLOAD_ALL,
@@ -243,6 +244,8 @@ def test_the_count_of_host_arrays_itself():
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.some_cases(33)
 def test_moves_exactly_the_chosen_values(case, policy):
+    if remat3.is_enabled() and case.startswith("custom_"):
+        pytest.skip("jax_remat3 asks no policy about names in rules of derivatives")
     check_placement(CASES[case], *POLICIES[policy])
 
 
