@@ -25,6 +25,8 @@ XLA_FLAGS = {
     # contract products and sums where the processor can, in some programs: tests of bits see it.
     "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
     "--xla_cpu_max_isa": "AVX",
+    # A program in parts is compiled by several threads, which share the cores with other tests: one part takes less.
+    "--xla_cpu_parallel_codegen_split_count": "1",
     # Kernels of a GPU that is not there cannot be timed, only compiled in vain.
     "--xla_gpu_autotune_level": "0",
 }
