@@ -134,7 +134,7 @@ def _trimmed(text: str) -> str:
 
 
 def as_a_reader(*, quick_compiles: bool = False) -> dict[str, str]:
-    """The environment without the tests' fake devices, and unless `quick_compiles` without their way to compile."""
+    """The environment without the tests' fake devices; their way to compile only with `quick_compiles`."""
     environment = dict(os.environ)
     flags = environment.pop("XLA_FLAGS", "").split()
     if quick_compiles:
