@@ -87,17 +87,16 @@ def sequences_of(fun, *args):
     return list(found.sequences) if found else []
 
 
-def compute(program, args):
-    return jax.jit(compat.jaxpr_as_fun(program), compiler_options=ROUNDED)(*jax.tree.leaves(args))
-
-
-def assert_placed_alike(step, args, decide, rtol=0.0, expected=None):
+def assert_placed_alike(step, args, decide, rtol=0.0):
     """The placed program has the results of the step, by default to the bit; returns the program."""
     closed = jax.make_jaxpr(step)(*args)
     placed = write_placed(closed, decide)
-    if expected is None:
-        expected = compute(closed, args)
-    for ours, theirs in zip(compute(placed, args), expected, strict=True):
+    leaves = jax.tree.leaves(args)
+    expected, got = (
+        jax.jit(compat.jaxpr_as_fun(program), compiler_options=ROUNDED)(*leaves)
+        for program in (closed, placed)
+    )
+    for ours, theirs in zip(got, expected, strict=True):
         ours, theirs = np.asarray(ours), np.asarray(theirs)
         np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol * np.abs(theirs).max())
     return placed
@@ -148,9 +147,8 @@ def test_the_layers_are_found_whatever_was_kept(checkpoint):
 )
 def test_products_are_recomputed_or_kept_and_copied_as_asked(checkpoint):
     step, args = make_step(block, checkpoint)
-    expected = compute(jax.make_jaxpr(step)(*args), args)
-    everything = assert_placed_alike(step, args, keep_all, expected=expected)
-    inputs = assert_placed_alike(step, args, keep_inputs, expected=expected)
+    everything = assert_placed_alike(step, args, keep_all)
+    inputs = assert_placed_alike(step, args, keep_inputs)
     offloaded = write_placed(jax.make_jaxpr(step)(*args), offload_inputs)
     least = count(everything, "dot_general")
     assert least == 3 * (7 * LAYERS + 1)
@@ -302,9 +300,8 @@ def test_a_loop_within_a_layer_is_an_equation_of_the_layer(checkpoint):
     assert sum(eqn.primitive.name == "scan" for eqn in sequence.eqns) == 1
     # Under a checkpoint the loop of the forward pass makes no residuals.
     kept = (2 if checkpoint == "none" else 3) * LAYERS
-    expected = compute(jax.make_jaxpr(step)(*args), args)
-    assert count(assert_placed_alike(step, args, keep_all, expected=expected), "scan") == kept
-    assert count(assert_placed_alike(step, args, keep_inputs, expected=expected), "scan") == 3 * LAYERS
+    assert count(assert_placed_alike(step, args, keep_all), "scan") == kept
+    assert count(assert_placed_alike(step, args, keep_inputs), "scan") == 3 * LAYERS
 
 
 def test_loops_over_layers_one_after_the_other_are_loops():

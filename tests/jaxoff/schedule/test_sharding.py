@@ -224,7 +224,7 @@ def test_a_budget_places_values_on_the_default_mesh_of_make_mesh(devices):
     fun = jax.value_and_grad(lambda w, x: (lax.scan(layer, x, w)[0] ** 2).mean())
     w = {"up": jnp.ones((8, 64, 256)) / 64, "down": jnp.ones((8, 256, 64)) / 64}
     args = jax.device_put(
-        (w, jnp.ones((1024, 64))), (NamedSharding(mesh, P()), NamedSharding(mesh, P("data")))
+        (w, jnp.ones((4096, 64))), (NamedSharding(mesh, P()), NamedSharding(mesh, P("data")))
     )
     everything = jaxoff.jit(fun, device_bytes=1e9)
     everything(*args)
