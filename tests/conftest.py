@@ -1,5 +1,6 @@
 """What every test runs under: the devices, the markers, and how many processes share the work."""
 
+import gc
 import importlib.util
 import os
 import tempfile
@@ -25,8 +26,13 @@ XLA_FLAGS = {
     # contract products and sums where the processor can, in some programs: tests of bits see it.
     "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
     "--xla_cpu_max_isa": "AVX",
+    # A program in parts is compiled by several threads, which wait for the cores that other tests use.
+    "--xla_cpu_parallel_codegen_split_count": "1",
     # Kernels of a GPU that is not there cannot be timed, only compiled in vain.
     "--xla_gpu_autotune_level": "0",
+    # Products by Triton take half of the time of a compilation for a GPU; those of cuBLAS are as good for the
+    # tests, but for a few, which ask for Triton.
+    "--xla_gpu_enable_triton_gemm": "false",
 }
 
 
@@ -44,6 +50,9 @@ else:
     added = [f"{name}={value}" for name, value in flags.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 
+
+# A collection of garbage goes through all that jax keeps of the programs before, thousands of times.
+gc.set_threshold(50_000, 20, 20)
 
 # No test learns from another what a program takes: the folder of such facts is none.
 os.environ["JAXOFF_CACHE_DIR"] = os.devnull

@@ -14,6 +14,7 @@ STACK_NBYTES = LAYERS * ROWS * D * 2  # one residual a layer, bf16
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 # Products of cuBLAS alone, as they come: to compile XLA's own, by Triton, takes most of the time.
 QUICK = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+TRITON = {"xla_gpu_enable_triton_gemm": True}  # as XLA does by itself
 BOTH = jaxoff.policy(offload=["x_in", "act"])
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 

@@ -8,7 +8,7 @@ import jaxoff
 from jaxoff._device.profile import H200
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.rewrite import rewrite
-from tests.aot.programs import BOTH, LAYERS, STACK_NBYTES, arguments, layer, scanned, step
+from tests.aot.programs import BOTH, LAYERS, STACK_NBYTES, TRITON, arguments, layer, scanned, step
 from tests.recipes import jit_in_order
 
 pytestmark = pytest.mark.aot
@@ -31,7 +31,8 @@ PROGRAMS = {
 
 
 def host_nbytes(fun):
-    return jaxoff.target("h200").compile(fun, *arguments()).memory_analysis().host_temp_size_in_bytes
+    compiled = jaxoff.target("h200").compile(fun, *arguments(), compiler_options=TRITON)
+    return compiled.memory_analysis().host_temp_size_in_bytes
 
 
 @pytest.mark.parametrize(("fun", "stacks"), PROGRAMS.values(), ids=PROGRAMS)

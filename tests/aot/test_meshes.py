@@ -15,6 +15,7 @@ from jaxoff._budget.parts import write_in_parts
 from jaxoff._compiled import hlo
 from jaxoff._compiled.exchange import exchanged_nbytes
 from jaxoff._runtime.program_memory import program_nbytes
+from tests.aot.programs import TRITON
 
 pytestmark = pytest.mark.aot
 
@@ -196,7 +197,8 @@ def test_copies_in_a_shard_map_of_a_layer_are_hidden():
         "up": struct(P(None, None, "tensor"), 6, 1024, 4096),
         "down": struct(P(None, "tensor"), 6, 4096, 1024),
     }
-    jitted = jaxoff.jit(jax.grad(lambda w, x: lax.scan(block, x, w)[0].astype(jnp.float32).mean()))
+    fun = jax.grad(lambda w, x: lax.scan(block, x, w)[0].astype(jnp.float32).mean())
+    jitted = jaxoff.jit(fun, compiler_options=TRITON)
     compiled = target.compile(jitted, w, struct(P(), 8192, 1024))
     facts = jaxoff.verify(compiled, compiler_options=jitted.options)
     assert jitted.recipe == "concurrent"

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxoff
 from bench import largest
+from tests.aot.programs import TRITON
 
 pytestmark = pytest.mark.aot
 
@@ -46,7 +47,7 @@ def test_moments_rest_on_the_host_and_are_copied_in_place_by_dma(devices):
     args = jax.tree.map(divide, args) if devices > 1 else args
     of_a_device = MOMENTS_NBYTES // devices
     budget = 1.9 * of_a_device if devices > 1 else 1.4 * MOMENTS_NBYTES  # less than the state takes
-    within = jaxoff.jit(step, donate_argnums=0, device_bytes=budget)
+    within = jaxoff.jit(step, donate_argnums=0, device_bytes=budget, compiler_options=TRITON)
     compiled = target.compile(within, *args)
     facts = jaxoff.verify(compiled, compiler_options=within.options)
     assert facts.device_peak_bytes <= budget

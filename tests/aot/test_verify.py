@@ -12,7 +12,7 @@ import jaxoff
 from jaxoff._compiled.verify import verify
 from jaxoff._device.target import target
 from tests.aot import programs
-from tests.aot.programs import BOTH, CONCURRENT, STACK_NBYTES, arguments, scanned, step, unrolled
+from tests.aot.programs import BOTH, CONCURRENT, STACK_NBYTES, TRITON, arguments, scanned, step, unrolled
 
 pytestmark = pytest.mark.aot
 
@@ -35,9 +35,8 @@ PROGRAMS = {
 
 @functools.cache  # each takes a second
 def compiled(name, concurrent=True):
-    return target("h200").compile(
-        PROGRAMS[name], *arguments(), compiler_options=CONCURRENT if concurrent else None
-    )
+    options = TRITON | CONCURRENT if concurrent else TRITON
+    return target("h200").compile(PROGRAMS[name], *arguments(), compiler_options=options)
 
 
 def facts_of(name, concurrent=True, **expected):
@@ -138,12 +137,13 @@ def test_the_options_of_a_compilation_are_known(monkeypatch):
     assert verify(compiled("scanned"), compiler_options={}).scheduling_mode == "LHS"
     jitted = jax.jit(PROGRAMS["nothing between"], compiler_options=CONCURRENT)
     assert verify(target("h200").compile(jitted, *arguments())).scheduling_mode == "CONCURRENT"
-    lowered = target("h200").lower(jaxoff.jit(PROGRAMS["scanned"]), *arguments())
+    lowered = target("h200").lower(jaxoff.jit(PROGRAMS["scanned"], compiler_options=TRITON), *arguments())
     assert verify(lowered.compile()).scheduling_mode == "CONCURRENT"
 
 
 def test_copies_have_the_names_and_lines_of_the_users_values():
-    facts = verify(target("h200").compile(jaxoff.jit(step(scanned(BOTH))), *arguments()))
+    jitted = jaxoff.jit(step(scanned(BOTH)), compiler_options=TRITON)
+    facts = verify(target("h200").compile(jitted, *arguments()))
     assert sorted((c.label, c.direction) for c in facts.copies) == [
         (name, direction) for name in ("act", "x_in") for direction in ("D2H", "H2D")
     ]

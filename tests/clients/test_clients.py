@@ -46,7 +46,6 @@ TRACED_TWICE = {
     "linen-scan",
     "moe-linen",
     "nnx-list",
-    "nnx-scan",
     "ssm",
     "vit",
 }

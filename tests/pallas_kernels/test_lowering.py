@@ -37,14 +37,8 @@ def forward_and_backward(x, w1, w2, group_sizes, probs):
     return y, pullback(y)
 
 
-FAST = {"nano-16k"}  # its width leaves half a tile
-
-
-def marks_of(name):
-    return [pytest.mark.long] * (name not in FAST)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in MEASURED])
+@pytest.mark.long  # that the kernels are the choice, and lower, is shown of whole layers and models as well
+@pytest.mark.parametrize("name", MEASURED)
 def test_every_measured_shape_lowers(name):
     """No implementation is named: on this device the kernels are the choice."""
     given = arguments(SHAPES[name])

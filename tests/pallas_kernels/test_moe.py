@@ -57,6 +57,7 @@ def test_equals_a_loop_over_experts(activation, choice):
 NARROW = [("squared_relu", jnp.float16), *((activation, jnp.bfloat16) for activation in ACTIVATIONS)]
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize(("activation", "dtype"), NARROW)
 def test_narrow_rows_are_rounded_a_few_times(activation, dtype):
     arguments = moe_oracle.make(activation, tokens=TOKENS, top_k=K, experts=EXPERTS, dtype=dtype)

@@ -212,14 +212,10 @@ def run_program(program: Program, folder: Path, *, timeout_s: float, quick_compi
     Raises:
       BlockError: where it fails.
     """
-    environment = as_a_reader()
-    if quick_compiles:
-        flags = os.environ.get("XLA_FLAGS", "").split()
-        environment["XLA_FLAGS"] = " ".join(flag for flag in flags if "device_count" not in flag)
     run = subprocess.run(
         [sys.executable, "-m", program.module, *program.arguments],
         cwd=folder,
-        env=environment | dict(program.variables),
+        env=as_a_reader(quick_compiles=quick_compiles) | dict(program.variables),
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -133,15 +133,19 @@ def _trimmed(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines()).rstrip()
 
 
-def as_a_reader() -> dict[str, str]:
-    """The environment without the tests' fake devices and their way to compile."""
-    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+def as_a_reader(*, quick_compiles: bool = False) -> dict[str, str]:
+    """The environment without the tests' fake devices; their way to compile only with `quick_compiles`."""
+    environment = dict(os.environ)
+    flags = environment.pop("XLA_FLAGS", "").split()
+    if quick_compiles:
+        environment["XLA_FLAGS"] = " ".join(flag for flag in flags if "device_count" not in flag)
+    return environment
 
 
 def run_pages(pages: Sequence[Sequence[Block]]) -> list[list[str] | str]:
     """What the Python blocks of each page print, or the traceback of the first block that raises or warns.
 
-    All pages run in one process, which imports jax once.
+    All pages run in one process, which imports jax once, and compiles as the tests do.
 
     Raises:
       BlockError: where the process itself fails.
@@ -150,7 +154,7 @@ def run_pages(pages: Sequence[Sequence[Block]]) -> list[list[str] | str]:
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", DRIVER],
         input=json.dumps([[block.code for block in blocks] for blocks in pages]),
-        env=as_a_reader() | {"PYTHONPATH": root},
+        env=as_a_reader(quick_compiles=True) | {"PYTHONPATH": root},
         capture_output=True,
         text=True,
         timeout=300,

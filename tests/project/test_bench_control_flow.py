@@ -12,12 +12,12 @@ from bench import control_flow
 def test_a_result_has_all_variants(tmp_path):
     out = tmp_path / "result.json"
     tiny = ["--sizes", "tiny", "--steps", "1", "--samples", "2", "--device-gb", "0.0049", "--out", str(out)]
-    control_flow.main(["--program", "chunks", *tiny])
+    control_flow.main(["--program", "skipped", *tiny])
     result = json.loads(out.read_text())
     rows = {row["variant"]: row for row in result["rows"]}
     assert rows.keys() == {"written", "checkpoint", "dots", "within 0.0049 GB"}
     assert all(row["ms"] > 0 and np.isfinite(row["loss"]) for row in rows.values())
-    assert result["program"] == "chunks" and result["provenance"]["command"]
+    assert result["program"] == "skipped" and result["provenance"]["command"]
 
 
 @pytest.mark.long

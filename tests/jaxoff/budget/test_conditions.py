@@ -47,7 +47,7 @@ def make_step(form, kinds, layer=lambda f: f):
         if form == "loop":
             x, _ = jax.lax.scan(lambda x, w: (run(x, w), None), x, rows)
         else:
-            for i in range(LAYERS):
+            for i in range(len(kind)):
                 x = run(x, jax.tree.map(lambda a, i=i: a[i], rows))
         return jnp.mean(x**2)
 
@@ -58,13 +58,13 @@ def make_step(form, kinds, layer=lambda f: f):
     return step
 
 
-def make_arguments(scale=1):
+def make_arguments(scale=1, layers=LAYERS):
     width, keys = scale * WIDTH, jax.random.split(jax.random.key(0), 3)
     weights = {
-        "up": jax.random.normal(keys[0], (LAYERS, width, 8 * width)) / width,
-        "down": jax.random.normal(keys[1], (LAYERS, 8 * width, width)) / width,
+        "up": jax.random.normal(keys[0], (layers, width, 8 * width)) / width,
+        "down": jax.random.normal(keys[1], (layers, 8 * width, width)) / width,
     }
-    return weights, jnp.arange(LAYERS) % 3, jax.random.normal(keys[2], (scale * ROWS, width))
+    return weights, jnp.arange(layers) % 3, jax.random.normal(keys[2], (scale * ROWS, width))
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,18 @@ def make_arguments(scale=1):
     ],
 )
 def test_what_a_checkpoint_of_each_layer_takes_suffices(form, kinds):
-    check_fit(lambda wrap: make_step(form, kinds, wrap), make_arguments(), 1.02)
+    check_fit(lambda wrap: make_step(form, kinds, wrap), make_arguments(layers=4), 1.02)
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("form", ["loop", "list"])
+@pytest.mark.parametrize(
+    ("form", "kinds"),
+    [
+        ("loop", "kinds"),
+        ("list", "skipped"),
+        pytest.param("loop", "skipped", marks=pytest.mark.long),
+        pytest.param("list", "kinds", marks=pytest.mark.long),
+    ],
+)
 def test_no_slower_than_kept_products_in_the_memory_that_they_take(form, kinds):
     args = jax.eval_shape(lambda: make_arguments(16))
     closed = jax.make_jaxpr(make_step(form, kinds))(*args)

@@ -130,6 +130,7 @@ def test_a_layer_ahead_of_a_loop_over_layers_is_one_section():
     assert sorted(graph.count for graph in graphs) == [1, 4]
 
 
+@pytest.mark.long  # as the nets below, under drawn placements
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     checkpoint=st.sampled_from(sorted(CHECKPOINTS)),

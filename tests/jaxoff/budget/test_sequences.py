@@ -25,7 +25,7 @@ from jaxoff._jaxpr.inline import inline_program
 from tests.clients.test_clients import ROUNDED
 from tests.jaxoff.budget.layered import list_joint_graphs, write_placed
 
-LAYERS, ROWS, WIDTH = 4, 16, 8
+LAYERS, ROWS, WIDTH = 3, 16, 8
 CHECKPOINTS = {
     "none": None,
     "recompute": jax.checkpoint_policies.nothing_saveable,

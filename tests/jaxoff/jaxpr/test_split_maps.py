@@ -147,7 +147,7 @@ def list_maps(program):
                 yield from list_maps(inner)
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("body", BODIES)
 def test_split_and_joined_programs_give_the_same_results(mesh, body, check_vma):

@@ -18,7 +18,7 @@ from jaxoff._schedule import divided_batch
 from jaxoff._schedule.batch_axes import BatchAxes, read
 from jaxoff._schedule.divided_batch import Batch, divide_batch, pin_batch
 
-WIDTH, HIDDEN, WORDS = 256, 1024, 2048
+WIDTH, HIDDEN, WORDS = 128, 512, 1024
 LAYERS = 3
 
 
@@ -67,7 +67,7 @@ def make_arguments(in_loop, *, on=None, axis=0):
 
     layers = draw_layer(LAYERS) if in_loop else [draw_layer() for _ in range(LAYERS)]
     w = {"embed": draw(WORDS, WIDTH), "layers": layers, "head": draw(WIDTH, WORDS)}
-    tokens = jax.random.randint(next(keys), (4, 512), 0, WORDS)
+    tokens = jax.random.randint(next(keys), (4, 256), 0, WORDS)
     return w, jax.device_put(tokens, NamedSharding(on, P(on.axis_names[0])))
 
 
@@ -141,7 +141,7 @@ def test_other_axes_of_products_are_left_to_the_compiler():
     program = batch.wrap_products(closed, batch.pin)
     options = {"out_shardings": [*shardings[:-1], None]}
     compiled = jax.jit(compat.jaxpr_as_fun(program), **options).lower(*jax.tree.leaves(args)).compile()
-    divided = f"f32[2,512,{HIDDEN // 2}]"  # by rows of the batch and by columns
+    divided = f"f32[2,256,{HIDDEN // 2}]"  # by rows of the batch and by columns
     assert divided in compiled.as_text()
 
 
@@ -296,7 +296,7 @@ def test_a_step_whose_tokens_are_divided_is_not_cut_along_them():
     closed, donated, shardings = trace(functools.partial(step, True), args)
     divided = divide_batch(closed, donated, shardings, make_lower(args, []))
     assert divided is not closed
-    assert {region.rows for region in write_in_parts(closed, 1e6, devices=4)[1]} == {512}
+    assert {region.rows for region in write_in_parts(closed, 1e6, devices=4)[1]} == {256}
     assert write_in_parts(divided, 1e6, devices=4)[1] == []
 
 

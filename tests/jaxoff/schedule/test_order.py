@@ -224,7 +224,7 @@ def test_copies_to_the_host_are_waited_for_outside_of_loops():
     assert sum(v in held for v in sent) >= 2 * (LAYERS - 1)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(programs(SIMPLE | TRANSFORMS, 8), policies())
 def test_random_programs_in_loops_keep_results_and_copies(program, policy):
     loss = functools.partial(random_loss(program, scanned=True), policy)
@@ -236,7 +236,7 @@ def test_random_programs_in_loops_keep_results_and_copies(program, policy):
     assert_close(list(got), list(want))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(programs(SIMPLE | TRANSFORMS, 8), policies())
 def test_random_programs_one_layer_after_the_other_keep_their_results(program, policy):
     def loss(w, x):

@@ -102,7 +102,7 @@ def random_loss(program, scanned):
     return loss
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(programs(SIMPLE | TRANSFORMS, 8), policies(), st.booleans())
 def test_random_programs_are_reported_to_the_byte(program, policy, scanned):
     loss = random_loss(program, scanned)
@@ -117,7 +117,7 @@ def test_random_programs_are_reported_to_the_byte(program, policy, scanned):
         assert saved.device_bytes == report.host_bytes + report.device_bytes
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(programs(SIMPLE, 12), policies(), st.booleans())
 def test_random_programs_keep_their_gradients(program, policy, scanned):
     loss = random_loss(program, scanned)

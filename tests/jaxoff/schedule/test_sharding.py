@@ -214,7 +214,7 @@ def test_layers_in_a_scan_run_on_the_default_mesh_of_make_mesh(devices, is_set):
     assert "scan" not in program and "<host>" in program  # the loops are written out, and still offload
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_budget_places_values_on_the_default_mesh_of_make_mesh(devices):
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
 

@@ -93,6 +93,7 @@ def distance(tree, other):
     return norm(jax.tree.leaves(difference)) / norm(jax.tree.leaves(other))
 
 
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize("memory", ["offload", "save"])
 @pytest.mark.parametrize("style", STYLES)
 def test_gradients_are_those_of_a_derivative_by_hand(style, memory):

@@ -13,7 +13,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._state.backward import find_early
 from jaxoff._state.stream import stream_updates
 
-LAYERS, WIDTH = 16, 256
+LAYERS, WIDTH = 8, 256
 ADAMW = optax.adamw(1e-2)
 MOMENTS_NBYTES = 2 * 2 * LAYERS * WIDTH * WIDTH * 4
 

@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 import jaxoff
 from jaxoff._state import stream
 
-LAYERS, WIDTH = 4, 512
+LAYERS, WIDTH = 8, 256
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 MOMENTS_NBYTES = 2 * 2 * LAYERS * WIDTH * WIDTH * 4
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(stream, "_BLOCK_NBYTES", 1 << 18)
+    monkeypatch.setattr(stream, "_BLOCK_NBYTES", 1 << 17)
 
 
 def step(state, x):

@@ -77,6 +77,12 @@ def budget():
     return sum(x.nbytes for x in jax.tree.leaves(state)) + MOMENTS_NBYTES / 6
 
 
+@pytest.fixture(scope="module")
+def shared(budget):
+    """The step within the budget: tests that share it share its search."""
+    return jit_within(budget)
+
+
 def list_kinds(state):
     return [(x.nbytes > 1 << 20, x.sharding.memory_kind) for x in jax.tree.leaves(state[1])]
 
@@ -115,8 +121,8 @@ def test_a_budget_for_all_of_the_state_leaves_it_on_the_device():
     assert within.plan.host_bytes == 0
 
 
-def test_a_step_takes_its_state_from_either_memory(budget):
-    within, (state, x) = jit_within(budget), make_arguments()
+def test_a_step_takes_its_state_from_either_memory(budget, shared):
+    within, (state, x) = shared, make_arguments()
     state, _ = within(state, x)
     host = jax.tree.map(np.asarray, state)
     plan, kinds = within.plan, list_kinds(state)
@@ -132,9 +138,9 @@ def test_a_step_takes_its_state_from_either_memory(budget):
     assert first == value
 
 
-def test_a_larger_budget_takes_the_state_of_a_smaller_one_to_the_device(budget):
+def test_a_larger_budget_takes_the_state_of_a_smaller_one_to_the_device(shared):
     (state, x), (other, _) = make_arguments(), make_arguments()
-    within, wide = jit_within(budget), jit_within("1GB")
+    within, wide = shared, jit_within("1GB")
     (state, _), (other, _) = within(state, x), jax.jit(step)(other, x)
     x = jax.device_put(x, jax.memory.Space.Host)
     state, value = wide(state, x)
@@ -147,9 +153,9 @@ def test_a_larger_budget_takes_the_state_of_a_smaller_one_to_the_device(budget):
     wide.lower(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding), host), x)
 
 
-def test_a_state_is_made_where_the_plan_wants_it(budget):
+def test_a_state_is_made_where_the_plan_wants_it(shared):
     state, x = make_arguments()
-    within = jit_within(budget)
+    within = shared
     compiled = within.lower(jax.eval_shape(lambda: state), x).compile()
     made = jax.jit(initialize, out_shardings=within.plan.in_shardings[0])(jax.random.key(0))
     assert set(list_kinds(made)) == {(True, "pinned_host"), (False, "device")}
@@ -172,14 +178,13 @@ def test_the_least_of_a_budget_below_the_arguments_is_that_of_a_program(budget):
     assert within.plan.peak_bytes <= least
 
 
-def test_arrays_anywhere_and_described_arrays_make_one_program(budget):
+def test_arrays_anywhere_and_described_arrays_make_one_program(budget, shared):
     state, x = make_arguments()
-    within = jit_within(budget)
-    text = within.lower(state, x).as_text()
+    text = shared.lower(state, x).as_text()
     assert "pinned_host" in text
-    on_host = jax.device_put(state, within.plan.in_shardings[0])
+    on_host = jax.device_put(state, shared.plan.in_shardings[0])
     described = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (state, x))
-    assert within.lower(on_host, x).as_text() == text
+    assert shared.lower(on_host, x).as_text() == text
     assert jit_within(budget).lower(*described).as_text() == text  # a search of its own
 
 
@@ -207,11 +212,10 @@ def test_state_that_is_not_donated_stays_and_the_error_says_what_it_takes(budget
         jaxoff.jit(step, donate_argnums=1, device_bytes=budget).lower(*make_arguments())
 
 
-def test_the_program_takes_and_returns_host_memory(budget):
-    within = jit_within(budget)
-    traced = within.trace(*make_arguments())
+def test_the_program_takes_and_returns_host_memory(shared):
+    traced = shared.trace(*make_arguments())
     assert sum(compat.is_host(v.aval) for v in traced.jaxpr.jaxpr.outvars) == 2
-    assert within.lower(*make_arguments()).as_text().count('mhlo.memory_kind = "pinned_host"') >= 4
+    assert shared.lower(*make_arguments()).as_text().count('mhlo.memory_kind = "pinned_host"') >= 4
 
 
 @pytest.mark.parametrize("taken", [4e6, 12e6])
