@@ -57,7 +57,7 @@ class Panel:
         said = [f"{self.label}: {self.width_ms:.1f} ms shown, kernels busy {kernels:.1f} ms"]
         ways: tuple[EventKind, ...] = ("D2H", "H2D")
         for way in ways:
-            busy, bare = sum_lengths(self.trace.busy(way)), sum_lengths(self.trace.exposed(way))
+            busy, bare = sum_lengths(self.trace.busy(way)), sum_lengths(self.trace.list_exposed(way))
             said.append(f"{LANES[way]} {busy:.1f} ms ({bare:.1f} exposed)")
         return ", ".join(said)
 
@@ -127,7 +127,7 @@ def draw(panels: list[Panel], path: Path) -> None:
             low = 2 - row + 0.1
             ax.broken_barh(shown.shift(shown.trace.busy(way)), (low, 0.8), color=COLOURS[way], linewidth=0)
             if way != "kernel":
-                bare = shown.shift(shown.trace.exposed(way))
+                bare = shown.shift(shown.trace.list_exposed(way))
                 ax.broken_barh(bare, (low, 0.25), color=EXPOSED, linewidth=0)
         ax.set_yticks([2.5, 1.5, 0.5], list(LANES.values()))
         ax.set_ylim(0, 3)

@@ -353,10 +353,10 @@ def _add_nested(
         operand = pair.free[v]
         return ways_around(operand) if isinstance(operand, Var) else []
 
-    def keeping(v: Var) -> list[_Term]:
+    def list_keepers(v: Var) -> list[_Term]:
         return [(kept[v], -1.0)] if v in kept else []
 
-    _add_repetitions(program, costs, times, keeping, ways_of_free)
+    _add_repetitions(program, costs, times, list_keepers, ways_of_free)
     return kept
 
 
@@ -364,7 +364,7 @@ def _add_repetitions(
     program: IntegerProgram,
     costs: Costs,
     times: int,
-    keeping: Callable[[Var], list[_Term]],
+    list_keepers: Callable[[Var], list[_Term]],
     ways_of_free: Callable[[Var], list[_Term]] = lambda v: [],
 ) -> tuple[list[int], Callable[[Var], list[_Term]]]:
     """Adds the variables for repeated equations: each value that the backward pass reads is kept or repeated.
@@ -373,7 +373,7 @@ def _add_repetitions(
       program: the integer program.
       costs: of the layer.
       times: how often the layer runs in a step.
-      keeping: value -> the variables for ways to keep it, with the factor -1.
+      list_keepers: value -> the variables for ways to keep it, with the factor -1.
       ways_of_free: argument within reach of the backward pass -> the ways to have it; none where it is there.
 
     Returns:
@@ -388,7 +388,7 @@ def _add_repetitions(
     def ways(v: Var) -> list[_Term]:
         if v in pair.free:
             return ways_of_free(v)
-        return keeping(v) + ([(repeated[maker[v]], -1.0)] if v in maker else [])
+        return list_keepers(v) + ([(repeated[maker[v]], -1.0)] if v in maker else [])
 
     # In the order of the program: the solver's choice among equals would differ from run to run.
     for v in dict.fromkeys((*pair.carried, *(v for eqn in pair.pure for v in eqn.outvars))):

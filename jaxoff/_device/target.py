@@ -132,7 +132,7 @@ class Target:
         return self.mesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types)
 
     @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
+    def trace_here(self) -> Iterator[None]:
         """A context in which the abstract device of jax's mesh is this GPU.
 
         A kernel with a GPU path reads `jax.sharding.get_abstract_mesh().abstract_device` and takes the path.
@@ -167,7 +167,7 @@ class Target:
                 "least one array or jax.ShapeDtypeStruct."
             )
         try:
-            with self.tracing():
+            with self.trace_here():
                 return jitted.lower(*args, **kwargs)
         except ValueError as error:
             if not str(error).startswith(_OTHER_DEVICES):

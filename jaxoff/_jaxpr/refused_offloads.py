@@ -1,9 +1,9 @@
 """Offloads refused by XLA's GPU compiler, saved on the device instead.
 
 XLA compiles copies to the host in a loop, whose stacks stay on the host until a later loop reads the rows.
-XLA refuses a value in host memory that leaves a loop around another loop or a condition, and one that leaves
-a condition in which another branch has no such value. What leaves a condition whose values the compiler
-divides over devices it gathers on the host.
+XLA refuses a value in host memory as a result of a loop around another loop or a condition, and of a
+condition with a branch whose result is on the device. The results of a condition divided over devices by
+the compiler are gathered on the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def save_refused(closed: ClosedJaxpr, *, one_device: bool) -> tuple[ClosedJaxpr,
 
     Args:
       closed: the program.
-      one_device: whether it runs on a single device.
+      one_device: whether the program runs on a single device.
     """
     values = HostValues(closed.jaxpr)
     refused = values.list_refused(one_device=one_device)

@@ -53,7 +53,7 @@ def is_recomputed(eqn: JaxprEqn) -> bool:
 
 
 @contextlib.contextmanager
-def copying(eqn: JaxprEqn, name: str | None) -> Iterator[None]:
+def mark_copies(eqn: JaxprEqn, name: str | None) -> Iterator[None]:
     """A context whose equations have the source line of an equation, and the scope of a named value's copies.
 
     XLA keeps both as metadata of its instructions.

@@ -36,7 +36,7 @@ def _constrain_call(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]
     if not _is_sharded(eqn):
         return eqn
     given, results = (eqn.params[key] for key in _KEYS)
-    free = {key: (_unspecified(),) * len(eqn.params[key]) for key in _KEYS}
+    free = {key: (_make_unspecified(),) * len(eqn.params[key]) for key in _KEYS}
     before, operands = _constrain(eqn.invars, given, eqn)
     outs = [compat.Var(v.aval) for v in eqn.outvars]
     call = eqn.replace(invars=operands, outvars=outs, params=eqn.params | free)
@@ -60,7 +60,7 @@ def _is_sharded(eqn: JaxprEqn) -> bool:
     """Whether an equation is a call with shardings which constraints can say."""
     if not all(key in eqn.params for key in _KEYS):
         return False
-    named = [s for key in _KEYS for s in eqn.params[key] if type(s) is not type(_unspecified())]
+    named = [s for key in _KEYS for s in eqn.params[key] if type(s) is not type(_make_unspecified())]
     layouts = (*eqn.params.get("in_layouts", ()), *eqn.params.get("out_layouts", ()))
     return bool(named) and not any(layouts) and all(map(_is_said_by_constraint, named))
 
@@ -72,7 +72,7 @@ def _is_said_by_constraint(sharding: Any) -> bool:
 
 
 @functools.cache
-def _unspecified() -> Any:
+def _make_unspecified() -> Any:
     """What stands for no sharding among the parameters of a call."""
     (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).jaxpr.eqns
     return eqn.params["in_shardings"][0]

@@ -43,7 +43,7 @@ def split_shard_maps(
     Args:
       closed: the program.
       is_whole: whether the `jax.shard_map` of a program, its calls inlined, stays whole.
-      joins_backward: whether the parts of a backward pass between loops, and what is made again, are one.
+      joins_backward: whether the parts of a backward pass between loops, and recomputed values, are one.
 
     Returns:
       The program with the same results; `closed` itself where nothing is split.
@@ -73,7 +73,7 @@ def split_shard_maps(
 
 
 def invert_division(eqn: JaxprEqn) -> JaxprEqn | None:
-    """The equation back, of a `jax.shard_map` that only divides an array otherwise; None of others."""
+    """The equation back, of a `jax.shard_map` with no effect but another division of an array; else None."""
     if not is_shard_map(eqn):
         return None
     body = eqn.params["jaxpr"]
@@ -85,7 +85,7 @@ def invert_division(eqn: JaxprEqn) -> JaxprEqn | None:
 
 
 def _drop_divisions(program: Jaxpr) -> Jaxpr:
-    """A program that reads an array itself in the place of the array divided otherwise and back again."""
+    """A program with reads of an array in place of reads of the array divided otherwise and back again."""
     divided: dict[Var, JaxprEqn] = {}  # array divided otherwise -> the equation back
 
     def write(eqn: JaxprEqn) -> Any:
@@ -115,7 +115,7 @@ def look_inside(eqn: JaxprEqn) -> JaxprEqn:
 def open_map(eqn: JaxprEqn) -> JaxprEqn:
     """The equation of a `jax.shard_map` with a single one besides views, as one of the arrays outside.
 
-    What only divides an array otherwise is a reshape. Other equations are returned themselves.
+    A mere change of an array's division is a reshape. Other equations are returned as they are.
     """
     if not is_shard_map(eqn):
         return eqn
@@ -141,14 +141,14 @@ def open_map(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _list_stacks(loop: JaxprEqn) -> list[Any]:
-    """The stacks that a loop reads and makes a row at a time."""
+    """The stacks read and made by a loop, a row at a time."""
     layout = compat.scan_in(loop)
     assert layout is not None
     return [*loop.invars[layout.num_consts + layout.num_carry :], *loop.outvars[layout.num_carry :]]
 
 
 class _Result(NamedTuple):
-    """A value that a part returns, its position among the results of the whole, if any, and its division."""
+    """A result of a part, its position among the results of the whole, if any, and its division."""
 
     position: int | None
     value: Any
@@ -156,7 +156,7 @@ class _Result(NamedTuple):
 
 
 class _Parts:
-    """The parts of a `jax.shard_map`: its equations, and what passes between them.
+    """The parts of a `jax.shard_map`: its equations, and the values between parts.
 
     Attributes:
       are_several: whether there are two parts or more.
@@ -181,13 +181,13 @@ class _Parts:
         return [*map(self._locate, eqns)], results
 
     def _locate(self, eqn: JaxprEqn) -> JaxprEqn:
-        """An equation with the source of the whole, and those of a loop's body with it."""
+        """An equation with the source of the whole, and the equations of a loop's body likewise."""
         if compat.scan_in(eqn) is not None:
             eqn = compat.map_programs(eqn, lambda body: body.replace(eqns=[*map(self._locate, body.eqns)]))
         return eqn.replace(source_info=self._eqn.source_info)
 
     def _join_transposed(self, parts: Sequence[list[JaxprEqn]]) -> list[list[JaxprEqn]]:
-        """The parts of a backward pass, with neighbours joined but for loops and what is made again."""
+        """The parts of a backward pass, with neighbours joined but for loops and recomputed values."""
 
         def stays_alone(part: Sequence[JaxprEqn]) -> bool:
             return self._is_loop(part) or all(map(is_recomputed, part))
@@ -199,14 +199,14 @@ class _Parts:
         return found
 
     def _is_loop(self, part: Sequence[JaxprEqn]) -> bool:
-        """Whether a part is a loop that may stand outside."""
+        """Whether a part is a loop, and may stand outside."""
         eqn = part[0]
         if len(part) > 1 or compat.scan_in(eqn) is None or eqn.params["jaxpr"].consts:
             return False
         return not any(is_partial_sum(v.aval) for v in (*eqn.invars, *eqn.outvars))
 
     def _find_views(self) -> list[JaxprEqn]:
-        """The views of arguments. Each part that reads one has its own."""
+        """The views of arguments. Each part has views of its own."""
         views, known = list[JaxprEqn](), {*self._body.invars}
         for eqn in self._body.eqns:
             if eqn.primitive.name in _FREE and known.issuperset(variables(eqn)):
@@ -230,19 +230,19 @@ class _Parts:
         return tuple(axis for axis in mesh.axis_names if axis in manual and axis in varying)
 
     def _holds(self, v: Any, division: P) -> bool:
-        """Whether an array outside, with a division, is read inside as the value that was written."""
+        """Whether an array outside, with a division, is read inside as the value written there."""
         axes = {axis for entry in division for axis in list_axes(entry)}
         return isinstance(v, Var) and axes == {*self._list_axes(v)}
 
     def _divide(self, v: Any) -> P:
-        """The division of the array outside that holds a value: of a loop's stack, that of its rows."""
+        """The division of the array outside of a value: of a loop's stack, the division of the rows."""
         axes = self._list_axes(v)
         if not axes:
             return P()
         return P(None, axes) if isinstance(v, Var) and v in self._stacks else P(axes)
 
     def _add_views(self, part: Sequence[JaxprEqn], values: Iterable[Any]) -> list[JaxprEqn]:
-        """The equations of a part and of the views that they need, for some values."""
+        """The equations of a part and of the views among their operands, for some values."""
         eqns = [*self._views, *part]
         marks = mark_ancestors(eqns, (v for v in values if isinstance(v, Var)))
         return [eqn for eqn, is_needed in zip(eqns, marks, strict=True) if is_needed]

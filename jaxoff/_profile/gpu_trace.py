@@ -163,7 +163,7 @@ class Trace:
         """The times of events of some kinds, on any GPU: disjoint intervals in ms, in order."""
         return unite(event.interval for event in self.events if event.kind in kinds)
 
-    def exposed(self, *kinds: EventKind) -> list[Interval]:
+    def list_exposed(self, *kinds: EventKind) -> list[Interval]:
         """The times of events of some kinds without a kernel on the same GPU, likewise."""
         found: list[Interval] = []
         for gpu in self.gpus:
@@ -201,7 +201,7 @@ def _measure_times(trace: Trace, gpu: int) -> GpuTimes:
         h2d=_measure_copies(trace, "H2D"),
         d2d_ms=sum_lengths(trace.busy("D2D")),
         memset_ms=sum_lengths(trace.busy("memset")),
-        exposed_ms=sum_lengths(trace.exposed("D2H", "H2D")),
+        exposed_ms=sum_lengths(trace.list_exposed("D2H", "H2D")),
     )
 
 
@@ -211,7 +211,7 @@ def _measure_copies(trace: Trace, direction: EventKind) -> CopyTime:
         count=len(copies),
         nbytes=sum(copy.nbytes or 0 for copy in copies),
         busy_ms=sum_lengths(trace.busy(direction)),
-        exposed_ms=sum_lengths(trace.exposed(direction)),
+        exposed_ms=sum_lengths(trace.list_exposed(direction)),
     )
 
 

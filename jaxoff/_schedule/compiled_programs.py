@@ -1,4 +1,4 @@
-"""The programs that a search within a budget compiles."""
+"""The programs compiled by a search within a budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLANNED = "planned"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
-    """A program that was compiled.
+    """A compiled program.
 
     Attributes:
       setting: its recipe and compiler options.
@@ -43,7 +43,7 @@ class Compiler:
       given: the caller's compiler options.
       rewrite: (program, in_order=) -> the rewritten program.
       make_instance: (call, setting, made=) -> the `jax.jit` function of a traced program by a setting.
-      refusals: XLA's reasons for the programs that it did not compile.
+      refusals: XLA's reasons against programs refused by XLA.
     """
 
     call: Call
@@ -61,8 +61,8 @@ class Compiler:
 
         Args:
           closed: the program.
-          preferred: whether to take the first recipe within the budget of those that hide copies, or of the
-            others that of the least memory.
+          preferred: whether to take the first recipe within the budget among the recipes with hidden copies,
+            or the recipe of the least memory among the others.
           in_order: whether to order the program in any case.
 
         Returns:
@@ -80,7 +80,7 @@ class Compiler:
         return min(found, key=lambda made: made[0], default=None)
 
     def compile_others(self, compiled: Compiled) -> Iterator[tuple[float, Compiled]]:
-        """Compiles a program by its other recipes, also without CUDA graphs: those within the budget."""
+        """Compiles a program by its other recipes, also without graphs; yields those within the budget."""
         made = compiled.traced
         settings = list_settings(made.program, self.given, has_twin=False, budgeted=True)
         for setting in add_without_graphs(settings, self.given):

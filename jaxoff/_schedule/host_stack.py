@@ -37,7 +37,7 @@ class HostStack:
     row_offset: int
     value: Origin = dataclasses.field(repr=False, compare=False)
 
-    def copying(self) -> contextlib.AbstractContextManager[None]:
+    def mark_copies(self) -> contextlib.AbstractContextManager[None]:
         """A context for the equations that write or read a row: they name the value."""
         eqn, tag = self.value.eqn, self.value.tag
-        return contextlib.nullcontext() if eqn is None else scopes.copying(eqn, tag and tag.label)
+        return contextlib.nullcontext() if eqn is None else scopes.mark_copies(eqn, tag and tag.label)

@@ -378,7 +378,7 @@ class _Iteration:
         }
         for k, stack in host_stacks.items():
             if k not in self.prefetched:
-                with self._reloaded_stacks[k].copying():
+                with self._reloaded_stacks[k].mark_copies():
                     inputs[k] = read_row(stack, index + self._reloaded_stacks[k].row_offset)
         for k in self.flat_xs:
             inputs[k] = inputs[k].reshape(self._rows[k].aval.shape)

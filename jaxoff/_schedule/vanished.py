@@ -1,4 +1,4 @@
-"""Offloads of a traced program that its compiled program leaves out."""
+"""Offloads of a traced program, left out by the compiled program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compil
 
     Args:
       closed: the user's program.
-      devices: the number of devices that its arrays are divided over.
+      devices: the number of devices of the arrays.
       compiled: the compiled program.
     """
     jaxpr = compat.as_open(closed)
@@ -62,7 +62,7 @@ def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compil
 
 
 def count_reloads(jaxpr: Jaxpr) -> Reloads:
-    """Counts a program's copies from the host, on all devices; of a condition, those of the branch with most.
+    """Counts a program's copies from the host, on all devices; of a condition, of the branch with most.
 
     A `while` loop, whose number of runs is not known, counts as one run.
     """
@@ -109,7 +109,7 @@ def _sum_nbytes(reloads: Mapping[int, int]) -> int:
 
 
 def _list_sent(jaxpr: Jaxpr) -> Iterator[tuple[int, str]]:
-    """The named values that a program and the programs in it copy to the host: their bytes and labels."""
+    """The named values copied to the host by a program and its inner programs: their bytes and labels."""
     sent = {eqn.invars[0] for eqn in jaxpr.eqns if compat.transfer_in(eqn) == "D2H"}
     for eqn in jaxpr.eqns:
         name = compat.name_in(eqn)

@@ -23,12 +23,12 @@ from jaxoff._state.updates import Update
 
 @dataclasses.dataclass(frozen=True)
 class EarlyUpdates:
-    """The updates that can follow the gradients of a loop's iteration.
+    """The updates to follow the gradients of a loop's iteration.
 
     Attributes:
       loop: the equation of the loop, a scan.
       updates: of stacks with a row for each iteration.
-      before: the equations behind the loop that make operands of the updates, and need nothing of the loop.
+      before: the equations behind the loop for operands of the updates, without an operand of the loop.
     """
 
     loop: JaxprEqn
@@ -37,7 +37,7 @@ class EarlyUpdates:
 
 
 def find_early(program: Jaxpr, updates: Sequence[Update]) -> list[EarlyUpdates]:
-    """Finds the updates whose gradients are rows that a loop stacks, and that need nothing else of the loop.
+    """Finds the updates of gradients stacked by a loop, without another operand of the loop.
 
     Args:
       program: a program for one device, with its calls inlined.
@@ -63,9 +63,9 @@ class _Level:
         self._made_of: dict[int, set[Var]] = {}  # loop -> what is computed from its results
 
     def is_early(self, update: Update, loop: int) -> bool:
-        """Whether the loop of an index makes gradients of an update, and nothing else that the update needs.
+        """Whether the loop of an index makes gradients of an update, and no other operand of the update.
 
-        Its gradients have no other reader, and nothing behind the loop reads the arguments that it replaces.
+        Its gradients have no other reader, and nothing behind the loop reads the replaced arguments.
         """
         if update.sharding is not None or update.late:
             return False
@@ -106,7 +106,7 @@ def write_early(early: EarlyUpdates, renamed: dict[Var, Any]) -> tuple[list[Jaxp
 
     Args:
       early: the updates.
-      renamed: variable -> what stands for it: the argument in host memory for a state.
+      renamed: variable -> its replacement: the argument in host memory for a state.
 
     Returns:
       The equations; and the program's variables among the loop's and the updates' results -> their results.
@@ -145,7 +145,7 @@ def write_early(early: EarlyUpdates, renamed: dict[Var, Any]) -> tuple[list[Jaxp
 
 
 def _update_row(update: Update, known: Mapping[Any, Any]) -> list[Any]:
-    """The rows of an update's results, as of `Update.list_results`; those of arguments for their places."""
+    """The rows of an update's results, as of `Update.list_results`; of arguments for their places."""
     values = dict(known)
     for state, _ in update.states:
         values[state] = jax.device_put(known[state], jax.memory.Space.Device)

@@ -121,7 +121,7 @@ def find_updates(program: Jaxpr, donated: Sequence[bool]) -> list[Update]:
 
 
 def pair_donated(program: Jaxpr, donated: Sequence[bool]) -> dict[Var, Any]:
-    """For each donated argument the result that gets its memory: `jax.jit` pairs those of a type in order.
+    """For each donated argument the result in its memory: `jax.jit` pairs those of a type in order.
 
     Args:
       program: the program.
@@ -140,7 +140,7 @@ def pair_donated(program: Jaxpr, donated: Sequence[bool]) -> dict[Var, Any]:
 
 @dataclasses.dataclass(eq=False)
 class _Chain:
-    """Arguments with the indices of their dependent equations, up to results that others read."""
+    """Arguments with the indices of their dependent equations, up to results with other readers."""
 
     states: list[Var]
     eqns: set[int]
@@ -222,7 +222,7 @@ class _Level:
         )
 
     def drop_needed(self, updates: Sequence[Update]) -> list[Update]:
-        """The updates without those whose late readers another update waits for."""
+        """The updates without late readers awaited by another update."""
         late = {v for update in updates for v in update.late}
         inside = {id(eqn) for update in updates for eqn in update.eqns}
         others = [eqn for eqn in self._eqns if id(eqn) not in inside]
@@ -257,7 +257,7 @@ class _Level:
         return eqns, operands
 
     def _find_makers(self, v: Var, shape: tuple[int, ...]) -> set[int] | None:
-        """The fewest elementwise equations that make a variable of at most one array; None without such.
+        """The fewest elementwise equations from at most one array to a variable; else None.
 
         A gradient that is clipped is an operand of two equations: of its scaling, and of the choice between
         the scaled and the given gradient.
@@ -292,7 +292,7 @@ def _type_of(v: Any) -> Any:
 
 
 def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
-    """Whether an equation computes arrays of a shape elementwise, of such arrays and of scalars."""
+    """Whether an equation computes arrays of a shape elementwise, of arrays of the shape and scalars."""
     if eqn.primitive.name not in ELEMENTWISE or eqn.effects:
         return False
     operands = (compat.shape_of(v.aval) for v in eqn.invars)

@@ -73,14 +73,14 @@ def test_copies_are_exposed_where_no_kernel_of_their_own_gpu_runs():
     assert first.exposed_ms == 5, "from 10 to 15: both directions at once count once"
     assert (second.gpu, second.kernel_ms, second.h2d.exposed_ms, second.d2h.count) == (1, 5, 2, 0)
     assert trace.span_ms == 23
-    assert sum_lengths(trace.exposed("D2H", "H2D")) == 7, "GPU 0 from 10 to 15, GPU 1 from 15 to 17"
+    assert sum_lengths(trace.list_exposed("D2H", "H2D")) == 7, "GPU 0 from 10 to 15, GPU 1 from 15 to 17"
 
 
 def test_a_window_cuts_what_reaches_over_its_edges():
     trace = Trace((event("kernel", 0, 10), event("D2H", 8, 14, nbytes=600), event("kernel", 15, 20)))
     cut = trace.between(9, 15)
     assert [(e.kind, *e.interval) for e in cut.events] == [("kernel", 9, 10), ("D2H", 9, 14)]
-    assert sum_lengths(cut.exposed("D2H")) == 4
+    assert sum_lengths(cut.list_exposed("D2H")) == 4
 
 
 def test_bandwidth_is_bytes_over_busy_time():
