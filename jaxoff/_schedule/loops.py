@@ -404,14 +404,14 @@ class _Iteration:
             at += written[k].offset if k in written else 0
             if k in self._read_inside:  # XLA would run the kernel twice: for the stack and for the readers
                 y = copy_aside(y, state.count)
-            with sent.copying() if sent else contextlib.nullcontext():
+            with sent.mark_copies() if sent else contextlib.nullcontext():
                 if k in deferred:  # the first iteration writes arbitrary contents into the spare row
                     value = state.retained[self.retained.index(k)]
                     y, at = jax.device_put(value, jax.memory.Space.Host), at - loop.step
                 stacks[k] = write_row(stacks[k], y.reshape(-1) if k in self.flat_ys else y, at)
         prefetched = []
         for k in self.prefetched:
-            with (stack := self._reloaded_stacks[k]).copying():
+            with (stack := self._reloaded_stacks[k]).mark_copies():
                 row = read_row(host_stacks[k], index + loop.step + stack.row_offset)
                 prefetched.append(jax.device_put(row, jax.memory.Space.Device))
         updated = UpdatedRows([*waiting.values()], state.updated.arrived)
