@@ -298,8 +298,7 @@ def test_a_loop_within_a_layer_is_an_equation_of_the_layer(checkpoint):
     (sequence,) = sequences_of(step, *args)
     assert sequence.count == LAYERS
     assert sum(eqn.primitive.name == "scan" for eqn in sequence.eqns) == 1
-    # Under a checkpoint the loop of the forward pass makes no residuals.
-    kept = (2 if checkpoint == "none" else 3) * LAYERS
+    kept = (2 if checkpoint == "none" else 3) * LAYERS  # under a checkpoint it makes no residuals
     rtol = 1e-5 if remat3.is_enabled() else 0.0  # whose backward pass adds in another order
     assert count(assert_placed_alike(step, args, keep_all, rtol), "scan") == kept
     assert count(assert_placed_alike(step, args, keep_inputs, rtol), "scan") == 3 * LAYERS
