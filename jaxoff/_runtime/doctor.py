@@ -181,8 +181,8 @@ def _check_pool(environment: Environment, pool: int) -> Iterator[Problem]:
 
 
 def _check_nodes(environment: Environment) -> Iterator[Problem]:
-    near = ", ".join(map(str, environment.processor_nodes))
-    far = ", ".join(map(str, sorted(set(environment.gpu_nodes) - set(environment.processor_nodes))))
+    gpus, process = (environment.nodes.get(key, ()) for key in ("gpus", "process"))
+    near, far = (", ".join(map(str, nodes)) for nodes in (process, sorted({*gpus} - {*process})))
     if environment.backend == "gpu" and near and far:
         yield Problem(
             "far-host-memory",

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ VARIABLES = (
 CONFIG = ("jax_compiler_enable_remat_pass", "jax_optimization_level", "jax_remat3")
 
 
+type Nodes = Mapping[str, Sequence[int]]
+
+
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:
     """A device of jax.
@@ -67,8 +70,8 @@ class Environment:
       backend_error: why there are no devices, where jax could not start its backend.
       nvidia_gpu: whether the machine has an NVIDIA GPU, whether or not jax uses the GPU.
       host_bytes: the memory that this process may use, physical or its container's; None where unknown.
-      gpu_nodes: the memory node (NUMA) of each NVIDIA GPU; none where the system does not say.
-      processor_nodes: the memory nodes of the processors that this process may run on.
+      nodes: "gpus" -> the memory node (NUMA) of each NVIDIA GPU, none where the system does not say;
+        "process" -> those of the processors that this process may run on.
       xla_flags: flag of `XLA_FLAGS`, without dashes -> value.
       config: jax's own option -> value.
       variables: environment variable, if set -> value.
@@ -82,8 +85,7 @@ class Environment:
     backend_error: str | None = None
     nvidia_gpu: bool = False
     host_bytes: int | None = None
-    gpu_nodes: tuple[int, ...] = ()
-    processor_nodes: tuple[int, ...] = ()
+    nodes: Nodes = dataclasses.field(default_factory=dict)
     xla_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, str] = dataclasses.field(default_factory=dict)
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -114,8 +116,7 @@ def collect(*, link: bool = True) -> Environment:
         backend_error=backend_error,
         nvidia_gpu=any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists(),
         host_bytes=find_host_bytes(),
-        gpu_nodes=find_gpu_nodes(),
-        processor_nodes=find_processor_nodes(),
+        nodes={"gpus": find_gpu_nodes(), "process": find_processor_nodes()},
         xla_flags=parse_xla_flags(os.environ.get("XLA_FLAGS", "")),
         config={name: value for name in CONFIG if (value := _read_option(name)) is not None},
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},

@@ -74,9 +74,9 @@ def _facts_of(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "pinned pool", f"at most {diagnosis.pinned_pool_bytes / GIB:.0f} GiB of {host} host memory"
     else:  # there is no pool
         yield "host memory", host
-    if environment.gpu_nodes:
-        nodes = (", ".join(map(str, found)) for found in (environment.gpu_nodes, environment.processor_nodes))
-        yield "memory nodes", "GPUs at {}, this process at {}".format(*nodes)
+    if environment.nodes.get("gpus"):
+        nodes = {key: ", ".join(map(str, found)) for key, found in environment.nodes.items()}
+        yield "memory nodes", f"GPUs at {nodes['gpus']}, this process at {nodes['process']}"
     yield "link", _describe_link(environment)
 
 

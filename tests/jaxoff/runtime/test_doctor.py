@@ -158,11 +158,12 @@ def test_a_pool_beyond_memory_is_a_warning():
 
 
 def test_processors_far_from_a_gpu_are_a_warning():
-    far = changed(gpu_nodes=(0, 1), processor_nodes=(0,))
+    far = changed(nodes={"gpus": (0, 1), "process": (0,)})
     assert codes(far) == ["far-host-memory"]
     assert "A GPU is at memory node 1, and this process runs on processors of node 0 only" in message(far)
     assert doctor.diagnose(far).exit_status == 0
-    for near in (changed(gpu_nodes=(0, 1), processor_nodes=(0, 1)), changed(gpu_nodes=(0,)), HEALTHY):
+    assert "GPUs at 0, 1, this process at 0" in printed(far)
+    for near in (changed(nodes={"gpus": (0, 1), "process": (0, 1)}), changed(nodes={"gpus": (0,)}), HEALTHY):
         assert codes(near) == []
 
 
