@@ -39,6 +39,7 @@ VARIABLES = (
 CONFIG = ("jax_compiler_enable_remat_pass", "jax_optimization_level", "jax_remat3")
 
 
+type Texts = Mapping[str, str]
 type Nodes = Mapping[str, Sequence[int]]
 
 
@@ -80,15 +81,15 @@ class Environment:
     """
 
     python: str
-    packages: Mapping[str, str]
+    packages: Texts
     devices: tuple[DeviceInfo, ...]
     backend_error: str | None = None
     nvidia_gpu: bool = False
     host_bytes: int | None = None
     nodes: Nodes = dataclasses.field(default_factory=dict)
-    xla_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    config: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    xla_flags: Texts = dataclasses.field(default_factory=dict)
+    config: Texts = dataclasses.field(default_factory=dict)
+    variables: Texts = dataclasses.field(default_factory=dict)
     link: Link | None = None
     link_skipped: str | None = None
 
