@@ -28,7 +28,7 @@ import jax
 
 import jaxoff
 from bench.client_steps import PROGRAMS
-from bench.clients import DIVISIONS, make_shardings
+from bench.clients import DIVISIONS, divide_over_all
 from bench.provenance import provenance
 from jaxoff._runtime.program_memory import program_nbytes
 
@@ -57,11 +57,6 @@ def make_array(struct: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) ->
     return jax.device_put(jax.jit(make)(), sharding)
 
 
-def describe_array(struct: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    """The array of a sharding."""
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
-
-
 def run_one(name: str, layers: int | None, steps: int, division: str | None) -> dict[str, Any]:
     """Runs a program within what this process' allocator has."""
     program = dataclasses.replace(PROGRAMS[name], offloads=None)
@@ -73,10 +68,9 @@ def run_one(name: str, layers: int | None, steps: int, division: str | None) -> 
     limit = min(device.memory_stats()["bytes_limit"] for device in devices)
     structs, results = (step.state, step.batch), {}
     if division:
-        mesh = jax.make_mesh((len(devices),), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-        shardings, of_batch = make_shardings(step, mesh, division)
-        batches = jax.tree.map(lambda _: of_batch, step.batch)
-        structs = jax.tree.map(describe_array, structs, (shardings, batches))
+        shardings, of_batch = divide_over_all(step, division)
+        places = shardings, jax.tree.map(lambda _: of_batch, step.batch)
+        structs = jax.tree.map(lambda struct, place: struct.update(sharding=place), structs, places)
         results = {"out_shardings": (shardings, None)}
     function = step.jit(jaxoff.jit, device_bytes=limit, **results)
     compiled = function.lower(*structs).compile()

@@ -104,11 +104,15 @@ def make_shardings(step: ClientStep, mesh: jax.sharding.Mesh, division: str) -> 
     return jax.tree.map(shard, step.state), NamedSharding(mesh, P(name))
 
 
+def divide_over_all(step: ClientStep, division: str) -> tuple[Any, Any]:
+    """Shardings of the state and of the batch over all devices; `make_shardings` says how."""
+    auto = (jax.sharding.AxisType.Auto,)
+    return make_shardings(step, jax.make_mesh((jax.device_count(),), ("devices",), axis_types=auto), division)
+
+
 def divide(step: ClientStep, batch: Any, division: str) -> tuple[Any, Any]:
     """Shardings of the state over all devices, and the batch divided over them; `make_shardings` says how."""
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=auto)
-    shardings, of_batch = make_shardings(step, mesh, division)
+    shardings, of_batch = divide_over_all(step, division)
     return shardings, jax.device_put(batch, of_batch)
 
 

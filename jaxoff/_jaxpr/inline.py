@@ -31,7 +31,7 @@ def inline_calls(
       Equations with the same results.
     """
     eqns = list(eqns)
-    pinned = {v for eqn in eqns if remat3.is_checkpoint(eqn) for v in eqn.invars if checkpoints}
+    pinned = {v for eqn in eqns if remat3.is_checkpoint(eqn) for v in eqn.invars} if checkpoints else set()
     for eqn in eqns:
         operands = [resolve(renamed, v) for v in eqn.invars]
         if eqn.primitive.name == "optimization_barrier" and not pinned.isdisjoint(eqn.outvars):

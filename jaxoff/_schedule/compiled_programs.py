@@ -70,7 +70,7 @@ class Compiler:
         """
         program = self.rewrite(closed, in_order=in_order)
         made = dataclasses.replace(self.traced, given=closed, program=program)
-        settings = list_settings(program, self.given, has_twin=False, budgeted=True)
+        settings = self._list_settings(made)
         hiding = [s for s in settings if s.recipe.hides_copies] or settings[:1]
         found: list[tuple[float, Compiled]] = []
         for setting in hiding if preferred else settings[len(hiding) :]:
@@ -82,16 +82,19 @@ class Compiler:
     def compile_others(self, compiled: Compiled) -> Iterator[tuple[float, Compiled]]:
         """Compiles a program by its other recipes, also without graphs; yields those within the budget."""
         made = compiled.traced
-        settings = list_settings(made.program, self.given, has_twin=False, budgeted=True)
-        for setting in add_without_graphs(settings, self.given):
-            if str(setting) != str(dataclasses.replace(compiled.setting, program="")):
+        for setting in add_without_graphs(self._list_settings(made), self.given):
+            if str(setting) != str(compiled.setting):
                 nbytes, other = self._compile(made, setting)
                 if nbytes <= self.device_nbytes:
                     yield nbytes, other
 
+    def _list_settings(self, made: Traced) -> list[Setting]:
+        settings = list_settings(made.program, self.given, has_twin=False, budgeted=True)
+        return [dataclasses.replace(setting, program=PLANNED) for setting in settings]
+
     def _compile(self, made: Traced, setting: Setting) -> tuple[float, Compiled]:
         call, make_instance = self.call, functools.partial(self.make_instance, made=made)
-        setting = complete(dataclasses.replace(setting, program=PLANNED), call, make_instance)
+        setting = complete(setting, call, make_instance)
         jitted = make_instance(call, setting)
         lowered, options = call.lower(jitted), dict(setting.options) | dict(self.given)
         nbytes = lowered_nbytes(lowered, call.device, call.devices, options, self.refusals)

@@ -303,7 +303,8 @@ class Jitted:
 
     def _hold(self, call: Call, within: Within) -> Plan:
         """Keeps the function of a step within the budget for the calls, and returns the step's plan."""
-        made = within.compiled.instance if within.compiled else self._find_instance(call, within.written)
+        written = within.label("").setting
+        made = within.compiled.instance if within.compiled else self._find_instance(call, written)
         self._instances[call.key, within.setting] = made
         places = hosted.list_shardings(call.described[0], made)
         return dataclasses.replace(within.plan, step=self, in_shardings=places)
@@ -360,8 +361,7 @@ class Jitted:
         """Finds the steps within the budget to compare, or chooses where the decision is known."""
         refuse_several_processes()
         first = self._fit(call, traced)
-        text = self._lower(call, first.setting).as_text()
-        key = make_key(text, call.devices, call.device, repr(self._budget))
+        key = make_key(self._lower(call, first.setting).as_text(), call.devices, call.device, self._budget)
         self.tuned, found = read_decision(key), [first]
         if not self.tuned or find_fastest([first.setting], self.tuned) is None:
             found += first.list_others()

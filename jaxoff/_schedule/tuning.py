@@ -13,7 +13,6 @@ import functools
 import math
 import statistics
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,9 +47,9 @@ class Tuning:
         settings: Sequence[Setting],
         key: str,
         unmet: dict[Setting, Sequence[Finding]],
-        plans: Mapping[Setting, Plan] = types.MappingProxyType({}),
+        plans: Mapping[Setting, Plan] | None = None,
     ):
-        self.settings, self.key, self.unmet, self.plans = tuple(settings), key, unmet, plans
+        self.settings, self.key, self.unmet, self.plans = tuple(settings), key, unmet, plans or {}
         self.samples: dict[Setting, list[float]] = {setting: [] for setting in settings}
         self._steps = 0
 

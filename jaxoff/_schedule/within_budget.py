@@ -98,11 +98,6 @@ class Within:
         """The step with a name for its program."""
         return dataclasses.replace(self, setting=dataclasses.replace(self.setting, program=program))
 
-    @property
-    def written(self) -> Setting:
-        """The setting of the step as the user wrote it, by which a call finds its function."""
-        return dataclasses.replace(self.setting, program="")
-
 
 @dataclasses.dataclass(frozen=True)
 class Search:

@@ -40,8 +40,7 @@ class Runtime:
 
 def find_what_remat3_recomputes(analysis: Analysis, runtime: Runtime) -> Iterator[Finding]:
     """Finds values that a policy would keep, and about which JAX asks no policy under jax_remat3."""
-    lost = [site for site in analysis.function.checkpointed_sites if runtime.remat3 and _is_lost(site)]
-    if lost:
+    if runtime.remat3 and (lost := [*filter(_is_lost, analysis.function.checkpointed_sites)]):
         kinds = list(dict.fromkeys(site.eqn.primitive.name for site in lost))
         more = f" and {len(kinds) - 3} more" if len(kinds) > 3 else ""
         yield Finding(

@@ -37,6 +37,17 @@ def skipped(x, _):
 KINDS = {"kinds": [mlp, gated, skipped], "skipped": [skipped, mlp]}
 
 
+ALL_FORMS = pytest.mark.parametrize(
+    ("form", "kinds"),
+    [
+        ("loop", "kinds"),
+        ("list", "skipped"),
+        pytest.param("loop", "skipped", marks=pytest.mark.long),
+        pytest.param("list", "kinds", marks=pytest.mark.long),
+    ],
+)
+
+
 def make_step(form, kinds, layer=lambda f: f):
     @layer
     def run(x, w):
@@ -67,28 +78,12 @@ def make_arguments(scale=1, layers=LAYERS):
     return weights, jnp.arange(layers) % 3, jax.random.normal(keys[2], (scale * ROWS, width))
 
 
-@pytest.mark.parametrize(
-    ("form", "kinds"),
-    [
-        ("loop", "kinds"),
-        ("list", "skipped"),
-        pytest.param("loop", "skipped", marks=pytest.mark.long),
-        pytest.param("list", "kinds", marks=pytest.mark.long),
-    ],
-)
+@ALL_FORMS
 def test_what_a_checkpoint_of_each_layer_takes_suffices(form, kinds):
     check_fit(lambda wrap: make_step(form, kinds, wrap), make_arguments(layers=4), 1.02)
 
 
-@pytest.mark.parametrize(
-    ("form", "kinds"),
-    [
-        ("loop", "kinds"),
-        ("list", "skipped"),
-        pytest.param("loop", "skipped", marks=pytest.mark.long),
-        pytest.param("list", "kinds", marks=pytest.mark.long),
-    ],
-)
+@ALL_FORMS
 def test_no_slower_than_kept_products_in_the_memory_that_they_take(form, kinds):
     args = jax.eval_shape(lambda: make_arguments(16))
     closed = jax.make_jaxpr(make_step(form, kinds))(*args)

@@ -150,7 +150,7 @@ def test_an_error_names_the_largest_values_at_the_peak():
     head = jnp.ones((WIDTH, 8 * WIDTH))
     args = jax.tree.map(lambda s: jnp.ones(s.shape), structs(layers=2))
     with pytest.raises(BudgetError) as error:
-        jaxoff.jit(step, device_bytes="1MB", host_bytes=0)(*args, head)
+        jaxoff.jit(step, device_bytes="1MB")(*args, head)
     first, *lines = str(error.value).splitlines()
     assert first.endswith("The largest values at its peak:")
     assert [line.strip() for line in lines] == list(error.value.largest)

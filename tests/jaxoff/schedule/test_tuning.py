@@ -1,7 +1,6 @@
 """`jaxoff.jit(tune=True)`: every program takes real steps, the fastest stays, the decision is kept."""
 
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,10 @@ import jaxoff
 from jaxoff._schedule import tuning
 from jaxoff._schedule.recipes import Recipe
 from jaxoff._schedule.settings import Setting
-from jaxoff._schedule.tuning import SAMPLES, WARMUPS, Tuning, find_fastest, list_within_limit
+from jaxoff._schedule.tuning import SAMPLES, WARMUPS, find_fastest, list_within_limit
 from tests.jaxoff.schedule.test_recipes import compiled_of
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXOFF_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def make_step(loop, calls):
@@ -56,23 +51,6 @@ PROGRAMS = {
     True: {"concurrent", "ordered", "stock", "saved"},
     False: {"ordered", "stock", "ordered without graphs", "stock without graphs", "saved"},
 }
-
-
-@pytest.fixture
-def took(monkeypatch):
-    """The programs that steps were taken by. The samples of the one named last in `fast` are the least."""
-    names, run_step = [], Tuning.run
-
-    def run_and_set(self, step, args, kwargs):
-        current = self.current
-        names.append(str(current))
-        results = run_step(self, step, args, kwargs)
-        self.samples[current][:] = [1.0 if str(current) == fast[-1] else 2.0 for _ in self.samples[current]]
-        return results
-
-    fast = ["stock"]
-    monkeypatch.setattr(Tuning, "run", run_and_set)
-    return types.SimpleNamespace(names=names, fast=fast)
 
 
 @pytest.fixture

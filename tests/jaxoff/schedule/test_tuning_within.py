@@ -9,34 +9,18 @@ import pytest
 
 import jaxoff
 from jaxoff._schedule import tuning
-from jaxoff._schedule.tuning import Tuning
 
 OPTIMIZER = optax.adamw(1e-3)
 LAYERS, WIDTH = 4, 128
 AS_WRITTEN, WITH_STATE = 60e6, 8.2e6
 
 
+pytestmark = pytest.mark.usefixtures("cache")
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXOFF_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def took(monkeypatch):
-    """The programs that steps were taken by. The first whose name holds the text in `fast` is the fastest."""
-    names, fast, run_step = [], [""], Tuning.run
-
-    def run_and_set(self, step, args, kwargs):
-        current = self.current
-        names.append(str(current))
-        results = run_step(self, step, args, kwargs)
-        self.samples[current][:] = [1.0 if fast[0] in str(current) else 2.0 for _ in self.samples[current]]
-        return results
-
-    monkeypatch.setattr(Tuning, "run", run_and_set)
+def _one_sample(monkeypatch):
     monkeypatch.setattr(tuning, "SAMPLES", 1)
-    return names, fast
 
 
 def make_step(calls):
@@ -70,35 +54,33 @@ def run(step, state, x, count):
 
 
 def test_the_fastest_of_all_programs_within_the_budget_stays(took, cache):
-    names, fast = took
     fun, state, x = make_step(calls := [])
     step = jaxoff.jit(fun, device_bytes=AS_WRITTEN, tune=True)
-    fast[0] = "as written"
+    took.fast.append("as written, ordered")
     losses, _ = run(step, state, x, 9)
     assert losses == pytest.approx(run(jax.jit(make_step([])[0]), state, x, 9)[0], rel=1e-4)
     assert len(calls) == 1
-    assert {name.partition(",")[0] for name in names} == {"planned", "as written"}
-    assert set(step.tuned) == set(names) and len(names) == 2 * len(set(names))
+    assert {name.partition(",")[0] for name in took.names} == {"planned", "as written"}
+    assert set(step.tuned) == set(took.names) and len(took.names) == 2 * len(set(took.names))
     assert step.plan.programs == 0  # the step as it is written
     assert step.plan.peak_bytes <= AS_WRITTEN
     (file,) = cache.iterdir()
     assert json.loads(file.read_text())["milliseconds"] == step.tuned
-    took_so_far = len(names)
+    took_so_far = len(took.names)
     again = jaxoff.jit(fun, device_bytes=AS_WRITTEN, tune=True)
     run(again, state, x, 1)
-    assert (again.plan.programs, again.tuned, len(names)) == (0, step.tuned, took_so_far)
+    assert (again.plan.programs, again.tuned, len(took.names)) == (0, step.tuned, took_so_far)
 
 
 @pytest.mark.long
 def test_of_a_step_with_state_on_the_host_all_programs_take_it_there(took):
-    names, fast = took
     fun, state, x = make_step([])
     step = jaxoff.jit(fun, device_bytes=WITH_STATE, tune=True, donate_argnums=0)
-    fast[0] = "ordered"
+    took.fast.append("planned, ordered")
     expected, _ = run(jax.jit(fun), state, x, 9)
     losses, state = run(step, state, x, 9)
     assert losses == pytest.approx(expected, rel=1e-4)
-    assert len(set(names)) > 1 and {name.partition(",")[0] for name in names} == {"planned"}
+    assert len(set(took.names)) > 1 and {name.partition(",")[0] for name in took.names} == {"planned"}
     assert "pinned_host" in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)}
     assert "state" in str(step.plan)
 
@@ -106,7 +88,7 @@ def test_of_a_step_with_state_on_the_host_all_programs_take_it_there(took):
 def test_a_step_without_another_program_is_not_timed(took, cache):
     step = jaxoff.jit(lambda x: x + 1, device_bytes=1e6, tune=True)
     assert step(jnp.ones(3)).tolist() == [2, 2, 2]
-    assert (took[0], step.tuned, cache.exists()) == ([], {}, False)
+    assert (took.names, step.tuned, cache.exists()) == ([], {}, False)
 
 
 def test_a_recipe_goes_with_no_budget():
