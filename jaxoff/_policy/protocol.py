@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxoff._jaxpr import compat
+from jaxoff._jaxpr import compat, remat3
 from jaxoff._policy.decision import Decision, Placement, Rule, RuleKind
 from jaxoff._report.near_miss import near_miss
 
@@ -52,6 +52,12 @@ def ask_policy(policy: Callable[..., Any] | None, prim, *in_avals, **params) -> 
         text = f"{name}: JAX keeps on the device what goes to the memory kind {answer.dst!r}"
         return Decision("save", Rule(RuleKind.WRONG_MEMORY_KIND, text))
     return Decision(read_answer(answer), Rule(RuleKind.OTHER_POLICY, name))
+
+
+def ask_about(policy: Callable[..., Any] | None, eqn: compat.JaxprEqn) -> Decision:
+    """Asks a policy about the output of an equation of a program."""
+    eqn = remat3.write_name(eqn)  # policies know names by `checkpoint_name`'s primitive
+    return ask_policy(policy, eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
 
 
 def read_answer(answer: Any) -> Placement:

@@ -18,7 +18,7 @@ from jaxoff._jaxpr.statics import list_statics
 from jaxoff._policy.combinators import stores_in_float8
 from jaxoff._policy.decision import Decision, Placement, Rule, RuleKind
 from jaxoff._policy.marks import key_of_tag
-from jaxoff._policy.protocol import ask_policy
+from jaxoff._policy.protocol import ask_about
 from jaxoff._residuals.traced_function import KeptValues, Site, TracedFunction, collect_labels
 
 
@@ -205,9 +205,8 @@ def _ask_policies(function: TracedFunction, origin: Origin, placement: Placement
     if origin.eqn is None:
         return None
     here, named = _find_sites_like(function, origin)
-    avals = [v.aval for v in origin.eqn.invars]
     for policy in dict.fromkeys((*(s.policy for s in (*here, *named)), *function.policies)):
-        decision = ask_policy(policy, origin.eqn.primitive, *avals, **origin.eqn.params)
+        decision = ask_about(policy, origin.eqn)
         if decision.placement == placement:
             return decision
     return None

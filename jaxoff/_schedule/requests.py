@@ -24,7 +24,7 @@ from jaxoff._policy.combinators import KeepFirst, unwrap_keep_first
 from jaxoff._policy.decision import RuleKind
 from jaxoff._policy.marks import key_of_tag, record_labels
 from jaxoff._policy.policy import Policy
-from jaxoff._policy.protocol import ask_policy
+from jaxoff._policy.protocol import ask_about
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.tables import format_nbytes
 from jaxoff._residuals.findings.finding import (
@@ -163,7 +163,7 @@ class Requests:
         eqns = [named.eqn for named in self.named if named.tag.mark == "offload"]
         if any(not isinstance(side, Policy) for side in list_sides(policy)):
             eqns = [*(named.eqn for named in self.named), *self.dots]
-        return any(_ask(policy, eqn).placement == "offload" for eqn in eqns)
+        return any(ask_about(policy, eqn).placement == "offload" for eqn in eqns)
 
 
 def _is_offloading(policy: Any) -> bool:
@@ -172,10 +172,6 @@ def _is_offloading(policy: Any) -> bool:
         asks = policy.offload or policy.unmarked.startswith("offload") or policy.preset == "te_v1"
         return bool(asks) and policy.memory_kind != "device"
     return bool(read_attributes(policy).get(STOCK_OFFLOADED))
-
-
-def _ask(policy: Any, eqn: JaxprEqn):
-    return ask_policy(policy, eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
 
 
 def find_unmet_requests(requests: Requests) -> Iterator[Finding]:
@@ -226,7 +222,7 @@ def _find_lost_exemptions(requests: Requests) -> Iterator[Finding]:
 
 def _find_wrong_kinds(policy: Any, requests: Requests) -> Iterator[Finding]:
     for named in requests.named:
-        rule = _ask(policy, named.eqn).rule
+        rule = ask_about(policy, named.eqn).rule
         if rule.kind is RuleKind.WRONG_MEMORY_KIND:
             yield Finding(
                 FindingCode.WRONG_MEMORY_KIND,
@@ -264,7 +260,7 @@ def _list_stayed(requests: Requests) -> Iterator[_Stayed]:
 def _explicit_rule(policy: Any, group: list[Named]) -> Any:
     """The rule by which a policy offloads values with one tag, unless it is a glob or a default."""
     for named in group:
-        decision = _ask(policy, named.eqn)
+        decision = ask_about(policy, named.eqn)
         if decision.placement == "offload":
             by_name = decision.rule.kind is RuleKind.LIST and decision.rule.pattern == named.tag.label
             if by_name or decision.rule.kind is RuleKind.MARK or _is_listed(policy, named.tag):

@@ -10,7 +10,7 @@ from typing import Any
 from jaxoff._policy.combinators import Either, unwrap_keep_first
 from jaxoff._policy.decision import Decision
 from jaxoff._policy.policy import LISTS, Policy, matches
-from jaxoff._policy.protocol import ask_policy
+from jaxoff._policy.protocol import ask_about
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._report.near_miss import near_miss
 from jaxoff._residuals.residuals import Analysis, Row
@@ -19,8 +19,7 @@ from jaxoff._residuals.traced_function import Site
 
 def decide_at(site: Site, checkpoint: int = 0) -> Decision:
     """Asks the policy of a checkpoint around a site, by default the outermost."""
-    policy = site.checkpoints[checkpoint].policy
-    return ask_policy(policy, site.eqn.primitive, *(v.aval for v in site.eqn.invars), **site.eqn.params)
+    return ask_about(site.checkpoints[checkpoint].policy, site.eqn)
 
 
 def describe_site(site: Site) -> str:

@@ -8,9 +8,8 @@ import os
 from collections.abc import Iterator
 
 from jaxoff._jaxpr import compat, remat3
-from jaxoff._policy.protocol import ask_policy
 from jaxoff._report.finding import Finding, FindingCode
-from jaxoff._residuals.findings.finding import list_offloaded
+from jaxoff._residuals.findings.finding import decide_at, list_offloaded
 from jaxoff._residuals.residuals import Analysis
 from jaxoff._residuals.traced_function import Site
 from jaxoff._runtime.pinned_pool import POOL_VARIABLE, pinned_pool_bytes, pool_to_set
@@ -55,8 +54,7 @@ def _is_lost(site: Site) -> bool:
     eqn = site.eqn
     if site.tag or site.primal_only or compat.is_asked_under_remat3(eqn.primitive) or compat.sub_jaxprs(eqn):
         return False
-    asked = ask_policy(site.policy, eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
-    return asked.placement != "recompute"
+    return decide_at(site).placement != "recompute"
 
 
 def find_runtime_problems(analysis: Analysis, runtime: Runtime) -> Iterator[Finding]:
