@@ -11,9 +11,12 @@ One sequence, AdamW with clipping, weights in bfloat16 with float32 masters. Var
 
 - "recompute": `jax.jit`, each layer recomputed, a plain head;
 - "offload": the same with the layers' inputs offloaded by JAX's own policy;
+- "dots": the same with the results of all products without batch dimensions offloaded by JAX's own policy;
 - "budget": `jaxoff.jit(device_bytes=)` of the step of "recompute", without another change;
 - "list": the same, the layers in a list and a Python loop instead of `jax.lax.scan`;
-- "jaxoff": "budget" with the MLP and the head under `jaxoff.tiled`.
+- "jaxoff": "budget" with the MLP and the head under `jaxoff.tiled`;
+- "kept" and "moved": the step of "jaxoff" without a budget, each layer recomputed from its input, which stays
+  on the device or is offloaded by `jaxoff.policy`: what the copies cost.
 """
 
 from __future__ import annotations
@@ -45,15 +48,24 @@ from jaxoff._runtime.program_memory import program_nbytes
 VARIANTS = {
     "recompute": "jax.jit, all recomputed",
     "offload": "jax.jit, layer inputs offloaded",
+    "dots": "jax.jit, products offloaded",
     "budget": "jaxoff.jit(device_bytes=...)",
     "list": "the same, layers in a list",
     "jaxoff": "the same, MLP and head tiled",
+    "kept": "jaxoff.jit, tiled, all recomputed",
+    "moved": "jaxoff.jit, tiled, layer inputs offloaded",
 }
 MODELS = {  # meta-llama/Llama-3.1-8B and Llama-3.2-1B
     "llama3_8b": Sizes(layers=32, batch=1),
     "llama3_1b": Sizes(layers=16, width=2048, hidden=8192, head_size=64, batch=1),
 }
 WITHIN_BUDGET = ("budget", "list", "jaxoff")
+WITHOUT_BUDGET = ("kept", "moved")
+POLICIES = {
+    "offload": offload("block_in"),
+    "dots": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "moved": jaxoff.policy(offload=["block_in"]),
+}
 # A tile's tokens: products of this many rows run at the full rate.
 TILE = 8192
 # An H100 SXM's and an H200's 16-bit products a second, by the data sheet.
@@ -103,11 +115,11 @@ def cross_entropy(rows, norm, head):
 
 def make_step(sizes: Sizes, variant: str) -> tuple[Callable[..., Any], Any]:
     """The step of a variant, and structs of its arguments."""
-    tiles = max(1, sizes.length // TILE)
-    layer = make_layer(sizes, tiles if variant == "jaxoff" else 1)
-    policy = offload("block_in") if variant == "offload" else None
-    block = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    head = cross_entropy if variant != "jaxoff" else jaxoff.tiled(cross_entropy, tiles=tiles * 4, axis=1)
+    tiled = variant in ("jaxoff", *WITHOUT_BUDGET)
+    tiles = max(1, sizes.length // TILE) if tiled else 1
+    layer = make_layer(sizes, tiles)
+    block = jax.checkpoint(layer, policy=POLICIES.get(variant), prevent_cse=False)
+    head = jaxoff.tiled(cross_entropy, tiles=tiles * 4, axis=1) if tiled else cross_entropy
 
     def loss_of(params, tokens):
         x = params["embed"][tokens[:, :-1]]
@@ -217,7 +229,10 @@ def jit_within(step: Callable[..., Any], o: argparse.Namespace) -> Any:
 def measure_variant(variant: str, sizes: Sizes, o: argparse.Namespace) -> dict[str, Any]:
     """The row of a variant: its peaks, and with `--steps` its times, or the error."""
     step, args = make_step(sizes, variant)
-    jitted = jit_within(step, o) if variant in WITHIN_BUDGET else jax.jit(step, donate_argnums=0)
+    if variant in WITHIN_BUDGET:
+        jitted = jit_within(step, o)
+    else:
+        jitted = (jaxoff if variant in WITHOUT_BUDGET else jax).jit(step, donate_argnums=0)
     return {"variant": variant, "tokens": sizes.length} | measure_step(jitted, args, sizes, o)
 
 
@@ -285,7 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama3_8b")
     parser.add_argument("--layers", type=int, help="as many layers instead of the model's")
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[: -len(WITHOUT_BUDGET)])
     parser.add_argument("--figure", type=Path, help="a picture of the longest sequences")
     options = parser.parse_args(arguments)
     model = MODELS[options.model]
