@@ -300,7 +300,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama3_8b")
     parser.add_argument("--layers", type=int, help="as many layers instead of the model's")
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[: -len(WITHOUT_BUDGET)])
+    longest = [name for name in VARIANTS if name not in WITHOUT_BUDGET]
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=longest)
     parser.add_argument("--figure", type=Path, help="a picture of the longest sequences")
     options = parser.parse_args(arguments)
     model = MODELS[options.model]
