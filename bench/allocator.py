@@ -62,7 +62,7 @@ def run_one(name: str, layers: int | None, steps: int, division: str | None) -> 
     program = dataclasses.replace(PROGRAMS[name], offloads=None)
     sizes = dataclasses.replace(program.sizes, **({"layers": layers} if layers else {}))
     devices = jax.local_devices()
-    if division:
+    if division in ("rows", "columns"):
         sizes = dataclasses.replace(sizes, batch=sizes.batch * len(devices))
     step = program.build(sizes, attention="cudnn")
     limit = min(device.memory_stats()["bytes_limit"] for device in devices)

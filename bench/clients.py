@@ -82,7 +82,10 @@ VARIANTS = {
 }
 
 
-DIVISIONS = {"rows": 0, "columns": -1}
+DIVISIONS = ("rows", "columns", "tensor")
+
+CONTRACTED = ("embed", "o", "down")
+"""Weights of a decoder whose rows are divided where its products are (tensor parallel), not their columns."""
 
 
 def make_shardings(step: ClientStep, mesh: jax.sharding.Mesh, division: str) -> tuple[Any, Any]:
@@ -90,18 +93,25 @@ def make_shardings(step: ClientStep, mesh: jax.sharding.Mesh, division: str) -> 
 
     Args:
       step: the step. Of each array of the state, one axis is divided that all devices divide evenly and that
-        has at least 512 elements; of the batch, the first axis.
+        has at least 512 elements.
       mesh: the devices, in one axis.
-      division: "rows" divides the first such axis (fully sharded data parallel), "columns" the last one.
+      division: "rows" divides the first such axis (fully sharded data parallel), "columns" the last one, both
+        the batch. "tensor" divides a decoder's matrices so that its products are divided, and not the batch.
     """
     (name,) = mesh.axis_names
 
-    def shard(leaf: Any) -> NamedSharding:
+    def shard(path: Any, leaf: Any) -> NamedSharding:
         axes = [i for i, size in enumerate(leaf.shape) if size % mesh.size == 0 and size >= 512]
-        divided = axes[DIVISIONS[division]] if axes else None
+        if division == "tensor":
+            axes = axes if len(axes) > 1 else []
+            is_first = path[-1] in [jax.tree_util.DictKey(key) for key in CONTRACTED]
+        else:
+            is_first = division == "rows"
+        divided = axes[0 if is_first else -1] if axes else None
         return NamedSharding(mesh, P(*(name if i == divided else None for i in range(leaf.ndim))))
 
-    return jax.tree.map(shard, step.state), NamedSharding(mesh, P(name))
+    of_batch = P() if division == "tensor" else P(name)
+    return jax.tree_util.tree_map_with_path(shard, step.state), NamedSharding(mesh, of_batch)
 
 
 def divide_over_all(step: ClientStep, division: str) -> tuple[Any, Any]:
@@ -225,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.sizes == "tiny":
         program = program.shrink()
     sizes = dataclasses.replace(program.sizes, layers=options.layers or program.sizes.layers)
-    if options.divide:
+    if options.divide in ("rows", "columns"):
         sizes = dataclasses.replace(sizes, batch=sizes.batch * jax.device_count())
     attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
     variants = {name: VARIANTS[name] for name in options.variants}

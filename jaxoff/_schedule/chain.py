@@ -17,6 +17,7 @@ from jaxoff._jaxpr.primitives import is_collective, is_compute, is_narrowing
 from jaxoff._schedule.copy_waits import CopyWaits
 from jaxoff._schedule.problem import OrderProblem
 from jaxoff._schedule.schedule import Action, Added, Barrier, DelayIteration, DelayReload, Substitutes, Value
+from jaxoff._schedule.summed_products import SummedProducts
 
 
 def is_chained(eqn: JaxprEqn, large_nbytes: int) -> bool:
@@ -51,10 +52,11 @@ class Chain:
         graph: KernelGraph,
         large_nbytes: int,
         pairs: Mapping[int, int],
+        summed: SummedProducts,
         waits: CopyWaits,
     ):
         self._problem, self._graph, self._eqns = problem, graph, problem.eqns
-        self._large_nbytes, self._pairs, self._waits = large_nbytes, pairs, waits
+        self._large_nbytes, self._pairs, self._summed, self._waits = large_nbytes, pairs, summed, waits
         self._first_sent = {
             i: stack for made, stack in problem.overwrites_after_send.items() for i in graph.find_makers(made)
         }
@@ -107,6 +109,8 @@ class Chain:
         # A barrier over a host stack would be a copy of the stack.
         reads = [v for v in self._graph.reads[i] if not compat.is_host(v.aval)]
         first_sent = self._first_sent.get(i)
+        if i in self._summed.readers:
+            reads = [v for v in reads if self._graph.maker.get(v) not in self._summed.last]
         if not reads or (self._last is None and first_sent is None):
             return {}
         if self._is_paired_with_last(i):
@@ -179,7 +183,7 @@ class Chain:
         writes two results, which must have the same shape.
         """
         last, eqn = self._last, self._eqns[i]
-        if self._is_paired_with_last(i):
+        if self._is_paired_with_last(i) or self._is_summed_with_last(i):
             return True
         if last is None or is_compute(eqn) or last not in self._graph.reads[i] or last in self._problem.outs:
             return False
@@ -190,6 +194,11 @@ class Chain:
     def _is_paired_with_last(self, i: int) -> bool:
         """Whether kernel `i` and the last kernel of the chain are a pair of `liveness.find_fusion_pairs`."""
         return self._last is not None and self._pairs.get(self._graph.maker[self._last]) == i
+
+    def _is_summed_with_last(self, i: int) -> bool:
+        """Whether kernel `i` and the last kernel of the chain belong to one sum of products."""
+        last = None if self._last is None else self._summed.find_sum(self._graph.maker[self._last])
+        return last is not None and last == self._summed.find_sum(i)
 
     def _delay_iteration(self, i: int) -> Substitutes:
         """Makes the loop counter wait, for a kernel whose large slices of arguments all change dtype.

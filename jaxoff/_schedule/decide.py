@@ -29,6 +29,7 @@ from jaxoff._schedule.copy_waits import CopyWaits
 from jaxoff._schedule.liveness import HeldMemory, find_fusion_pairs
 from jaxoff._schedule.problem import OrderProblem
 from jaxoff._schedule.schedule import Added, ReadBit, Run, Schedule, Substitutes
+from jaxoff._schedule.summed_products import SummedProducts, find_summed_products
 
 # Bytes: smaller values are not worth a position in the chain.
 LARGE_NBYTES = 1 << 20
@@ -101,7 +102,9 @@ class Draft:
         self.times = CopyTimes(problem.eqns, graph, device)
         self.held = HeldMemory(problem.eqns, problem.outs)
         self._waits = CopyWaits(problem.eqns, self.times, device)
-        self._chain = Chain(problem, graph, large_nbytes, pairs, self._waits)
+        is_divided = problem.is_divided or problem.shares_fused
+        self._summed = find_summed_products(graph, problem.outs) if is_divided else SummedProducts()
+        self._chain = Chain(problem, graph, large_nbytes, pairs, self._summed, self._waits)
         self._placed: set[int] = set()
         self._time = 0.0  # ms
         self._available: dict[Var, float] = {}  # result of a reload or collective -> its end, ms
@@ -137,10 +140,11 @@ class Draft:
         """Whether a kernel waits for its turn; the others run where their results are read, or at the end.
 
         A compute kernel does, and a sum over a recomputed compute kernel's result: the gradient of a scale
-        behind a product would recompute the product at the end of the program, and hold its operands.
+        behind a product would recompute the product at the end of the program, and hold its operands. Of
+        products that are added up the last one does, and the others run just before it.
         """
         if is_compute(self._eqns[i]):
-            return True
+            return self._summed.last.get(i, i) == i
         if self._eqns[i].primitive.name != "reduce_sum":
             return False
         makers = (self._graph.maker[v] for v in self._graph.reads[i] if v in self._graph.maker)
@@ -180,8 +184,13 @@ class Draft:
         maker, todo = self._graph.maker, [i]
         while todo:
             j = todo[-1]
-            needs = self._chain.required_by(j)
+            if (last := self._summed.last.get(j, j)) not in todo and j not in self._placed:
+                todo.append(last)
+                continue
+            others = self._summed.others.get(j, ())
+            needs = [v for k in (*others, j) for v in self._chain.required_by(k)]
             missing = {m for v in needs if (m := maker.get(v)) is not None and m not in self._placed}
+            missing = missing or {k for k in others if k not in self._placed}
             if missing and j not in self._placed:
                 todo += sorted(missing, reverse=True)
                 continue

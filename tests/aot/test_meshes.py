@@ -114,6 +114,50 @@ def test_offloads_beside_weights_divided_by_columns_are_hidden_and_exchange_weig
     assert program_nbytes(compiled) <= 1.01 * program_nbytes(given)
 
 
+@pytest.mark.parametrize("form", ["scan", "list"])
+def test_gradients_of_an_input_by_divided_weights_are_exchanged_once(form):
+    """Tensor parallel: each device has a part of the products by `mix`, and of those by `gate` and `up`."""
+    target = jaxoff.target("h200", devices=2)
+    mesh = target.mesh((2,), ("tensor",))
+    sizes = {"q": (1024, 1024), "k": (1024, 1024), "v": (1024, 1024), "o": (1024, 1024)}
+    sizes |= {"gate": (1024, 4096), "up": (1024, 4096), "down": (4096, 1024)}
+
+    def normalize(x):
+        return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True))
+
+    def layer(x, w):
+        x = jaxoff.name(x, "x")
+        q, k, v = (normalize(x) @ w[name] for name in "qkv")
+        x = x + (q * jax.nn.silu(k) * v) @ w["o"]
+        h = normalize(x)
+        return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
+
+    block = jax.checkpoint(layer, policy=jaxoff.policy(offload=["x"]), prevent_cse=False)
+
+    def loss(w, x):
+        if form == "scan":
+            x, _ = lax.scan(block, x, w)
+        else:
+            for weights in w:
+                x, _ = block(x, weights)
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+    def make_weights(rows=()):
+        specs = {name: ("tensor", None) if name in ("o", "down") else (None, "tensor") for name in sizes}
+        depth = (None,) * len(rows)
+        return {name: struct_on(mesh, P(*depth, *specs[name]), *rows, *sizes[name]) for name in sizes}
+
+    w = make_weights((6,)) if form == "scan" else [make_weights() for _ in range(6)]
+    args = w, struct_on(mesh, P(), 32768, 1024)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, w)
+    compiled = [
+        target.compile(jit(jax.grad(loss), out_shardings=shardings), *args)
+        for jit in (jax.jit, functools.partial(jaxoff.jit, recipe="ordered"))
+    ]
+    given, ordered = (count_exchanged(program.as_text()) for program in compiled)
+    assert 0 < ordered <= given
+
+
 def test_gathers_by_reshard_exchange_what_they_exchange_by_jax_jit():
     """With Explicit axes: gradients are reduced and scattered, and a gather runs beside the last product."""
     target = jaxoff.target("h100", devices=2)
