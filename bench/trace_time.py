@@ -2,14 +2,17 @@
 
 Steps: the benchmarks' layers in a `jaxoff.scan`, layers in a Python loop by `jaxoff.layers`, and the train
 step of `models.train` (preset `tiny`). Each sample is a fresh function, the two wrappers alternate, and the
-table shows medians. Nothing is compiled; no GPU is needed.
+table shows medians. Nothing is compiled; no GPU is needed. With `--target` the steps are lowered for a GPU,
+with the kernels that they have there.
 
     python -m bench.trace_time --out trace_time.json
+    JAX_PLATFORMS=cpu python -m bench.trace_time --target h200 --steps nano-scan,mixtral-scan,models.train
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import statistics
@@ -21,6 +24,7 @@ from typing import Any
 import jax
 
 import jaxoff
+from bench.long import cudnn_attention
 from bench.options import one_of
 from bench.provenance import provenance
 from bench.step_models import Workload, loss
@@ -85,7 +89,24 @@ def _policy(workload: Workload) -> jaxoff.Policy:
     return jaxoff.policy(offload=placed.offload, save=placed.save)
 
 
-def time_lowering(lower: Lower, samples: int) -> dict[str, float]:
+@dataclasses.dataclass(frozen=True)
+class _LoweredFor:
+    """A function of `jax.jit` or `jaxoff.jit` that is lowered for a GPU which is not there."""
+
+    target: jaxoff.Target
+    jitted: Any
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        with cudnn_attention():
+            return self.target.lower(self.jitted, *args)
+
+
+def lower_for(target: jaxoff.Target | None, jit: Callable[..., Any]) -> Callable[..., Any]:
+    """A jit whose functions are lowered for a target, or for this machine without one."""
+    return jit if target is None else lambda fun, **options: _LoweredFor(target, jit(fun, **options))
+
+
+def time_lowering(lower: Lower, samples: int, target: jaxoff.Target | None = None) -> dict[str, float]:
     """Medians in seconds: `jax.jit`, `jaxoff.jit`, and the ratio of the two."""
     times: dict[str, list[float]] = {"stock_s": [], "ours_s": []}
     for _ in range(samples):
@@ -93,7 +114,7 @@ def time_lowering(lower: Lower, samples: int) -> dict[str, float]:
             jax.clear_caches()
             gc.collect()
             start = time.process_time()
-            lower(jit)
+            lower(lower_for(target, jit))
             times[key].append(time.process_time() - start)
     found = {key: statistics.median(values) for key, values in times.items()}
     return found | {"ratio": found["ours_s"] / found["stock_s"]}
@@ -104,11 +125,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     parser.add_argument("--samples", type=int, default=3, help="samples of each step and wrapper")
     parser.add_argument("--steps", type=one_of(STEPS), default=tuple(STEPS), help="steps, by comma")
+    parser.add_argument("--target", help="the GPU to lower for, a name that jaxoff.target takes")
     options = parser.parse_args()
+    target = jaxoff.target(options.target) if options.target else None
     rows = {}
     for name in options.steps:
         make, text = STEPS[name]
-        rows[name] = time_lowering(make(text), options.samples)
+        rows[name] = time_lowering(make(text), options.samples, target)
         row = rows[name]
         print(
             f"{name:18} jax.jit {row['stock_s']:6.2f} s  jaxoff.jit {row['ours_s']:6.2f} s  "
