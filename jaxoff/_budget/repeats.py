@@ -27,7 +27,7 @@ _OF_LOOPS = 1 / 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class LayerRun:
     """A run of equations, as alike layers of one length.
 
     Attributes:
@@ -51,7 +51,7 @@ class Run:
         return range(first, first + self.length)
 
 
-def find_runs(eqns: Sequence[JaxprEqn], paired: Mapping[Var, int] | None = None) -> list[Run]:
+def find_runs(eqns: Sequence[JaxprEqn], paired: Mapping[Var, int] | None = None) -> list[LayerRun]:
     """The runs of alike layers in a forward pass, the runs with most compute first; none overlap.
 
     Two equations are alike if primitive and shapes are. A run repeats the shortest series of equations. Of
@@ -71,10 +71,10 @@ def find_runs(eqns: Sequence[JaxprEqn], paired: Mapping[Var, int] | None = None)
     before, before_in_loops = (np.concatenate(([0.0], np.cumsum(w))) for w in (weights, in_loops))
     least = max(1.0, _LEAST_SHARE * before[-1])
 
-    def cover(run: Run) -> float:
+    def cover(run: LayerRun) -> float:
         return before[run.end] - before[run.start]
 
-    def is_of_loops(run: Run) -> bool:
+    def is_of_loops(run: LayerRun) -> bool:
         """Whether the layers of a run are stacks of layers in loops."""
         if 2 * (before_in_loops[run.end] - before_in_loops[run.start]) <= cover(run):
             return False
@@ -124,7 +124,7 @@ def _list_stretches(excluded: Sequence[bool]) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _list_periods(eqns: Sequence[JaxprEqn], offset: int) -> Iterator[tuple[Run, int]]:
+def _list_periods(eqns: Sequence[JaxprEqn], offset: int) -> Iterator[tuple[LayerRun, int]]:
     """The longest runs of each length of a layer, with the number of equations left over at the end.
 
     Args:
@@ -139,10 +139,10 @@ def _list_periods(eqns: Sequence[JaxprEqn], offset: int) -> Iterator[tuple[Run, 
         matches = np.diff(bounds) - 1
         for i in np.flatnonzero(matches >= length):
             count, slack = divmod(int(matches[i]) + length, length)
-            yield Run(offset + int(bounds[i]) + 1, length, count), slack
+            yield LayerRun(offset + int(bounds[i]) + 1, length, count), slack
 
 
-def _passed_nbytes(eqns: Sequence[JaxprEqn], makers: dict[Any, int], run: Run) -> int:
+def _passed_nbytes(eqns: Sequence[JaxprEqn], makers: dict[Any, int], run: LayerRun) -> int:
     """Bytes of the values passed from a run's first layer to its second layer."""
     first = run.layer(0)
     read = {v for i in run.layer(1) for v in variables(eqns[i])}

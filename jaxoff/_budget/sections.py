@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 
-from jaxoff._budget.repeats import Run
+from jaxoff._budget.repeats import LayerRun
 from jaxoff._device.flops import product_flops
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import JaxprEqn, Var
@@ -33,7 +33,7 @@ _PLACES = 200
 _PEAK_SHARE = 1e-3
 
 
-def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Run]:
+def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[LayerRun]) -> list[LayerRun]:
     """The stretches of a forward pass outside of runs, without loops and effects.
 
     A stretch ahead of a backward pass ends with its last product: behind it is the loss. Few products behind
@@ -67,14 +67,14 @@ def list_stretches(eqns: Sequence[JaxprEqn], runs: Sequence[Run]) -> list[Run]:
             is_small = len(products) < _LEAST_PRODUCTS
             last = max(products, default=start) + 1 if is_last else end
             if not (is_small and (is_last or is_behind or layers_are_in_loops)):
-                found.append(Run(start, last - start, 1))
+                found.append(LayerRun(start, last - start, 1))
         start = end
     return found
 
 
 def cut_stretches(
-    stretches: Sequence[Run], runs: Sequence[Run], eqns: Sequence[JaxprEqn], needed: Set[Var]
-) -> list[Run]:
+    stretches: Sequence[LayerRun], runs: Sequence[LayerRun], eqns: Sequence[JaxprEqn], needed: Set[Var]
+) -> list[LayerRun]:
     """The sections of stretches.
 
     Args:
@@ -105,8 +105,8 @@ def cut_stretches(
 
 
 def cut_stretch(
-    stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray, floor: float
-) -> Iterator[Run]:
+    stretch: LayerRun, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray, floor: float
+) -> Iterator[LayerRun]:
     """The sections of a stretch with the least peak of its backward pass, where all is recomputed.
 
     The backward pass of a section holds what the sections ahead pass on and the values of its own.
@@ -134,7 +134,9 @@ class Stretch:
     inner: np.ndarray
 
     @staticmethod
-    def of(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray, floor: float) -> Stretch:
+    def of(
+        stretch: LayerRun, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray, floor: float
+    ) -> Stretch:
         """Measures a stretch; arguments as for `cut_stretch`."""
         places = _list_places(stretch, reads, nbytes)
         inner = np.concatenate([[0], np.cumsum(nbytes)])[places]
@@ -152,7 +154,7 @@ class Stretch:
         return Stretch(places, passed, inner)
 
 
-def cut_together(stretches: Sequence[Stretch], floor: float) -> Iterator[Run]:
+def cut_together(stretches: Sequence[Stretch], floor: float) -> Iterator[LayerRun]:
     """The sections of stretches, in program order, with the least peak of all: what they pass on adds up."""
     high = held = 0.0
     for stretch in stretches:
@@ -165,7 +167,7 @@ def cut_together(stretches: Sequence[Stretch], floor: float) -> Iterator[Run]:
         low, high, best = (middle, high, best) if ends is None else (low, middle, ends)
     for stretch, ends in zip(stretches, best, strict=True):
         for start, end in itertools.pairwise(stretch.places[ends]):
-            yield Run(int(start), int(end - start), 1)
+            yield LayerRun(int(start), int(end - start), 1)
 
 
 def _find_all_ends(stretches: Sequence[Stretch], peak: float) -> list[list[int]] | None:
@@ -180,7 +182,7 @@ def _find_all_ends(stretches: Sequence[Stretch], peak: float) -> list[list[int]]
     return found
 
 
-def _list_places(stretch: Run, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray) -> np.ndarray:
+def _list_places(stretch: LayerRun, reads: Sequence[tuple[int, int, int]], nbytes: np.ndarray) -> np.ndarray:
     """The indices of equations ahead of which a stretch may be cut.
 
     They are its start, its end, and in each of many parts with about as many bytes of values the place where

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence, Set
 import numpy as np
 
 from jaxoff._budget.joint_graph import JointGraph
-from jaxoff._budget.repeats import Run, find_runs
+from jaxoff._budget.repeats import LayerRun, find_runs
 from jaxoff._budget.sections import cut_stretch
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import Var
@@ -93,7 +93,7 @@ def find_cuts(pair: JointGraph) -> Sequence[int]:
             for i, eqn in enumerate(pair.eqns)
             for v in eqn.outvars
         ]
-        starts = {run.start for run in cut_stretch(Run(0, len(pair.eqns), 1), reads, own, 0.0)}
+        starts = {run.start for run in cut_stretch(LayerRun(0, len(pair.eqns), 1), reads, own, 0.0)}
     cuts = sorted(starts - {0, len(pair.eqns)})
     largest = max(own[start:end].sum() for start, end in itertools.pairwise([0, *cuts, len(pair.eqns)]))
     return cuts if largest <= _LARGEST_SHARE * own.sum() else ()

@@ -15,7 +15,7 @@ from typing import Any
 from jaxoff._budget.inner_loops import InnerLoops
 from jaxoff._budget.loop_pairs import LoopPair
 from jaxoff._budget.numbering import Numbering
-from jaxoff._budget.repeats import Run, find_runs
+from jaxoff._budget.repeats import LayerRun, find_runs
 from jaxoff._budget.sections import LEAST_NBYTES, cut_stretches, list_stretches
 from jaxoff._budget.sequenced import Layer, LayerSequence, Section, Sequenced
 from jaxoff._jaxpr import compat
@@ -24,7 +24,7 @@ from jaxoff._jaxpr.dataflow import index_makers, index_readers, mark_dependents,
 from jaxoff._jaxpr.inline import Renamed, resolve
 from jaxoff._jaxpr.scopes import is_recomputed, is_transposed
 
-type _Place = tuple[Run, int]  # a layer
+type _Place = tuple[LayerRun, int]  # a layer
 
 
 def find_sequences(jaxpr: Jaxpr, loops: Sequence[LoopPair]) -> Sequenced | None:
@@ -42,7 +42,7 @@ def find_sequences(jaxpr: Jaxpr, loops: Sequence[LoopPair]) -> Sequenced | None:
         for pair in loops
     }
     runs, joint = _find_layers(jaxpr, eqns, names, residuals)
-    sections: list[Run] = []
+    sections: list[LayerRun] = []
     if stretches := list_stretches(eqns, runs):
         whole = _Joint(jaxpr, eqns, [*runs, *stretches])
         sections = cut_stretches(stretches, runs, whole.eqns, whole.list_needed())
@@ -57,7 +57,7 @@ def find_sequences(jaxpr: Jaxpr, loops: Sequence[LoopPair]) -> Sequenced | None:
 
 def _find_layers(
     jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], names: Mapping[Var, str], paired: Mapping[Var, int]
-) -> tuple[list[Run], _Joint]:
+) -> tuple[list[LayerRun], _Joint]:
     """The runs of layers whose values the backward pass reads in reverse order, and their joint program."""
     runs = find_runs(eqns, paired)
     while True:
@@ -92,7 +92,7 @@ class _Joint:
       renamed: result of an equation in `repeated` -> the value of the forward pass.
     """
 
-    def __init__(self, jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], runs: Sequence[Run]):
+    def __init__(self, jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], runs: Sequence[LayerRun]):
         self.eqns = list(eqns)
         self.renamed: Renamed = {}
         self.repeated: set[int] = set()
@@ -124,7 +124,7 @@ class _Joint:
             elif self._owner and self._is_backward[i]:
                 self._follow(i, here, read)
 
-    def _find_arguments(self, run: Run) -> None:
+    def _find_arguments(self, run: LayerRun) -> None:
         """Finds the values passed on by the layers of a run, by the reads of the layer in the middle."""
         makers = {v: (i, k) for i in range(run.start, run.end) for k, v in enumerate(self.eqns[i].outvars)}
         middle = run.layer(run.count // 2)
@@ -149,7 +149,7 @@ class _Joint:
                 i, k = makers[v]
                 self._passed_to[self.eqns[i + run.length].outvars[k]] = None
 
-    def _find_section_arguments(self, section: Run) -> None:
+    def _find_section_arguments(self, section: LayerRun) -> None:
         """Finds the values that a section reads of the forward pass ahead of it."""
         eqns = [self.eqns[i] for i in section.layer(0)]
         made = {v for eqn in eqns for v in eqn.outvars}
@@ -241,7 +241,7 @@ class _Joint:
             self._dependent.update(wide.outvars)
         return list(wide.outvars)
 
-    def make_sequence(self, run: Run, names: Mapping[Var, str]) -> LayerSequence | None:
+    def make_sequence(self, run: LayerRun, names: Mapping[Var, str]) -> LayerSequence | None:
         """The layers of a run; None if the backward pass does not read their values in reverse order."""
         layers = [
             Layer(
@@ -287,7 +287,7 @@ class _Joint:
             first_reads=tuple(first),
         )
 
-    def make_section(self, run: Run, names: Mapping[Var, str]) -> Section | None:
+    def make_section(self, run: LayerRun, names: Mapping[Var, str]) -> Section | None:
         """A section, a run of a single layer; None if the backward pass reads none of its values."""
         arguments, only_backward = self._arguments[run, 0], tuple(self._only_backward.get((run, 0), ()))
         eqns = tuple(self.eqns[i] for i in run.layer(0))
@@ -327,7 +327,7 @@ class _Joint:
             fixed=frozenset(fixed),
         )
 
-    def _find_first_reads(self, run: Run, layers: Sequence[Layer]) -> list[int] | None:
+    def _find_first_reads(self, run: LayerRun, layers: Sequence[Layer]) -> list[int] | None:
         """The index of the first equation of each layer's backward pass; None unless they descend."""
         of_layer: dict[Var, int] = {}
         for n, layer in enumerate(layers):

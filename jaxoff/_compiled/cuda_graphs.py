@@ -15,7 +15,7 @@ from jaxoff._compiled.transfers import (
     is_memcpy,
     is_structure,
 )
-from jaxoff._compiled.value_identity import find_needed
+from jaxoff._compiled.value_identity import find_sources
 from jaxoff._runtime.flags import COMMAND_BUFFER, SCHEDULING_MODE, parse_captured_commands
 
 ComputeKind = Literal["gemm", "custom-call", "fusion", "collective", "loop", "other"]
@@ -236,7 +236,7 @@ def _is_gemm(instruction: Instruction, body: Computation | None) -> bool:
 def _find_ancestors(computation: Computation, instruction: Instruction) -> set[str]:
     found, pending = {instruction.name}, [instruction]
     while pending:
-        for needed in find_needed(computation, pending.pop()):
+        for needed in find_sources(computation, pending.pop()):
             if needed.name not in found:
                 found.add(needed.name)
                 pending.append(needed)
@@ -246,6 +246,6 @@ def _find_ancestors(computation: Computation, instruction: Instruction) -> set[s
 def _find_descendants(computation: Computation, instruction: Instruction) -> set[str]:
     found = {instruction.name}
     for later in computation.instructions[computation.position[instruction.name] + 1 :]:
-        if any(needed.name in found for needed in find_needed(computation, later)):
+        if any(needed.name in found for needed in find_sources(computation, later)):
             found.add(later.name)
     return found

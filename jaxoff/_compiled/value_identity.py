@@ -80,7 +80,7 @@ def _find_origin(computation: Computation, instruction: Instruction, element: in
             return ValueId(computation.name, instruction.name, element)
 
 
-def find_needed(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
+def find_sources(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
     """Finds the instructions whose results an instruction reads; of a tuple, only the element read."""
     if instruction.opcode == "get-tuple-element":
         (source,) = computation.operands(instruction)

@@ -319,7 +319,7 @@ def is_asked_under_remat3(prim: _Primitive) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class InlinableCall:
     """The jaxpr of a call, for `jaxoff._jaxpr.inline` to replace the call by its equations.
 
     Attributes:
@@ -333,7 +333,7 @@ class Call:
     checkpoint: bool = False
 
 
-def inlinable_call(eqn: JaxprEqn) -> Call | None:
+def inlinable_call(eqn: JaxprEqn) -> InlinableCall | None:
     """The call of an equation, if the equations of the called program may replace the call; else None.
 
     Only for programs after differentiation: a custom derivative rule has no effect there.
@@ -342,9 +342,9 @@ def inlinable_call(eqn: JaxprEqn) -> Call | None:
         flags = checkpoint.prevent_cse
         hides = any(flags) if isinstance(flags, tuple) else flags
         hides = hides and bool(eqn.params.get("differentiated", True))
-        return Call(checkpoint.jaxpr, prevent_cse=hides, checkpoint=True)
+        return InlinableCall(checkpoint.jaxpr, prevent_cse=hides, checkpoint=True)
     called = called_program(eqn)
-    return None if called is None or called.consts else Call(called.jaxpr)
+    return None if called is None or called.consts else InlinableCall(called.jaxpr)
 
 
 def called_program(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -168,7 +168,7 @@ def split_copies(jaxpr: Jaxpr) -> Jaxpr:
     return compat.rewrite_jaxprs(jaxpr, split)
 
 
-def move_to_device(jaxpr: Jaxpr, moves: Callable[[Var], bool]) -> Jaxpr:
+def move_vars_to_device(jaxpr: Jaxpr, moves: Callable[[Var], bool]) -> Jaxpr:
     """A program with some variables of host memory on the device; the programs inside are done already."""
     values = (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
     if not any(map(moves, values)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn
-from jaxoff._jaxpr.host_values import HostValues, move_to_device
+from jaxoff._jaxpr.host_values import HostValues, move_vars_to_device
 
 
 def save_refused(closed: ClosedJaxpr, *, one_device: bool) -> tuple[ClosedJaxpr, list[JaxprEqn]]:
@@ -25,5 +25,7 @@ def save_refused(closed: ClosedJaxpr, *, one_device: bool) -> tuple[ClosedJaxpr,
     if not refused:
         return closed, []
     moves = values.collect(eqn.outvars[0] for eqn in refused)
-    jaxpr = compat.rewrite_jaxprs(values.program, lambda jaxpr: move_to_device(jaxpr, moves.__contains__))
+    jaxpr = compat.rewrite_jaxprs(
+        values.program, lambda jaxpr: move_vars_to_device(jaxpr, moves.__contains__)
+    )
     return closed.replace(jaxpr=jaxpr), refused

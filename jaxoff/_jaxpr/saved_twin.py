@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.host_values import HostValues, is_copied_by_policy, move_to_device
+from jaxoff._jaxpr.host_values import HostValues, is_copied_by_policy, move_vars_to_device
 from jaxoff._jaxpr.scopes import is_recomputed, is_transposed
 
 
@@ -45,4 +45,4 @@ def _move(closed: ClosedJaxpr, moves: Callable[[Var], bool]) -> ClosedJaxpr | No
     outside = (*closed.jaxpr.invars, *closed.jaxpr.constvars, *closed.jaxpr.outvars)
     if any(isinstance(v, Var) and moves(v) for v in outside):
         return None
-    return closed.replace(jaxpr=compat.rewrite_jaxprs(closed.jaxpr, lambda j: move_to_device(j, moves)))
+    return closed.replace(jaxpr=compat.rewrite_jaxprs(closed.jaxpr, lambda j: move_vars_to_device(j, moves)))

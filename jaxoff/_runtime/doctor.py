@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxoff._runtime.environment import Environment
-from jaxoff._runtime.judgements import Setting, judge
+from jaxoff._runtime.judgements import JudgedSetting, judge
 from jaxoff._runtime.pinned_pool import DEFAULT_POOL_GIB, POOL_VARIABLE, pinned_pool_bytes
 from jaxoff._runtime.versions import FIRST_UNKNOWN_JAX, OLDEST_JAX, format_release, parse_release
 
@@ -45,7 +45,7 @@ class Diagnosis:
     """
 
     environment: Environment
-    settings: tuple[Setting, ...]
+    settings: tuple[JudgedSetting, ...]
     pinned_pool_bytes: int
     problems: tuple[Problem, ...]
 
@@ -193,7 +193,7 @@ def _check_nodes(environment: Environment) -> Iterator[Problem]:
         )
 
 
-def _check_settings(environment: Environment, settings: tuple[Setting, ...]) -> Iterator[Problem]:
+def _check_settings(environment: Environment, settings: tuple[JudgedSetting, ...]) -> Iterator[Problem]:
     for setting in settings:
         gpu_only = setting.name.startswith("xla_gpu") or setting.name == "jax_optimization_level"
         if setting.verdict == "harms" and (environment.backend == "gpu" or not gpu_only):

@@ -27,7 +27,7 @@ Judgement = tuple[Verdict, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class JudgedSetting:
     """A setting, its value in an environment, and its effect on offload.
 
     Attributes:
@@ -45,12 +45,12 @@ class Setting:
     why: str
 
 
-def judge(environment: Environment) -> tuple[Setting, ...]:
+def judge(environment: Environment) -> tuple[JudgedSetting, ...]:
     """Judges every setting with an effect on offload."""
     return tuple(_judge_one(environment, *rule) for rule in _RULES)
 
 
-def _judge_one(environment: Environment, source: Source, names: tuple[str, ...], rule: Rule) -> Setting:
+def _judge_one(environment: Environment, source: Source, names: tuple[str, ...], rule: Rule) -> JudgedSetting:
     """Judges the first of a setting's names with a value."""
     values = {
         "XLA_FLAGS": environment.xla_flags,
@@ -60,7 +60,7 @@ def _judge_one(environment: Environment, source: Source, names: tuple[str, ...],
     name = next((n for n in names if n in values), names[0])
     value = values.get(name)
     verdict, why = rule(value, environment)
-    return Setting(name, source, value, verdict, why)
+    return JudgedSetting(name, source, value, verdict, why)
 
 
 Rule = Callable[[str | None, Environment], Judgement]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jaxoff._budget.row_axes import find_result_axis
+from jaxoff._budget.row_axes import Axes, find_result_axis
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.meshes import list_axes
@@ -17,9 +17,6 @@ from jaxoff._jaxpr.primitives import OPAQUE, is_condition, is_shard_map
 
 # Equations whose results have some rows of the batch, or those of several batches, along the same axis.
 _SOME_ROWS = frozenset({"concatenate", "dynamic_slice", "pad", "slice"})
-
-# Of each value, the axis of the batch; None for a value without.
-type Axes = tuple[int | None, ...]
 
 
 class BatchAxes:
@@ -39,7 +36,7 @@ class BatchAxes:
         if key not in self._followed:
             found = {v: axis for v, axis in zip(program.invars, given, strict=True) if axis is not None}
             for eqn in program.eqns:
-                results = self._find_results(eqn, read(found, eqn.invars))
+                results = self._find_results(eqn, find_axes(found, eqn.invars))
                 found |= {v: axis for v, axis in zip(eqn.outvars, results, strict=True) if axis is not None}
             self._followed[key] = program, found
         return self._followed[key][1]
@@ -71,7 +68,7 @@ class BatchAxes:
             return written[key]
 
         def rewrite_equation(eqn: JaxprEqn, known: Mapping[Var, int]) -> Iterable[JaxprEqn]:
-            inner = self.enter(eqn, read(known, eqn.invars))
+            inner = self.enter(eqn, find_axes(known, eqn.invars))
             if inner is None:
                 return write(eqn, known)
             return [write_around(compat.map_programs(eqn, functools.partial(rewrite, given=inner)), inner)]
@@ -112,7 +109,7 @@ class BatchAxes:
             carry = settled
 
     def _list_outs(self, program: Jaxpr, given: Axes) -> Axes:
-        return read(self.follow(program, given), program.outvars)
+        return find_axes(self.follow(program, given), program.outvars)
 
     def _find_results(self, eqn: JaxprEqn, given: Axes) -> Axes:
         """The axes of an equation's results."""
@@ -130,7 +127,7 @@ class BatchAxes:
         return first if all(found == first for found in others) else nothing
 
 
-def read(axes: Mapping[Var, int], values: Sequence[Any]) -> Axes:
+def find_axes(axes: Mapping[Var, int], values: Sequence[Any]) -> Axes:
     """The axes of values; a literal has none."""
     return tuple(axes.get(v) if isinstance(v, Var) else None for v in values)
 

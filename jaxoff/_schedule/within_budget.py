@@ -100,7 +100,7 @@ class Within:
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
+class StepSearch:
     """A search for the step within a budget.
 
     The fastest placements that fit come first, then the step as the user wrote it, then placements with state
@@ -339,8 +339,8 @@ def find_within(
     """The step within a budget; a step that a budget cannot place as the user wrote it, if that fits.
 
     Args:
-      call, traced, device, budget, compiler, compile_written: as for `Search`.
-      facts: the other attributes of `Search`.
+      call, traced, device, budget, compiler, compile_written: as for `StepSearch`.
+      facts: the other attributes of `StepSearch`.
 
     Raises:
       BudgetError: if no program fits.
@@ -349,7 +349,7 @@ def find_within(
     if reason is None:
         twin = traced.take_twin()
         limited = limit_copies(budget, twin)
-        return Search(twin, call, traced, device, limited, compiler, compile_written, *facts).run()
+        return StepSearch(twin, call, traced, device, limited, compiler, compile_written, *facts).run()
     written = compile_written()
     if written.nbytes > budget.device_nbytes:
         raise BudgetError(f"{reason} As it is written, the step takes {written.size}.", None)
@@ -379,7 +379,7 @@ def estimate_within(
     donated: Sequence[bool],
     shardings: Sequence[Sharding | None],
 ) -> Plan:
-    """The plan of a step within a budget by an estimate of memory; arguments as for `Search`.
+    """The plan of a step within a budget by an estimate of memory; arguments as for `StepSearch`.
 
     Raises:
       BudgetError: if no program fits.

@@ -1,5 +1,6 @@
 """What holds for every file of the tree."""
 
+import ast
 import os
 import re
 import subprocess
@@ -59,6 +60,21 @@ def test_modules_are_short():
     }
     assert len(lengths) > 20
     assert {name: n for name, n in lengths.items() if n >= MAX_LINES} == {}
+
+
+# A function for each table that prints, and the commands named after public functions.
+SAME_NAMES = {"render", "explain", "plan"}
+
+
+def test_no_name_of_a_module_has_two_meanings():
+    defined: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "jaxoff").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            name = node.name.id if isinstance(node, ast.TypeAlias) else getattr(node, "name", "_")
+            if not name.startswith("_"):
+                defined.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    twice = {name: paths for name, paths in defined.items() if len(paths) > 1 and name not in SAME_NAMES}
+    assert not twice
 
 
 def test_versions_agree():

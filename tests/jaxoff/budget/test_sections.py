@@ -16,7 +16,7 @@ from jaxoff._budget.costs import Costs
 from jaxoff._budget.fit import find_fitting
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.parts import write_in_parts
-from jaxoff._budget.repeats import Run
+from jaxoff._budget.repeats import LayerRun
 from jaxoff._budget.sections import Stretch, cut_together
 from jaxoff._device.profile import H200, Device
 from jaxoff._jaxpr.compat import jaxpr_as_fun
@@ -237,7 +237,7 @@ def test_no_other_sections_have_a_lower_peak(data):
         return max(peaks)
 
     stretches = zip(lengths, reads, nbytes, strict=True)
-    measured = [Stretch.of(Run(0, n, 1), values, own, floor) for n, values, own in stretches]
+    measured = [Stretch.of(LayerRun(0, n, 1), values, own, floor) for n, values, own in stretches]
     sections = list(cut_together(measured, floor))
     count, found = len(sections), list[list[int]]()  # each counts LEAST_NBYTES, here one byte
     for n in lengths:

@@ -15,7 +15,7 @@ from jaxoff._compiled import hlo
 from jaxoff._compiled.exchange import exchanged_nbytes
 from jaxoff._jaxpr import compat
 from jaxoff._schedule import divided_batch
-from jaxoff._schedule.batch_axes import BatchAxes, read
+from jaxoff._schedule.batch_axes import BatchAxes, find_axes
 from jaxoff._schedule.divided_batch import Batch, divide_batch, pin_batch
 
 WIDTH, HIDDEN, WORDS = 128, 512, 1024
@@ -228,7 +228,7 @@ def test_the_axis_of_the_batch_is_followed(name):
     x = jax.random.normal(jax.random.key(0), (6, 5, 8))
     w = jax.random.normal(jax.random.key(1), (8, 8))
     program = jax.make_jaxpr(fun)(x, w).jaxpr
-    (axis,) = read(BatchAxes().follow(program, (0, None)), program.outvars)
+    (axis,) = find_axes(BatchAxes().follow(program, (0, None)), program.outvars)
     assert axis is not None
     order = jnp.array([3, 1, 5, 0, 4, 2])
     got, want = (jnp.moveaxis(fun(rows, w), axis, 0).reshape(6, -1) for rows in (x[order], x))
@@ -250,7 +250,7 @@ def test_the_axis_of_the_batch_is_followed(name):
 )
 def test_no_axis_is_the_batch_where_rows_meet(fun):
     program = jax.make_jaxpr(fun)(jnp.ones((6, 5, 8)), jnp.ones((8, 8))).jaxpr
-    assert read(BatchAxes().follow(program, (0, None)), program.outvars) == (None,)
+    assert find_axes(BatchAxes().follow(program, (0, None)), program.outvars) == (None,)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_no_axis_is_the_batch_where_rows_meet(fun):
 )
 def test_some_rows_of_the_batch_and_two_batches_keep_its_axis(fun):
     program = jax.make_jaxpr(fun)(jnp.ones((6, 8))).jaxpr
-    assert read(BatchAxes().follow(program, (0,)), program.outvars) == (0,)
+    assert find_axes(BatchAxes().follow(program, (0,)), program.outvars) == (0,)
 
 
 def test_the_batch_is_followed_through_maps():
@@ -285,8 +285,8 @@ def test_the_batch_is_followed_through_maps():
         inside, mesh=mesh(), in_specs=(P("data"), P("data")), out_specs=specs, check_vma=False
     )
     program = jax.make_jaxpr(own)(jnp.ones((8, 5, 8)), jnp.ones((32, 8))).jaxpr
-    assert read(BatchAxes().follow(program, (0, None)), program.outvars) == (0, 0, 1, 0, None, None)
-    assert read(BatchAxes().follow(program, (None, None)), program.outvars) == (None,) * 6
+    assert find_axes(BatchAxes().follow(program, (0, None)), program.outvars) == (0, 0, 1, 0, None, None)
+    assert find_axes(BatchAxes().follow(program, (None, None)), program.outvars) == (None,) * 6
 
 
 def test_a_step_whose_tokens_are_divided_is_not_cut_along_them():
@@ -310,7 +310,7 @@ def test_arguments_over_two_meshes_are_no_batch():
 def test_microbatches_of_a_batch_are_divided_within(count, axis):
     """Over four devices: of two microbatches the 12 rows are divided, of three the 8; four are divided."""
     program = jax.make_jaxpr(lambda x: x.reshape(count, 24 // count, 8))(jnp.ones((24, 8))).jaxpr
-    assert read(BatchAxes(4).follow(program, (0,)), program.outvars) == (axis,)
+    assert find_axes(BatchAxes(4).follow(program, (0,)), program.outvars) == (axis,)
 
 
 @pytest.mark.parametrize("spec", ["NCH", "NHC"])
@@ -322,7 +322,7 @@ def test_the_gradient_of_a_kernel_has_no_batch(spec):
 
     x, w = jnp.ones((6, 5, 5)), jnp.ones((6, 5, 3))
     program = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(convolve(x, w) ** 2), (0, 1)))(x, w).jaxpr
-    assert read(BatchAxes().follow(program, (0, None)), program.outvars) == (0, None)
+    assert find_axes(BatchAxes().follow(program, (0, None)), program.outvars) == (0, None)
 
 
 def test_what_follows_a_carry_that_changes_its_axis_has_none():
@@ -331,7 +331,7 @@ def test_what_follows_a_carry_that_changes_its_axis_has_none():
         return (k.T, k @ j), None
 
     program = jax.make_jaxpr(lambda k, j: jax.lax.scan(swap, (k, j), length=3)[0])(*[jnp.ones((6, 6))] * 2)
-    assert read(BatchAxes().follow(program.jaxpr, (0, None)), program.jaxpr.outvars) == (None, None)
+    assert find_axes(BatchAxes().follow(program.jaxpr, (0, None)), program.jaxpr.outvars) == (None, None)
 
 
 def test_tokens_that_are_donated_or_returned_are_the_batch():
@@ -365,4 +365,4 @@ def test_a_carry_whose_batch_changes_its_axis_has_none():
         return x.swapaxes(0, 1), x
 
     program = jax.make_jaxpr(lambda x: jax.lax.scan(swap, x, length=3))(jnp.ones((6, 6, 8))).jaxpr
-    assert read(BatchAxes().follow(program, (0,)), program.outvars) == (None, None)
+    assert find_axes(BatchAxes().follow(program, (0,)), program.outvars) == (None, None)
