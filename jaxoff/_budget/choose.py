@@ -9,6 +9,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxoff._budget.calibrations import (
+    COMPRESSING_PASSES,
+    EXPOSED_STATE_SHARE,
+    HIDING_SHARE,
+    ORDERED_KERNEL_MS,
+)
 from jaxoff._budget.costs import Costs
 from jaxoff._budget.integer_program import IntegerProgram
 from jaxoff._budget.joint_graph import JointGraph, Nested, Placements
@@ -20,21 +26,10 @@ from jaxoff._jaxpr.tag import Tag
 
 # Values below this size are not offloaded: a copy has a latency of some 10 us.
 _LEAST_OFFLOADED_NBYTES = 1 << 20
-# Part of a loop's compute with copies beside. The first and last copies have nothing to hide beside.
-_HIDING_SHARE = 0.9
 # Buffers on the device for an offloaded value: a copy reads the first while a kernel fills the second.
 _BUFFERS = 2
-# The least part of the copies of state in the open, beside a backward loop: a decoder's eight layers with
-# 14 GB of state (bench/LOG.md, "reloads of residuals beside state").
-_EXPOSED_STATE_SHARE = 0.52
-# Cost of any offload in a loop for each of its kernels, beside copies in the open: kernels run in jaxoff's
-# order then, each behind the one before. Fitted to a decoder and a state space model on an H100 and an H200
-# (bench/LOG.md, "2026-11-26: plans by the compiler alone").
-_ORDERED_KERNEL_MS = 0.0095
 # Of values as fast to save, the smaller: added passes over a row for each saved value.
 _SAVING_SHARE = 0.02
-# Passes of memory over a value to compress and to restore the value: 1.5 of its bytes each.
-_COMPRESSING_PASSES = 3.0
 _MB = 1e6
 # Part of the least memory by which a choice may exceed the least, for time.
 _LEAST_SLACK = 1e-3
@@ -130,8 +125,8 @@ def saved_nbytes(costs: Sequence[Costs], placements: Sequence[Placements]) -> fl
 
 def exposed_state_ms(costs: Costs) -> float:
     """The time of an iteration's copies of state in the open, in a layer that repeats nothing, in ms."""
-    hidden_ms = _HIDING_SHARE * costs.backward_ms
-    return max(_EXPOSED_STATE_SHARE * costs.state_ms, costs.state_ms - hidden_ms)
+    hidden_ms = HIDING_SHARE * costs.backward_ms
+    return max(EXPOSED_STATE_SHARE * costs.state_ms, costs.state_ms - hidden_ms)
 
 
 def _kept_nbytes(cost: Costs, placed: Placements) -> float:
@@ -261,7 +256,7 @@ def _add_pair(
         for nbytes, compresses in [(whole, False), *([] if small is None else [(small, True)])]:
             pass_ms = device.pass_ms(nbytes)
             # A value is read and its numbers are written, then read and written as the value.
-            added = _COMPRESSING_PASSES * device.pass_ms(whole) if compresses else 0.0
+            added = COMPRESSING_PASSES * device.pass_ms(whole) if compresses else 0.0
             save = program.add_variable(integer=True)
             ways_of.append(_Way(save, False, compresses))
             memory.kept.append((save, length * nbytes / _MB))
@@ -293,23 +288,23 @@ def _add_pair(
 
     if copies_back:
         copying = program.add_variable(integer=True)
-        program.cost[copying] += _ORDERED_KERNEL_MS * times_run * costs.kernels
+        program.cost[copying] += ORDERED_KERNEL_MS * times_run * costs.kernels
         for move, _ in copies_back:
             program.add_lower_bound(copying, [(move, 1.0)])
     if copies_back or costs.state_ms:
         exposed = program.add_variable(upper=float("inf"))
         program.cost[exposed] += times_run
-        times = [(i, -_HIDING_SHARE * ms) for i, ms in zip(repeated, costs.equation_ms, strict=True) if ms]
-        hidden_ms = _HIDING_SHARE * costs.backward_ms
+        times = [(i, -HIDING_SHARE * ms) for i, ms in zip(repeated, costs.equation_ms, strict=True) if ms]
+        hidden_ms = HIDING_SHARE * costs.backward_ms
         program.add_lower_bound(exposed, [*copies_back, *times], costs.state_ms - hidden_ms)
         if costs.state_ms:  # reloads wait behind the state's in the link's queue
-            program.add_lower_bound(exposed, copies_back, _EXPOSED_STATE_SHARE * costs.state_ms)
+            program.add_lower_bound(exposed, copies_back, EXPOSED_STATE_SHARE * costs.state_ms)
         # A copy to the host starts when its value is there, and the iteration waits for its end.
         exposed = program.add_variable(upper=float("inf"))
         program.cost[exposed] += times_run
         for ready in sorted({ms for _, _, ms in copies_out}):
             later = [(move, copy_ms) for move, copy_ms, ms in copies_out if ms >= ready]
-            program.add_lower_bound(exposed, later, -_HIDING_SHARE * (costs.forward_ms - ready))
+            program.add_lower_bound(exposed, later, -HIDING_SHARE * (costs.forward_ms - ready))
     return _Added(kept, nested)
 
 

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxoff._budget.calibrations import STREAMED_SHARE
 from jaxoff._budget.joint_graph import JointGraph
 from jaxoff._budget.labels import label, map_makers_inside
 from jaxoff._budget.limits import UnmatchedError
@@ -37,9 +38,6 @@ from jaxoff._jaxpr.split_conditions import as_selection, list_branches, open_con
 from jaxoff._jaxpr.split_maps import look_inside, open_map
 from jaxoff._report.near_miss import near_miss
 
-# Part of the link's rate, both directions at a time, that a loop over blocks of state reaches (bench/LOG.md,
-# "2026-11-26: state on the host").
-_STREAMED_SHARE = 0.9
 # How often memory takes a stack of a loop in a layer: it is copied to a stack of all layers, and from there.
 _STACK_PASSES = 4
 # Primitives whose result is the buffer of their operand, or a part of it.
@@ -211,7 +209,7 @@ def _compare_choice(eqn: JaxprEqn) -> float:
 
 def streamed_ms(nbytes: int, device: Device) -> float:
     """The time to bring bytes of state to the device and back, both at a time."""
-    return device.both_ms(nbytes) / _STREAMED_SHARE
+    return device.both_ms(nbytes) / STREAMED_SHARE
 
 
 def _label_compressible(pair: JointGraph, values: Iterable[Var]) -> Iterator[tuple[Var, str]]:

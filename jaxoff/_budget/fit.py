@@ -6,18 +6,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxoff._budget.budget_error import BudgetError
+from jaxoff._budget.calibrations import GROUPS_SLOWER, PARTS_SLOWER
 from jaxoff._budget.limits import Budget
-from jaxoff._budget.search import GROUPS_SLOWER, Search
+from jaxoff._budget.search import Search
 from jaxoff._budget.tried import Tried
 from jaxoff._device.profile import Device
 from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._jaxpr.merged_loops import merge_backward_loops
 from jaxoff._report.progress import Progress
-
-# Layers in parts have taken up to this many times their time by the model: attention over blocks of queries
-# (bench/LOG.md, "loops in layers of a loop, masks of blocks, calls with shardings").
-_PARTS_SLOWER = 1.5
 
 
 def find_fitting[P](
@@ -96,7 +93,7 @@ def find_fitting[P](
         found = find_in_groups(found)
         if search.devices == 1 and search.is_slowed(found):  # parts of divided layers each exchange sums
             tiled = run_beside("layers in parts", lambda: search.tile(copies=False))
-            if tiled is not None and _PARTS_SLOWER * tiled.milliseconds() < found.milliseconds():
+            if tiled is not None and PARTS_SLOWER * tiled.milliseconds() < found.milliseconds():
                 found = tiled
     if found is None:
         raise min((search.make_error() for search in searches), key=BudgetError.least_bytes)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoff._budget.budget_error import NO_LAYERS, BudgetError, list_largest, make_uncompiled
+from jaxoff._budget.calibrations import DIVIDED_COPIES_WIN, GROUPS_SLOWER
 from jaxoff._budget.choose import choose_placements, exposed_state_ms, saved_nbytes
 from jaxoff._budget.costs import refuse_unmatched
 from jaxoff._budget.forms import NO_COPIES, Form, step_ms
@@ -43,15 +44,8 @@ CLOSE_ENOUGH = 0.04
 # Part of the layers' time by which a program with copies must be faster, by the model, to be tried: copies
 # hide less well than the model believes (bench/LOG.md, "2026-11-26: budgets win time").
 _COPIES_WIN = 0.01
-# The same where the compiler divides the values: on two H200s copies that were to win 1.4% lost 4%, since
-# collectives break CUDA graphs and the copies hide less well (bench/LOG.md, "the batch stays divided").
-_DIVIDED_COPIES_WIN = 0.06
 # Part of a step's time by which loops in layers may be faster if placed alone to be tried so.
 _OPENED_WINS = 0.02
-# Part of a step's time by which groups of iterations, each made again, may be slower by the model: the stacks
-# of a group are smaller. A recurrence of 1,024 steps took 308 ms in chunks of 32 (317 by the model), and 339
-# in one loop (313; bench/LOG.md, "conditions, chunks and pullbacks").
-GROUPS_SLOWER = 0.02
 # The least program is not compiled first where its estimate is this many times the budget: programs have
 # taken from 0.9 to 1.4 times their estimates.
 _FAR_BEYOND = 1.5
@@ -229,7 +223,7 @@ class Search[P]:
         found = self.run(copies=False)
         if found is None:
             return self.run(copies=True) if self._form.costs else None
-        part = _COPIES_WIN if self.devices == 1 else _DIVIDED_COPIES_WIN
+        part = _COPIES_WIN if self.devices == 1 else DIVIDED_COPIES_WIN
         limit_ms = found.added_ms - part * self._step_ms  # what a program with copies may add
         chosen = choose_placements(self._form.costs, self._device, self._room, self._budget.host_nbytes)
         if chosen is None or chosen[1] >= limit_ms:
