@@ -223,7 +223,8 @@ def measure_step(jitted: Any, args: Any, sizes: Sizes, o: argparse.Namespace) ->
 def jit_within(step: Callable[..., Any], o: argparse.Namespace) -> Any:
     """The step within the budget of the options."""
     budget = {"device_bytes": 1e9 * o.device_gb, "host_bytes": 1e9 * o.host_gb}
-    return jaxoff.jit(step, donate_argnums=0, device=jaxoff.Device.of(o.target), **budget)
+    compress = ["*"] if o.compress else ()
+    return jaxoff.jit(step, donate_argnums=0, device=jaxoff.Device.of(o.target), compress=compress, **budget)
 
 
 def measure_variant(variant: str, sizes: Sizes, o: argparse.Namespace) -> dict[str, Any]:
@@ -261,6 +262,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=0, help="times this many steps on the GPU of this machine"
     )
+    parser.add_argument("--compress", action="store_true", help="budgets may store values as float8")
     parser.add_argument("--out", type=Path)
 
 
