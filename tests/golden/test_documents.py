@@ -1,4 +1,4 @@
-"""Reports and compiled facts stay as stored, but for the wording of their messages."""
+"""Reports, compiled facts and plans stay as stored, but for the wording of their messages."""
 
 import json
 
