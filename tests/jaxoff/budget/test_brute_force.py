@@ -23,7 +23,6 @@ from jaxoff._budget.budget_error import BudgetError
 from jaxoff._budget.choose import choose_placements
 from jaxoff._budget.fit import find_fitting
 from jaxoff._budget.forms import NO_COPIES, Form
-from jaxoff._budget.integer_program import _GAP
 from jaxoff._budget.limits import Budget
 from jaxoff._budget.memory import estimate_nbytes
 from jaxoff._budget.placements import LayeredProgram
@@ -36,22 +35,25 @@ FAST_LINK = dataclasses.replace(H200, d2h_gbps=H200.d2h_gbps * 8, h2d_gbps=H200.
 DEVICES = {"h200": H200, "slow link": SLOW_LINK, "fast link": FAST_LINK}
 STYLES = ("scan", "list")
 LAYERS = {"scan": 8, "list": 4}
-SHAPES = {"wide": (16384, 2048), "long": (65536, 1024)}  # rows and width of a layer's input
+# Rows and width of a layer's input. No stack of values has as many bytes as a stack of weights: the estimate
+# believes that a loop writes the ones over the others.
+SHAPES = {"wide": (24576, 2048), "long": (65536, 1024)}
 EVERYTHING = 1e15
+GAP = 1e-3  # of the solver, as a part of the time that placements add
 SHARES = (0.2, 0.5, 0.8, 0.95)  # of the way from the least budget to that of everything kept
 SLOWER = 0.01  # part of a step
 # Layer, style and shape -> share -> the part of a step that the search loses there.
 MISSED = {
-    ("gated", "scan", "wide"): {0.5: 0.047},
+    ("gated", "scan", "wide"): {0.5: 0.054},
     ("gated", "scan", "long"): {0.5: 0.028, 0.95: 0.029},
-    ("twice", "scan", "wide"): {0.5: 0.022},
+    ("twice", "scan", "wide"): {0.5: 0.026},
     ("twice", "scan", "long"): {0.5: 0.149, 0.95: 0.016},
-    ("waves", "scan", "wide"): {0.5: 0.019, 0.95: 0.020},
+    ("waves", "scan", "wide"): {0.5: 0.034, 0.95: 0.036},
     ("waves", "list", "long"): {0.5: 0.021},
-    ("deep", "scan", "wide"): {0.2: 0.014, 0.5: 0.016, 0.8: 0.017, 0.95: 0.051},
+    ("deep", "scan", "wide"): {0.95: 0.043},
     ("deep", "scan", "long"): {0.95: 0.018},
-    ("deep", "list", "wide"): {0.2: 0.038, 0.8: 0.016, 0.95: 0.027},
-    ("deep", "list", "long"): {0.2: 0.024, 0.8: 0.020},
+    ("deep", "list", "wide"): {0.2: 0.021, 0.8: 0.016, 0.95: 0.027},
+    ("deep", "list", "long"): {0.2: 0.024, 0.8: 0.02},
 }
 
 
@@ -85,7 +87,7 @@ SMALL_LAYERS = {
 
 
 def make_random_layer(seed):
-    """A layer of five to seven useful values or fewer, by chance, and the widths of its weights."""
+    """A layer of up to seven useful values, by chance, and the widths of its weights."""
     draw = random.Random(seed)
     weights, steps, widths = [], [], [1]
     for _ in range(draw.randint(4, 6)):
@@ -162,8 +164,8 @@ def check_choices(costs, device, points=7):
                 f"in {room / 1e6:.1f} MB\n{chosen.describe(costs)} is chosen\n{best.describe(costs)} is best"
             )
             assert chosen.nbytes <= room * (1 + 1e-6), said
-            assert added_ms == pytest.approx(chosen.milliseconds, rel=1e-6, abs=1e-6), said
-            assert added_ms <= (1 + _GAP) * best.milliseconds + 1e-6, said
+            assert added_ms == pytest.approx(chosen.milliseconds, rel=GAP, abs=1e-6), said
+            assert added_ms <= (1 + GAP) * best.milliseconds + 1e-6, said
 
 
 def list_costs(closed, device):
@@ -209,7 +211,7 @@ def find_slower(closed, shares):
 
     form = Form.of(LayeredProgram.of(closed), (), H200, Budget(EVERYTHING))
     rated = sorted(list_all(form.costs, H200), key=lambda r: r.milliseconds)
-    size = functools.cache(lambda placements: estimate(form.write(placements))[0])
+    size = functools.cache(lambda placements: estimate(form.write(placements, fills=False))[0])  # as searches
     fastest = find(EVERYTHING)
     with pytest.raises(BudgetError) as error:
         find(1.0)
@@ -220,16 +222,20 @@ def find_slower(closed, shares):
         limit = least + share * (fastest.nbytes - least)
         found = find(limit)
         assert found.nbytes <= limit
+        if not (found.regions or found.tiles):
+            assert found.nbytes == size(found.placements)
+            own = rate(form.costs, found.placements, H200)
+            assert found.added_ms == pytest.approx(own.milliseconds, rel=GAP)
         faster = (r for r in rated if fastest.base_ms + r.milliseconds < found.milliseconds())
         best = next((r for r in faster if size(r.placements) <= (1 - CLOSE_ENOUGH) * limit), None)
         if best is None:
             slower[share] = 0.0, ""
             continue
         best_ms = fastest.base_ms + best.milliseconds
-        own = [(placed.saved, placed.offloaded) for placed in found.placements]
+        chosen = [(placed.saved, placed.offloaded) for placed in found.placements]
         text = (
             f"in {limit / 1e6:.1f} MB the search finds {found.milliseconds():.3f} ms in "
-            f"{found.nbytes / 1e6:.1f} MB with (saved, offloaded) {own}; there is {best_ms:.3f} ms in "
+            f"{found.nbytes / 1e6:.1f} MB with (saved, offloaded) {chosen}; there is {best_ms:.3f} ms in "
             f"{size(best.placements) / 1e6:.1f} MB with {best.describe(form.costs)}"
         )
         slower[share] = found.milliseconds() / best_ms - 1, text
