@@ -147,7 +147,7 @@ def list_all(costs, device, *, copies=True):
     return [rate(costs, [r.placements[0] for r in chosen], device) for chosen in each]
 
 
-def check_choices(costs, device, points=7):
+def check_choices(costs, device, points=5):
     """Checks the choices for memories between the least and that of all values, with and without copies."""
     for copies in (True, False):
         rated, host_nbytes = list_all(costs, device, copies=copies), None if copies else NO_COPIES
@@ -157,7 +157,9 @@ def check_choices(costs, device, points=7):
         assert least <= smallest.nbytes <= 1.002 * least
         for i in range(points):
             room = 1.0001 * (least + (most - least) * i / (points - 1))
-            placements, added_ms = choose_placements(costs, device, room, host_nbytes)
+            found = choose_placements(costs, device, room, host_nbytes)
+            assert found is not None
+            placements, added_ms = found
             chosen = rate(costs, placements, device)
             best = min((r for r in rated if r.nbytes <= room), key=lambda r: r.milliseconds)
             said = (
@@ -183,7 +185,7 @@ def test_the_choice_is_the_fastest_of_all_placements(layer, style):
         check_choices(costs, device)
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("seed", range(60))
 def test_the_choice_is_the_fastest_of_all_placements_of_random_layers(seed):
     layer, weights = make_random_layer(seed)
@@ -248,7 +250,7 @@ CASES = [
         style,
         shape,
         id=f"{layer.__name__}-{style}-{shape}",
-        marks=[pytest.mark.long] * (shape == "long" or (layer is deep and style == "list")),
+        marks=[pytest.mark.long] * (shape == "long" or (style == "list" and layer is not waves)),
     )
     for layer, style, shape in itertools.product(SMALL_LAYERS, STYLES, SHAPES)
 ]
