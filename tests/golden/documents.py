@@ -1,4 +1,4 @@
-"""Reports and compiled facts as JSON-ready values, without the wording of messages.
+"""Reports, compiled facts and plans as JSON-ready values, without the wording of messages.
 
 `DOCUMENTS` maps a kind and a name to a function that makes the document.
 """
@@ -12,9 +12,10 @@ from typing import Any
 import jaxoff
 from bench.step_models import Workload
 from tests.golden.compiled import COMPILED, Stored
+from tests.golden.plans import PLANS
 from tests.golden.steps import FORMS, LISTED, environment, policy_of, stacked_loss
 
-DOCUMENTS: dict[str, dict[str, Callable[[], Any]]] = {}
+DOCUMENTS: dict[str, dict[str, Callable[[], Any]]] = {**PLANS}
 
 
 def document(kind: str, name: str) -> Any:

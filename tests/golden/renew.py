@@ -1,6 +1,7 @@
 """Makes the goldens of the installed jax anew and prints which changed: `python -m tests.golden.renew`.
 
-A name renews the programs and documents whose name contains that text; without one, all are made.
+A name renews the programs and documents whose name, or kind of document, contains that text: "plans" renews
+all plans. Without one, all are made.
 """
 
 import argparse
@@ -19,8 +20,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="parts of names; none for all")
     wanted = parser.parse_args().names
 
-    def chosen(name: str, stored: dict) -> bool:
-        return name not in stored or not wanted or any(part in name for part in wanted)
+    def chosen(name: str, stored: dict, kind: str = "") -> bool:
+        return name not in stored or not wanted or any(part in name or part in kind for part in wanted)
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "(nothing-offloaded|offload-not-done):")  # as their tests
@@ -36,7 +37,7 @@ def main() -> None:
         stored = store.documents(kind)
         found = {}
         for name in makers:
-            if not chosen(name, stored):
+            if not chosen(name, stored, kind):
                 found[name] = stored[name]
                 continue
             made = document(kind, name)

@@ -1,4 +1,4 @@
-"""Reports and compiled facts stay as stored, but for the wording of their messages."""
+"""Reports, compiled facts and plans stay as stored, but for the wording of their messages."""
 
 import json
 
@@ -8,7 +8,13 @@ from tests.golden import store
 from tests.golden.documents import DOCUMENTS, document, without_wording
 from tests.golden.test_programs import pytestmark  # noqa: F401
 
-NAMES = [(kind, name) for kind, makers in DOCUMENTS.items() for name in makers]
+# Seconds each, at a budget between those of two other plans of the program.
+LONG = {"nano-b4-l4/48.3GB", "nano-b4-l4/50GB", "mixtral-b4-l4/40GB", "decoder-python/54GB"}
+NAMES = [
+    pytest.param(kind, name, marks=[pytest.mark.long] * (name in LONG))
+    for kind, makers in DOCUMENTS.items()
+    for name in makers
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES, ids=lambda text: text.replace(" ", "-"))
