@@ -252,6 +252,8 @@ class Search[P]:
                 beyond = [t.placements for t in alike if t.nbytes > limit]
                 over = [saved_nbytes(costs, placements) for placements in (*beyond, *skipped, fastest)]
                 low = max((saved_nbytes(costs, t.placements) for t in fits), default=0.0)
+                if any(tuple(chosen[0]) == t.placements for t in fits):
+                    low = max(low, self._room)  # less room gives nothing faster
                 middle = (low + min(over)) / 2
                 if middle in (self._room, low):
                     break

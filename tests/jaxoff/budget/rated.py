@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jaxoff._budget import choose
+from jaxoff._budget import calibrations, choose
 from jaxoff._budget.choose import exposed_state_ms, saved_nbytes
 from jaxoff._budget.costs import Costs
 from jaxoff._budget.joint_graph import Placements, list_recomputed
@@ -85,14 +85,14 @@ def add_ms(cost: Costs, placed: Placements, device: Device) -> float | None:
     total += sum(cost.saving_ms[v] + choose._SAVING_SHARE * device.pass_ms(nbytes[v]) for v in saved)
     total += sum(device.pass_ms(nbytes[v]) for v in moved)
     if moved:
-        total += choose._ORDERED_KERNEL_MS * cost.kernels
+        total += calibrations.ORDERED_KERNEL_MS * cost.kernels
     assert not cost.state_ms and not exposed_state_ms(cost)
     back = sum(device.h2d_ms(nbytes[v]) for v in moved)
-    total += max(0.0, back - choose._HIDING_SHARE * (cost.backward_ms + sum(times)))
+    total += max(0.0, back - calibrations.HIDING_SHARE * (cost.backward_ms + sum(times)))
     waits = [0.0]
     for start in {cost.ready_ms[v] for v in moved}:
         later = sum(device.d2h_ms(nbytes[v]) for v in moved if cost.ready_ms[v] >= start)
-        waits.append(later - choose._HIDING_SHARE * (cost.forward_ms - start))
+        waits.append(later - calibrations.HIDING_SHARE * (cost.forward_ms - start))
     return cost.pair.count * cost.pair.runs * (total + max(waits))
 
 

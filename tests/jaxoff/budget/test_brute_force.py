@@ -44,14 +44,7 @@ SHARES = (0.2, 0.5, 0.8, 0.95)  # of the way from the least budget to that of ev
 SLOWER = 0.01  # part of a step
 # Layer, style and shape -> share -> the part of a step that the search loses there.
 MISSED = {
-    ("gated", "scan", "wide"): {0.5: 0.054},
-    ("gated", "scan", "long"): {0.5: 0.028, 0.95: 0.029},
-    ("twice", "scan", "wide"): {0.5: 0.026},
-    ("twice", "scan", "long"): {0.5: 0.149, 0.95: 0.016},
-    ("waves", "scan", "wide"): {0.5: 0.034, 0.95: 0.036},
     ("waves", "list", "long"): {0.5: 0.021},
-    ("deep", "scan", "wide"): {0.95: 0.043},
-    ("deep", "scan", "long"): {0.95: 0.018},
     ("deep", "list", "wide"): {0.2: 0.021, 0.8: 0.016, 0.95: 0.027},
     ("deep", "list", "long"): {0.2: 0.024, 0.8: 0.02},
 }
