@@ -176,8 +176,7 @@ def test_the_first_axis_of_a_divided_program_stays_whole():
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LARGE)) for name in PROGRAMS]
 )
 def test_client_programs_in_parts_with_narrow_stacks_compute_the_same(name):
-    if name in ("autoencoder", "equinox"):
-        pytest.importorskip("equinox")
+    pytest.importorskip(PROGRAMS[name].package)
     program = dataclasses.replace(PROGRAMS[name].shrink(), offloads=None)
     step = program.build(dataclasses.replace(program.sizes, vocabulary=4096), attention="xla")
     args = step.state, step.batch
