@@ -45,8 +45,11 @@ LONG = {
 TRACED_TWICE = {
     "accumulation",
     "decoder-python",
+    "equimo",
+    "haiku",
     "layer-axis",
     "linen-scan",
+    "mamba2",
     "moe-linen",
     "nnx-list",
     "ssm",

@@ -17,7 +17,7 @@ from jaxoff._budget.parts import write_in_parts
 from jaxoff._budget.row_axes import find_operand_axes, find_result_axis, resize
 from jaxoff._jaxpr import compat
 
-WITHOUT_TOKENS = {"autoencoder", "dit", "ssm", "ssm-chunks", "unet", "vit"}
+WITHOUT_TOKENS = {"autoencoder", "dit", "equimo", "ssm", "ssm-chunks", "unet", "vit"}
 LARGE = {
     "autoencoder",
     "decoder-python",
