@@ -310,10 +310,12 @@ class _Growth:
             self._inside -= edges
 
     def _is_read_by_products(self, v: Var) -> bool:
-        """Whether only products and the like read a value outside of the region."""
+        """Whether products and the like read a value outside of the region, and else sums only, as a bias."""
         inside = self._inside | self._sums
-        outside = (self._graph.eqns[i] for i in self._graph.readers.get(v, ()) if i not in inside)
-        return v not in self._graph.outs and all(map(is_compute, outside))
+        outside = [self._graph.eqns[i] for i in self._graph.readers.get(v, ()) if i not in inside]
+        others = [eqn for eqn in outside if not is_compute(eqn)]
+        sums = all(eqn.primitive.name == "reduce_sum" for eqn in others)
+        return v not in self._graph.outs and sums and len(others) < max(1, len(outside))
 
 
 def _nbytes(v: Var) -> int:

@@ -55,13 +55,15 @@ def soft_cap(logits, labels):
     return plain(30 * jnp.tanh(logits / 30), labels)
 
 
-def make_loss(cross_entropy, *, tied=False, flat=False, dtype="bfloat16"):
+def make_loss(cross_entropy, *, tied=False, flat=False, bias=False, dtype="bfloat16"):
     def loss(params, x, labels):
         if flat:
             x, labels = x.reshape(-1, WIDTH), labels.reshape(-1)
         head = params["embed"].T if tied else params["head"]
-        logits = (x.astype(dtype) @ head.astype(dtype)).astype("float32")
-        return cross_entropy(logits, labels)
+        logits = x.astype(dtype) @ head.astype(dtype)
+        if bias:
+            logits = logits + params["bias"].astype(dtype)
+        return cross_entropy(logits.astype("float32"), labels)
 
     return loss
 
@@ -81,6 +83,7 @@ def arguments(shape=(2, TOKENS)):
     params = {
         "embed": jax.random.normal(keys[0], (VOCABULARY, WIDTH)),
         "head": jax.random.normal(keys[1], (WIDTH, VOCABULARY)),
+        "bias": jnp.linspace(-1.0, 1.0, VOCABULARY),
     }
     x = jax.random.normal(keys[2], (*shape, WIDTH))
     return params, x, jax.random.randint(keys[3], shape, 0, VOCABULARY)
@@ -104,7 +107,7 @@ def assert_same(written, closed, args):
 
 
 @pytest.mark.parametrize("cross_entropy", [plain, one_hot, z_loss, soft_cap])
-@pytest.mark.parametrize("form", [{}, {"tied": True}, {"flat": True}, {"dtype": "float32"}])
+@pytest.mark.parametrize("form", [{}, {"tied": True}, {"flat": True}, {"bias": True}, {"dtype": "float32"}])
 @pytest.mark.some_cases(4)
 def test_a_head_in_parts_is_the_same_head_without_whole_logits(cross_entropy, form):
     args = arguments()
