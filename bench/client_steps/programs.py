@@ -84,10 +84,10 @@ RETENTION = Sizes(
     layers=12, width=2560, hidden=8960, heads=20, head_size=128, vocabulary=65536, batch=4, length=4096
 )
 HAIKU = Sizes(
-    layers=12, width=2048, hidden=8192, heads=16, head_size=128, vocabulary=32768, batch=4, length=2048
+    layers=12, width=2048, hidden=8192, heads=16, head_size=128, vocabulary=32768, batch=32, length=2048
 )
-MAMBA2 = Sizes(layers=24, width=1536, hidden=3072, head_size=64, vocabulary=50304, batch=4, length=2048)
-EQUIMO = dataclasses.replace(VIT, batch=64)
+MAMBA2 = Sizes(layers=12, width=1536, hidden=3072, head_size=64, vocabulary=50304, batch=48, length=2048)
+EQUIMO = dataclasses.replace(VIT, layers=12, batch=384)
 TE_V2 = jaxoff.policy("te_v2")
 DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 SAVED_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

@@ -51,6 +51,14 @@ def next_token(logits, labels):
     return plain(logits[:, :-1], labels[:, 1:])
 
 
+def flat_logits(logits, labels):
+    return plain(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
+
+
+def flat_next_token(logits, labels):
+    return flat_logits(logits[:, :-1], labels[:, 1:])
+
+
 def soft_cap(logits, labels):
     return plain(30 * jnp.tanh(logits / 30), labels)
 
@@ -68,10 +76,11 @@ def make_loss(cross_entropy, *, tied=False, flat=False, bias=False, dtype="bfloa
     return loss
 
 
-def test_a_head_that_predicts_the_next_token_is_in_parts():
-    """Without its last token, a sequence has an odd number of tokens: the batch is divided."""
+@pytest.mark.parametrize("cross_entropy", [next_token, flat_logits, flat_next_token])
+def test_a_head_whose_loss_drops_or_merges_tokens_is_in_parts_of_the_batch(cross_entropy):
+    """Without its last token a sequence has an odd number of tokens; merged, the tokens have no axis."""
     args = arguments((4, TOKENS))
-    closed = jax.make_jaxpr(jax.value_and_grad(make_loss(next_token), argnums=(0, 1)))(*args)
+    closed = jax.make_jaxpr(jax.value_and_grad(make_loss(cross_entropy), argnums=(0, 1)))(*args)
     written, (region,) = write_in_parts(closed, 1e4)
     assert (region.rows, region.parts) == (4, 2)
     assert region.nbytes == 4 * TOKENS * VOCABULARY * 4
