@@ -101,6 +101,18 @@ def build_nnx(sizes: Sizes, policy: Any, *, stacked: bool, attention: Any = "cud
 def build_nnx_step(make_model: Callable[[nnx.Rngs], Any], sizes: Sizes) -> ClientStep:
     """The step of a language model, a module from tokens to logits, with `nnx.Optimizer`."""
 
+    def loss_of(model, tokens):
+        logits = model(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return build_nnx_step_of_loss(make_model, loss_of, sizes)
+
+
+def build_nnx_step_of_loss(
+    make_model: Callable[[nnx.Rngs], Any], loss_of: Callable[[Any, jax.Array], jax.Array], sizes: Sizes
+) -> ClientStep:
+    """The step of a function (module, tokens) -> loss, with `nnx.Optimizer`."""
+
     def make(key):
         model = make_model(nnx.Rngs(params=key))
         return model, nnx.Optimizer(model, sizes.optimizer, wrt=nnx.Param)
@@ -112,12 +124,7 @@ def build_nnx_step(make_model: Callable[[nnx.Rngs], Any], sizes: Sizes) -> Clien
 
     def step(state, tokens):
         model, optimizer = nnx.merge(graph, state)
-
-        def loss_of(model):
-            logits = model(tokens[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-        loss, grads = nnx.value_and_grad(loss_of)(model)
+        loss, grads = nnx.value_and_grad(loss_of)(model, tokens)
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), loss
 

@@ -11,7 +11,7 @@ import jax
 import jaxoff
 from bench.client_steps.step import ClientStep, Sizes, offload, save
 
-WITHOUT_ATTENTION = ("autoencoder", "retention", "ssm")
+WITHOUT_ATTENTION = ("autoencoder", "haiku_stack", "mamba2", "retention", "ssm")
 NAMES = ("block_in", "attn")
 TINY = Sizes(
     layers=4,
@@ -83,6 +83,11 @@ PICTURES = Sizes(layers=12, width=768, hidden=3072, heads=12, head_size=64, batc
 RETENTION = Sizes(
     layers=12, width=2560, hidden=8960, heads=20, head_size=128, vocabulary=65536, batch=4, length=4096
 )
+HAIKU = Sizes(
+    layers=12, width=2048, hidden=8192, heads=16, head_size=128, vocabulary=32768, batch=32, length=2048
+)
+MAMBA2 = Sizes(layers=12, width=1536, hidden=3072, head_size=64, vocabulary=50304, batch=48, length=2048)
+EQUIMO = dataclasses.replace(VIT, layers=12, batch=384)
 TE_V2 = jaxoff.policy("te_v2")
 DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 SAVED_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -99,6 +104,7 @@ class Program:
       saves: the policy of the saved twin.
       sizes: sizes that fill an 80 GB card.
       options: further keywords of the builder.
+      package: a module that has to be installed, beside those of the group `models`.
     """
 
     module: str
@@ -107,6 +113,7 @@ class Program:
     saves: Any
     sizes: Sizes = DECODER
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    package: str = "jax"
 
     def build(self, sizes: Sizes | None = None, *, offloads: bool = True, attention: Any) -> ClientStep:
         """The step, its residuals offloaded or saved.
@@ -152,7 +159,7 @@ PROGRAMS = {
         sizes=SHORT,
         options={"stacked": True},
     ),
-    "equinox": _by_policy("stacked_equinox", "build_equinox", TE_V2),
+    "equinox": _by_policy("stacked_equinox", "build_equinox", TE_V2, package="equinox"),
     "vit": _by_policy("vit", "build_vit", jaxoff.policy(offload="vit.*"), sizes=VIT),
     "ssm": _by_names("ssm", "build_ssm", "ssm.block_in", "ssm.in", sizes=SSM),
     "ssm-chunks": _by_policy(
@@ -178,8 +185,21 @@ PROGRAMS = {
     "lora": _by_names("lora", "build_lora", sizes=LORA),
     "unet": _by_names("unet", "build_unet", "unet.in", "unet.conv", sizes=UNET),
     "dpo": _by_names("dpo", "build_dpo", sizes=PAIRS),
-    "autoencoder": _by_names("autoencoder", "build_autoencoder", "mae.in", "mae.attn", sizes=PICTURES),
+    "autoencoder": _by_names(
+        "autoencoder", "build_autoencoder", "mae.in", "mae.attn", sizes=PICTURES, package="equinox"
+    ),
     "retention": _by_policy(
         "retention", "build_retention", jaxoff.policy(offload=["block_in", "mix.*"]), sizes=RETENTION
+    ),
+    "haiku": _by_names("haiku_stack", "build_haiku", "block_in", "attn", "up", sizes=HAIKU, package="haiku"),
+    "mamba2": _by_policy(
+        "mamba2", "build_mamba2", jaxoff.policy(offload="block_in"), sizes=MAMBA2, package="mamba2_jax"
+    ),
+    "equimo": _by_policy(
+        "equimo_vit",
+        "build_equimo",
+        jaxoff.policy(offload="block_in", unmarked="offload_dots"),
+        sizes=EQUIMO,
+        package="equimo",
     ),
 }

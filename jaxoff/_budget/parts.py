@@ -174,21 +174,25 @@ def _read_early(level: Jaxpr, region: Region, after: list[JaxprEqn], renamed: Re
 
 def _run_parts(region: Region, operands: dict[Var, Any], devices: int) -> list[Any]:
     """The results of a region, part by part, and its sums."""
-    size = region.rows // region.parts
+
+    def size(v: Var) -> int:
+        return compat.shape_of(v.aval)[region.axes[v]] // region.parts
+
+    def slice_part(v: Var, x: jax.Array, part: Any) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, part * size(v), size(v), region.axes[v])
 
     def run_part(state: tuple[list[Any], list[Any]], part: Any) -> tuple[tuple[list[Any], list[Any]], None]:
         results, sums = state
-        values = {
-            v: jax.lax.dynamic_slice_in_dim(x, part * size, size, region.axes[v]) if v in region.axes else x
-            for v, x in operands.items()
-        }
+        values = {v: slice_part(v, x, part) if v in region.axes else x for v, x in operands.items()}
         for eqn in region.eqns:
-            made = _run(eqn, values, resize(eqn, region.axes[eqn.outvars[0]], size))
+            params = resize(eqn, region.axes[eqn.outvars[0]], size(eqn.outvars[0]))
+            made = _run(eqn, values, params)
             values.update(zip(eqn.outvars, made, strict=True))
         pieces = (
-            (whole, values[v], region.axes[v]) for whole, v in zip(results, region.results, strict=True)
+            (w, values[v], part * size(v), region.axes[v])
+            for w, v in zip(results, region.results, strict=True)
         )
-        results = [jax.lax.dynamic_update_slice_in_dim(w, x, part * size, a) for w, x, a in pieces]
+        results = [jax.lax.dynamic_update_slice_in_dim(*piece) for piece in pieces]
         sums = [total + _sum_rows(eqn, values) for total, eqn in zip(sums, region.sums, strict=True)]
         return (results, sums), None
 

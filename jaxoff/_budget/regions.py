@@ -172,7 +172,7 @@ class _Growth:
         is_left = bool(eqn.effects) or not self._graph.excluded.isdisjoint(eqn.outvars)
         is_left = is_left or any(compat.is_host(v.aval) for v in (*eqn.invars, *eqn.outvars))
         is_left = is_left or (axis is not None and meshes.constrains_axis(eqn, axis))
-        axes = None if axis is None or is_left else find_operand_axes(eqn, axis)
+        axes = None if axis is None or is_left else find_operand_axes(eqn, axis, merges=True)
         if axis is None or axes is None:
             return False
         whole = {v for v, a in zip(eqn.invars, axes, strict=True) if isinstance(v, Var) and a is None}
@@ -191,7 +191,8 @@ class _Growth:
             (v not in self._axes or self._axes[v] == a)
             and v not in self._whole
             and not meshes.divides_axis(v.aval, a)
-            and self._size(v, a) == self._rows
+            and self._size(v, a) > 0
+            and self._size(v, a) % self._rows == 0  # of a merged axis a row is a block
             for v, a in rows
         ) and len(set(rows)) == len(dict(rows))
 
@@ -211,7 +212,7 @@ class _Growth:
                 return self._axes[v]
         for k, v in enumerate(eqn.invars):
             if isinstance(v, Var) and v in self._axes:
-                axis = find_result_axis(eqn, k, self._axes[v])
+                axis = find_result_axis(eqn, k, self._axes[v], merges=True)
                 if axis is not None:
                     return axis
         return None
@@ -310,10 +311,12 @@ class _Growth:
             self._inside -= edges
 
     def _is_read_by_products(self, v: Var) -> bool:
-        """Whether only products and the like read a value outside of the region."""
+        """Whether products and the like read a value outside of the region, and else sums only, as a bias."""
         inside = self._inside | self._sums
-        outside = (self._graph.eqns[i] for i in self._graph.readers.get(v, ()) if i not in inside)
-        return v not in self._graph.outs and all(map(is_compute, outside))
+        outside = [self._graph.eqns[i] for i in self._graph.readers.get(v, ()) if i not in inside]
+        others = [eqn for eqn in outside if not is_compute(eqn)]
+        sums = all(eqn.primitive.name == "reduce_sum" for eqn in others)
+        return v not in self._graph.outs and sums and len(others) < max(1, len(outside))
 
 
 def _nbytes(v: Var) -> int:

@@ -20,9 +20,17 @@ from jaxoff._jaxpr.primitives import VIEWS, is_fused
 type Axes = Sequence[int | None]
 
 
-def find_operand_axes(eqn: JaxprEqn, axis: int) -> Axes | None:
-    """The rows of the operands for the rows of the results along `axis`; None for no row-wise equation."""
+def find_operand_axes(eqn: JaxprEqn, axis: int, *, merges: bool = False) -> Axes | None:
+    """The rows of the operands for the rows of the results along `axis`; None for no row-wise equation.
+
+    Args:
+      eqn: an equation.
+      axis: the axis of the results.
+      merges: whether a first axis may be merged with the axes behind it, or divided: a row is a block then.
+    """
     name = eqn.primitive.name
+    if name == "reshape" and merges and axis == 0 and _merges_first(eqn):
+        return [0]
     if name in _RULES:
         return _RULES[name](eqn, axis)
     if name.startswith(("reduce_", "arg")) and "axes" in eqn.params:
@@ -30,10 +38,10 @@ def find_operand_axes(eqn: JaxprEqn, axis: int) -> Axes | None:
     return _elementwise(eqn, axis) if is_fused(eqn) and name not in VIEWS else None
 
 
-def find_result_axis(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+def find_result_axis(eqn: JaxprEqn, operand: int, axis: int, *, merges: bool = False) -> int | None:
     """The axis of the results whose rows are made of an operand's rows along `axis`, if there is one."""
     for i in range(len(compat.shape_of(eqn.outvars[0].aval))):
-        axes = find_operand_axes(eqn, i)
+        axes = find_operand_axes(eqn, i, merges=merges)
         if axes is not None and axes[operand] == axis:
             return i
     return None
@@ -116,6 +124,12 @@ def _reshape(eqn: JaxprEqn, axis: int) -> Axes | None:
         if size == after[axis] > 1 and math.prod(before[:i]) == math.prod(after[:axis]):
             return [i]
     return None
+
+
+def _merges_first(eqn: JaxprEqn) -> bool:
+    """Whether a reshape makes the rows of a first axis blocks of rows, or blocks rows."""
+    sizes = sorted(shape[0] for shape in (_shape(eqn), _result(eqn)) if shape)
+    return len(sizes) == 2 and sizes[0] > 1 and sizes[1] % sizes[0] == 0
 
 
 def _dot(eqn: JaxprEqn, axis: int) -> Axes | None:

@@ -24,11 +24,14 @@ LONG = {
     "dpo",
     "encoder-decoder",
     "equinox",
+    "equimo",
     "groups",
+    "haiku",
     "inner-jit",
     "layer-axis",
     "linen-scan",
     "lora",
+    "mamba2",
     "moe-linen",
     "nnx-list",
     "nnx-scan",
@@ -42,8 +45,11 @@ LONG = {
 TRACED_TWICE = {
     "accumulation",
     "decoder-python",
+    "equimo",
+    "haiku",
     "layer-axis",
     "linen-scan",
+    "mamba2",
     "moe-linen",
     "nnx-list",
     "ssm",
@@ -52,8 +58,7 @@ TRACED_TWICE = {
 
 
 def build(name, **options):
-    if name in ("autoencoder", "equinox"):
-        pytest.importorskip("equinox")
+    pytest.importorskip(PROGRAMS[name].package)
     program = PROGRAMS[name].shrink()
     layers = 4 if name == "groups" else 2
     return program.build(dataclasses.replace(program.sizes, layers=layers), attention="xla", **options)

@@ -17,7 +17,7 @@ from jaxoff._budget.parts import write_in_parts
 from jaxoff._budget.row_axes import find_operand_axes, find_result_axis, resize
 from jaxoff._jaxpr import compat
 
-WITHOUT_TOKENS = {"autoencoder", "dit", "ssm", "ssm-chunks", "unet", "vit"}
+WITHOUT_TOKENS = {"autoencoder", "dit", "equimo", "ssm", "ssm-chunks", "unet", "vit"}
 LARGE = {
     "autoencoder",
     "decoder-python",
@@ -51,25 +51,36 @@ def next_token(logits, labels):
     return plain(logits[:, :-1], labels[:, 1:])
 
 
+def flat_logits(logits, labels):
+    return plain(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
+
+
+def flat_next_token(logits, labels):
+    return flat_logits(logits[:, :-1], labels[:, 1:])
+
+
 def soft_cap(logits, labels):
     return plain(30 * jnp.tanh(logits / 30), labels)
 
 
-def make_loss(cross_entropy, *, tied=False, flat=False, dtype="bfloat16"):
+def make_loss(cross_entropy, *, tied=False, flat=False, bias=False, dtype="bfloat16"):
     def loss(params, x, labels):
         if flat:
             x, labels = x.reshape(-1, WIDTH), labels.reshape(-1)
         head = params["embed"].T if tied else params["head"]
-        logits = (x.astype(dtype) @ head.astype(dtype)).astype("float32")
-        return cross_entropy(logits, labels)
+        logits = x.astype(dtype) @ head.astype(dtype)
+        if bias:
+            logits = logits + params["bias"].astype(dtype)
+        return cross_entropy(logits.astype("float32"), labels)
 
     return loss
 
 
-def test_a_head_that_predicts_the_next_token_is_in_parts():
-    """Without its last token, a sequence has an odd number of tokens: the batch is divided."""
+@pytest.mark.parametrize("cross_entropy", [next_token, flat_logits, flat_next_token])
+def test_a_head_whose_loss_drops_or_merges_tokens_is_in_parts_of_the_batch(cross_entropy):
+    """Without its last token a sequence has an odd number of tokens; merged, the tokens have no axis."""
     args = arguments((4, TOKENS))
-    closed = jax.make_jaxpr(jax.value_and_grad(make_loss(next_token), argnums=(0, 1)))(*args)
+    closed = jax.make_jaxpr(jax.value_and_grad(make_loss(cross_entropy), argnums=(0, 1)))(*args)
     written, (region,) = write_in_parts(closed, 1e4)
     assert (region.rows, region.parts) == (4, 2)
     assert region.nbytes == 4 * TOKENS * VOCABULARY * 4
@@ -81,6 +92,7 @@ def arguments(shape=(2, TOKENS)):
     params = {
         "embed": jax.random.normal(keys[0], (VOCABULARY, WIDTH)),
         "head": jax.random.normal(keys[1], (WIDTH, VOCABULARY)),
+        "bias": jnp.linspace(-1.0, 1.0, VOCABULARY),
     }
     x = jax.random.normal(keys[2], (*shape, WIDTH))
     return params, x, jax.random.randint(keys[3], shape, 0, VOCABULARY)
@@ -104,7 +116,7 @@ def assert_same(written, closed, args):
 
 
 @pytest.mark.parametrize("cross_entropy", [plain, one_hot, z_loss, soft_cap])
-@pytest.mark.parametrize("form", [{}, {"tied": True}, {"flat": True}, {"dtype": "float32"}])
+@pytest.mark.parametrize("form", [{}, {"tied": True}, {"flat": True}, {"bias": True}, {"dtype": "float32"}])
 @pytest.mark.some_cases(4)
 def test_a_head_in_parts_is_the_same_head_without_whole_logits(cross_entropy, form):
     args = arguments()
@@ -176,8 +188,7 @@ def test_the_first_axis_of_a_divided_program_stays_whole():
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LARGE)) for name in PROGRAMS]
 )
 def test_client_programs_in_parts_with_narrow_stacks_compute_the_same(name):
-    if name in ("autoencoder", "equinox"):
-        pytest.importorskip("equinox")
+    pytest.importorskip(PROGRAMS[name].package)
     program = dataclasses.replace(PROGRAMS[name].shrink(), offloads=None)
     step = program.build(dataclasses.replace(program.sizes, vocabulary=4096), attention="xla")
     args = step.state, step.batch

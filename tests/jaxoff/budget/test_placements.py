@@ -89,8 +89,7 @@ def count_host(closed):
     ],
 )
 def test_a_step_with_other_placements_has_the_same_results(name, checkpoint):
-    if name == "equinox":
-        pytest.importorskip("equinox")
+    pytest.importorskip(PROGRAMS[name].package)
     program = dataclasses.replace(PROGRAMS[name].shrink(), offloads=CHECKPOINTS[checkpoint])
     step = program.build(dataclasses.replace(program.sizes, layers=4), attention="xla")
     closed = jax.make_jaxpr(step.fun)(step.state, step.batch)
