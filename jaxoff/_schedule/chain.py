@@ -178,9 +178,9 @@ class Chain:
     def _can_fuse_with_last(self, i: int) -> bool:
         """Whether XLA can fuse kernel `i` with the last kernel of the chain: then no barrier parts the two.
 
-        The other operands of kernel `i` are tied to the kernel before the last kernel: behind the last kernel
-        XLA would have to store the last result. If the last result has further readers, the fused kernel
-        writes two results, which must have the same shape.
+        Nor does one part the products of a sum over devices. The other operands of kernel `i` are tied to the
+        kernel before the last kernel: behind the last kernel XLA would have to store the last result. If the
+        last result has further readers, the fused kernel writes two results, which must have the same shape.
         """
         last, eqn = self._last, self._eqns[i]
         if self._is_paired_with_last(i) or self._is_summed_with_last(i):
