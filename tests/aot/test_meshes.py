@@ -114,11 +114,11 @@ def test_offloads_beside_weights_divided_by_columns_are_hidden_and_exchange_weig
     assert program_nbytes(compiled) <= 1.01 * program_nbytes(given)
 
 
-@pytest.mark.parametrize("form", ["scan", "list"])
-def test_gradients_of_an_input_by_divided_weights_are_exchanged_once(form):
-    """Tensor parallel: each device has a part of the products by `mix`, and of those by `gate` and `up`."""
-    target = jaxoff.target("h200", devices=2)
-    mesh = target.mesh((2,), ("tensor",))
+@pytest.mark.parametrize(("form", "devices"), [("scan", 2), ("list", 2), ("scan", 8)])
+def test_gradients_of_an_input_by_divided_weights_are_exchanged_once(form, devices):
+    """Tensor parallel: each device has a part of the sums over heads, and of those over hidden features."""
+    target = jaxoff.target("h200", devices=devices)
+    mesh = target.mesh((devices,), ("tensor",))
     sizes = {"q": (1024, 1024), "k": (1024, 1024), "v": (1024, 1024), "o": (1024, 1024)}
     sizes |= {"gate": (1024, 4096), "up": (1024, 4096), "down": (4096, 1024)}
 
