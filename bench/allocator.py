@@ -28,7 +28,7 @@ import jax
 
 import jaxoff
 from bench.client_steps import PROGRAMS
-from bench.clients import DIVISIONS, divide_over_all
+from bench.clients import DIVISIONS, divide_over_all, grow_batch
 from bench.provenance import provenance
 from jaxoff._runtime.program_memory import program_nbytes
 
@@ -62,8 +62,7 @@ def run_one(name: str, layers: int | None, steps: int, division: str | None) -> 
     program = dataclasses.replace(PROGRAMS[name], offloads=None)
     sizes = dataclasses.replace(program.sizes, **({"layers": layers} if layers else {}))
     devices = jax.local_devices()
-    if division in ("rows", "columns"):
-        sizes = dataclasses.replace(sizes, batch=sizes.batch * len(devices))
+    sizes = grow_batch(sizes, division, len(devices))
     step = program.build(sizes, attention="cudnn")
     limit = min(device.memory_stats()["bytes_limit"] for device in devices)
     structs, results = (step.state, step.batch), {}

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from bench.client_steps import PROGRAMS, ClientStep
+from bench.client_steps.step import Sizes
 from bench.options import one_of
 from bench.provenance import provenance
 from bench.rounds import time_in_rounds
@@ -124,6 +125,12 @@ def divide(step: ClientStep, batch: Any, division: str) -> tuple[Any, Any]:
     """Shardings of the state over all devices, and the batch divided over them; `make_shardings` says how."""
     shardings, of_batch = divide_over_all(step, division)
     return shardings, jax.device_put(batch, of_batch)
+
+
+def grow_batch(sizes: Sizes, division: str | None, devices: int) -> Sizes:
+    """The sizes with a batch for each device, where a division divides the batch."""
+    divides = division in ("rows", "columns")
+    return dataclasses.replace(sizes, batch=sizes.batch * devices) if divides else sizes
 
 
 def find_limit() -> float:
@@ -235,8 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.sizes == "tiny":
         program = program.shrink()
     sizes = dataclasses.replace(program.sizes, layers=options.layers or program.sizes.layers)
-    if options.divide in ("rows", "columns"):
-        sizes = dataclasses.replace(sizes, batch=sizes.batch * jax.device_count())
+    sizes = grow_batch(sizes, options.divide, jax.device_count())
     attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
     variants = {name: VARIANTS[name] for name in options.variants}
     for gigabytes in options.device_gb:

@@ -311,12 +311,12 @@ class _Growth:
             self._inside -= edges
 
     def _is_read_by_products(self, v: Var) -> bool:
-        """Whether products and the like read a value outside of the region, and else sums only, as a bias."""
+        """Whether outside of the region nothing reads a value, or products do, beside sums as a bias has."""
         inside = self._inside | self._sums
         outside = [self._graph.eqns[i] for i in self._graph.readers.get(v, ()) if i not in inside]
-        others = [eqn for eqn in outside if not is_compute(eqn)]
-        sums = all(eqn.primitive.name == "reduce_sum" for eqn in others)
-        return v not in self._graph.outs and sums and len(others) < max(1, len(outside))
+        are_known = all(is_compute(eqn) or eqn.primitive.name == "reduce_sum" for eqn in outside)
+        has_product = any(map(is_compute, outside))
+        return v not in self._graph.outs and are_known and (has_product or not outside)
 
 
 def _nbytes(v: Var) -> int:

@@ -52,15 +52,16 @@ def decide(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYT
       The schedule of the last draft.
     """
     graph = KernelGraph(problem.eqns, problem.outs | problem.moved_aside)
+    summed = find_summed_products(problem, graph)
     reloads, room = ReloadPlan(), 0
     pairs: dict[int, int] = {}
     if any(is_collective(problem.eqns[i]) for i in graph.kernels):
-        plain = Draft(problem, graph, device, large_nbytes, reloads, pairs)
+        plain = Draft(problem, graph, summed, device, large_nbytes, reloads, pairs)
         plain.run()
         room = plain.held.peak_nbytes
     # The first draft takes all copies for done, to see when each is needed.
     for _ in range(MOST_DRAFTS):
-        draft = Draft(problem, graph, device, large_nbytes, reloads, pairs, room)
+        draft = Draft(problem, graph, summed, device, large_nbytes, reloads, pairs, room)
         schedule, before = draft.run(), (reloads, pairs)
         reloads = draft.times.plan_reloads(problem.reuses_buffer_of)
         pairs = pairs or find_fusion_pairs(schedule.kernels, problem, graph, large_nbytes)
@@ -72,7 +73,8 @@ def decide(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYT
 def estimate_copies(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYTES) -> CopyTimes:
     """Estimates the times of the copies of a loop's body, in an order which takes all copies for done."""
     graph = KernelGraph(problem.eqns, problem.outs)
-    draft = Draft(problem, graph, device, large_nbytes, ReloadPlan(), {})
+    summed = find_summed_products(problem, graph)
+    draft = Draft(problem, graph, summed, device, large_nbytes, ReloadPlan(), {})
     draft.run()
     return draft.times
 
@@ -89,6 +91,7 @@ class Draft:
         self,
         problem: OrderProblem,
         graph: KernelGraph,
+        summed: SummedProducts,
         device: Device,
         large_nbytes: int,
         reloads: ReloadPlan,
@@ -102,9 +105,8 @@ class Draft:
         self.times = CopyTimes(problem.eqns, graph, device)
         self.held = HeldMemory(problem.eqns, problem.outs)
         self._waits = CopyWaits(problem.eqns, self.times, device)
-        is_divided = problem.is_divided or problem.shares_fused
-        self._summed = find_summed_products(graph, problem.outs) if is_divided else SummedProducts()
-        self._chain = Chain(problem, graph, large_nbytes, pairs, self._summed, self._waits)
+        self._summed = summed
+        self._chain = Chain(problem, graph, large_nbytes, pairs, summed, self._waits)
         self._placed: set[int] = set()
         self._time = 0.0  # ms
         self._available: dict[Var, float] = {}  # result of a reload or collective -> its end, ms
@@ -184,7 +186,8 @@ class Draft:
         maker, todo = self._graph.maker, [i]
         while todo:
             j = todo[-1]
-            if (last := self._summed.last.get(j, j)) not in todo and j not in self._placed:
+            last = self._summed.last.get(j)
+            if last is not None and last not in todo and j not in self._placed:
                 todo.append(last)
                 continue
             others = self._summed.others.get(j, ())

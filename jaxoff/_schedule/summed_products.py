@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from jaxoff._jaxpr.compat import Var
 from jaxoff._jaxpr.dataflow import index_readers, variables
 from jaxoff._jaxpr.kernels import KernelGraph
+from jaxoff._schedule.problem import OrderProblem
 
 _ADDITIONS = ("add", "add_any")
 
@@ -36,8 +37,13 @@ class SummedProducts:
         return self.last.get(i, self.readers.get(i))
 
 
-def find_summed_products(graph: KernelGraph, outs: frozenset[Var]) -> SummedProducts:
-    """Finds the sums of two and more products of one shape and dtype, each read by one addition alone."""
+def find_summed_products(problem: OrderProblem, graph: KernelGraph) -> SummedProducts:
+    """Finds the sums of two and more products of one shape and dtype, each read by one addition alone.
+
+    There are none in a program whose values the compiler does not divide.
+    """
+    if not (problem.is_divided or problem.shares_fused):
+        return SummedProducts()
     readers = index_readers(graph.eqns)
     terms: dict[Var, tuple[int, ...]] = {}  # product, or sum that no other sum reads -> its products
     for i, eqn in enumerate(graph.eqns):
@@ -45,7 +51,10 @@ def find_summed_products(graph: KernelGraph, outs: frozenset[Var]) -> SummedProd
             terms[eqn.outvars[0]] = (i,)
         elif eqn.primitive.name in _ADDITIONS and len(set(operands := variables(eqn))) == 2:
             is_sum = all(
-                v in terms and len(readers[v]) == 1 and v not in outs and v.aval == eqn.outvars[0].aval
+                v in terms
+                and len(readers[v]) == 1
+                and v not in problem.outs
+                and v.aval == eqn.outvars[0].aval
                 for v in operands
             )
             if is_sum:

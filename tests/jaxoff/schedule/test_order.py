@@ -21,6 +21,7 @@ from jaxoff._schedule.decide import Draft
 from jaxoff._schedule.problem import OrderProblem, SpareRow
 from jaxoff._schedule.rewrite import rewrite
 from jaxoff._schedule.schedule import DelayReload
+from jaxoff._schedule.summed_products import SummedProducts
 from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_close, assert_equal, inputs
 from tests.jaxoff.schedule.test_random_programs import (
     ARGS,
@@ -289,7 +290,9 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
         spare_rows={jaxpr.invars[0]: SpareRow(0, 1)},
     )
     reloads = ReloadPlan((reload,), {reload: 2})
-    schedule = Draft(problem, KernelGraph(problem.eqns, outs), H200, 1 << 10, reloads, {}).run()
+    schedule = Draft(
+        problem, KernelGraph(problem.eqns, outs), SummedProducts(), H200, 1 << 10, reloads, {}
+    ).run()
     names = [jaxpr.eqns[i].primitive.name for i in schedule.kernels]
     began = schedule.kernels.index(reload)
     assert names.index("dot_general") < names.index("dynamic_update_slice")

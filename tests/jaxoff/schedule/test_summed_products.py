@@ -46,7 +46,7 @@ def find_products(eqns):
 def test_the_products_of_a_sum_are_found():
     problem, graph = make_problem(gradients)
     by_a, _, by_b, _, by_c = find_products(problem.eqns)
-    summed = find_summed_products(graph, problem.outs)
+    summed = find_summed_products(problem, graph)
     assert summed.last == {by_a: by_c, by_b: by_c, by_c: by_c}
     assert summed.others == {by_c: (by_a, by_b)}
     (reader,) = summed.readers
@@ -56,7 +56,7 @@ def test_the_products_of_a_sum_are_found():
 @pytest.mark.parametrize("fun", [two_read_elsewhere, of_two_dtypes])
 def test_products_with_other_readers_are_no_sum(fun):
     problem, graph = make_problem(fun)
-    assert not find_summed_products(graph, problem.outs).last
+    assert not find_summed_products(problem, graph).last
 
 
 @pytest.mark.parametrize("is_divided", [True, False])
