@@ -8,7 +8,7 @@ import jaxoff
 from jaxoff._device.profile import H200
 from jaxoff._schedule.host_memory import peak_host_nbytes
 from jaxoff._schedule.rewrite import rewrite
-from tests.aot.programs import BOTH, LAYERS, STACK_NBYTES, TRITON, arguments, layer, scanned, step
+from tests.aot.programs import BOTH, LAYERS, ROWS, STACK_NBYTES, TRITON, D, arguments, layer, scanned, step
 from tests.recipes import jit_in_order
 
 pytestmark = pytest.mark.aot
@@ -30,8 +30,8 @@ PROGRAMS = {
 }
 
 
-def host_nbytes(fun):
-    compiled = jaxoff.target("h200").compile(fun, *arguments(), compiler_options=TRITON)
+def host_nbytes(fun, rows=ROWS):
+    compiled = jaxoff.target("h200").compile(fun, *arguments(rows), compiler_options=TRITON)
     return compiled.memory_analysis().host_temp_size_in_bytes
 
 
@@ -42,6 +42,20 @@ def test_the_compiled_program_takes_what_the_traced_one_is_said_to(fun, stacks):
     spare = rewrite(traced, H200).spare_nbytes
     assert spare == stacks * STACK_NBYTES // LAYERS
     assert host_nbytes(jit_in_order(fun)) == stacks * STACK_NBYTES + spare
+
+
+def test_values_of_more_elements_than_32_bits_count_are_offloaded_whole():
+    rows = 2**31 // D + 4096
+    fun = step(scanned(BOTH))
+    row_nbytes = rows * D * 2
+    assert host_nbytes(jax.jit(fun), rows) == 2 * LAYERS * row_nbytes
+    jitted = jaxoff.jit(fun, recipe="concurrent")
+    facts = jaxoff.verify(
+        jaxoff.target("h200").compile(jitted, *arguments(rows)), compiler_options=jitted.options
+    )
+    assert facts.host_bytes == 2 * (LAYERS + 1) * row_nbytes
+    assert {copy.nbytes for copy in facts.copies} == {row_nbytes}
+    assert all(copy.via != "kernel" and copy.overlaps for copy in facts.copies)
 
 
 @pytest.mark.parametrize(("keep_first", "stacks"), [(True, 1), (False, 2)])
