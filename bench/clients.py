@@ -2,7 +2,8 @@
 
     python -m bench.clients --program decoder-scan --out results.json
 
-`--sizes tiny` runs on a CPU. `bench.client_steps.PROGRAMS` has the programs.
+`--sizes tiny` runs on a CPU. `bench.client_steps.PROGRAMS` has the programs. With `--processes 2`, start it
+with `--process 0` and with `--process 1`, side by side.
 Variants alternate in one process, each sample a few steps; times are medians. Peaks are the compiler's.
 """
 
@@ -33,6 +34,9 @@ from jaxoff._runtime.flags import COMMAND_BUFFER
 
 WARMUPS = 2
 """Rounds before the samples."""
+
+_COORDINATOR = "localhost:12355"
+"""Where processes that run a step together meet."""
 
 _LIMIT = 0.98
 """Part of a card's memory that a program may take to be timed: the allocator cannot fill every hole."""
@@ -229,6 +233,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--device-gb", type=float, nargs="*", default=[], help="budgets for jaxoff.jit(device_bytes=), GB"
     )
     parser.add_argument("--layers", type=int, help="the number of layers")
+    parser.add_argument("--processes", type=int, default=1, help="processes of a GPU each, started alike")
+    parser.add_argument("--process", type=int, default=0, help="the number of this process among them")
     parser.add_argument("--steps", type=int, default=3, help="steps of a sample")
     parser.add_argument("--samples", type=int, default=6)
     parser.add_argument("--out", type=Path)
@@ -238,6 +244,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Runs a program in all variants and writes their rows."""
     options = parse(arguments)
+    if options.processes > 1:
+        jax.distributed.initialize(_COORDINATOR, options.processes, options.process, options.process)
     program = PROGRAMS[options.program]
     if options.sizes == "tiny":
         program = program.shrink()
