@@ -136,15 +136,22 @@ def _find_kernels(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
 
     Kernels are the COMPUTE and MOVE equations, and the FUSED equations whose results are read by a COMPUTE
     equation, by a copy, or by the caller, or lie between strides. A COMPUTE equation widens its operand
-    itself: of a widened operand, the narrow variable is stored. A view of an argument is no kernel, unless
-    the caller reads the view.
+    itself: of a widened operand, the narrow variable is stored. It also scales its operand itself, if the
+    variable before the scale is stored anyway: XLA multiplies by a scalar where it loads the operand, or
+    multiplies the smaller one of operand and result. A view of an argument is no kernel, unless the caller
+    reads the view.
     """
-    stored, maker = set(outs), map_makers(eqns)
+    stored, maker, scaled = set(outs), map_makers(eqns), dict[Var, Var]()
     for eqn in eqns:
         if compat.transfer_in(eqn):
             stored.update(variables(eqn))
         elif is_compute(eqn):
-            stored.update(_find_narrow_source(v, maker) for v in variables(eqn))
+            operands = variables(eqn)
+            scaled |= {v: whole for v in operands if (whole := _find_unscaled(v, maker)) is not None}
+            stored.update(_find_narrow_source(v, maker) for v in operands if v not in scaled)
+    for v, whole in scaled.items():
+        is_fused_itself = whole in maker and is_fused(maker[whole])
+        stored.update({v} if is_fused_itself and whole not in stored else ())
     found, made = set(), set()
     for i, eqn in enumerate(eqns):
         is_view = eqn.primitive.name in ARGUMENT_VIEWS and made.isdisjoint(variables(eqn))
@@ -171,6 +178,16 @@ def _find_narrow_source(v: Var, maker: Mapping[Var, JaxprEqn]) -> Var:
         ):
             return found
     return v
+
+
+def _find_unscaled(v: Var, maker: Mapping[Var, JaxprEqn]) -> Var | None:
+    """The array that is multiplied or divided by a scalar for `v`; None of another variable."""
+    eqn = maker.get(v)
+    if eqn is None or eqn.primitive.name not in ("mul", "div") or not compat.shape_of(v.aval):
+        return None
+    arrays = [operand for operand in eqn.invars if compat.shape_of(operand.aval)]
+    is_scale = len(arrays) == 1 and (eqn.primitive.name == "mul" or arrays[0] is eqn.invars[0])
+    return arrays[0] if is_scale and isinstance(arrays[0], Var) else None
 
 
 def _find_narrowings(
@@ -204,7 +221,7 @@ def _find_fused_to_store(eqns: Sequence[JaxprEqn], kernels: set[int], made: set[
     A result is stored if the computed variables behind it take more memory. An example is a sum of gradients:
     without a stored sum, all gradients live until the last kernel has read them. At equal memory, a result is
     stored if all variables behind it, arguments included, take at least twice its bytes. A widened result is
-    never stored, only its narrow operand.
+    never stored, only its narrow operand. Behind what is stored, nothing counts.
 
     Args:
       eqns: the program.
@@ -212,22 +229,37 @@ def _find_fused_to_store(eqns: Sequence[JaxprEqn], kernels: set[int], made: set[
       made: the computed variables: no scalars and no views of arguments.
     """
     sources: dict[Var, frozenset[Var]] = {}  # fused variable -> the stored variables and arguments behind it
-    for i, eqn in enumerate(eqns):
-        if i not in kernels:
-            for made_here, operands in list_results(eqn):
-                sources[made_here] = frozenset().union(*(sources.get(v, {v}) for v in operands))
+
+    def trace_sources(eqn: JaxprEqn) -> None:
+        for v, operands in list_results(eqn):
+            sources[v] = frozenset().union(*(sources.get(operand, {operand}) for operand in operands))
+
+    def takes_less(eqn: JaxprEqn) -> bool:
+        terms = frozenset().union(*(sources[v] for v in eqn.outvars))
+        kept, nbytes = compat.nbytes_of(terms & made), compat.nbytes_of(eqn.outvars)
+        return kept > nbytes or (kept == nbytes and compat.nbytes_of(terms) >= 2 * nbytes)
+
+    fused = {i: eqn for i, eqn in enumerate(eqns) if i not in kernels}
+    for eqn in fused.values():
+        trace_sources(eqn)
     more: set[int] = set()
     needed_by: dict[Var, set[int]] = {}
     for i, eqn in reversed(list(enumerate(eqns))):
         needs = set().union(*(needed_by.get(v, ()) for v in eqn.outvars))
         widens = compat.nbytes_of(variables(eqn)) < compat.nbytes_of(eqn.outvars)
-        if i not in kernels and len(needs) > 1 and not widens and not made.isdisjoint(eqn.outvars):
-            terms = set().union(*(sources[v] for v in eqn.outvars))
-            kept, nbytes = compat.nbytes_of(terms & made), compat.nbytes_of(eqn.outvars)
-            if kept > nbytes or (kept == nbytes and compat.nbytes_of(terms) >= 2 * nbytes):
-                more.add(i)
+        can_be_stored = i in fused and not widens and not made.isdisjoint(eqn.outvars)
+        if can_be_stored and len(needs) > 1 and takes_less(eqn):
+            more.add(i)
         for v in variables(eqn):
             needed_by.setdefault(v, set()).update({i} if i in kernels or i in more else needs)
+    sources.clear()
+    for i, eqn in fused.items():
+        trace_sources(eqn)
+        if i in more and takes_less(eqn):
+            for v in eqn.outvars:
+                del sources[v]
+        else:
+            more.discard(i)
     return more
 
 

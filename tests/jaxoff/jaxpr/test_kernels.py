@@ -84,6 +84,29 @@ def test_a_sum_that_is_rounded_for_its_readers_is_stored_narrow():
     assert "neg" not in [eqn.primitive.name for eqn in graph]
 
 
+def test_what_is_computed_from_a_stored_sum_is_not_stored_as_well():
+    """The activation of a sum of two products, as of adapters: the sum is all that its readers need."""
+
+    def fun(x, w, v):
+        gate = x @ w + x @ v
+        active = jax.nn.sigmoid(gate)
+        return lax.cumsum(active * 2), lax.cumsum(active * 3), lax.cumsum(gate * 5)
+
+    names = [eqn.primitive.name for eqn in stored(fun, inputs(ROWS, WIDTH), *[inputs(WIDTH, WIDTH)] * 2)]
+    assert "add" in names and "logistic" not in names
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_product_scales_its_operand_itself_where_the_unscaled_one_is_stored(is_stored):
+    def fun(x, w):
+        h = jnp.tanh(x @ w)
+        return (2.0 * h) @ w, (h if is_stored else x) @ w
+
+    graph = stored(fun, inputs(ROWS, WIDTH), inputs(WIDTH, WIDTH))
+    assert ("mul" in [eqn.primitive.name for eqn in graph]) != is_stored
+    assert ("tanh" in [eqn.primitive.name for eqn in graph]) == is_stored
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_sum_of_two_that_several_units_read_is_stored_if_it_takes_no_more(beside):
     """Each of them reads one value then. Of one term and a scalar it is computed again."""
