@@ -65,6 +65,8 @@ class HostValues:
         self._parents: dict[Var, Var] = {}
         self._levels: dict[Var, _Levels] = {}
         self._chosen: list[_Chosen] = []
+        self._rows: set[Var] = set()  # of a stack in host memory, in the body of a scan
+        self._divided: list[Var] = []  # rows that another loop reads
         self._sends: dict[int, JaxprEqn] = {}  # by id, as an equation may belong to several calls
         self._read(self.program, ())
 
@@ -82,9 +84,12 @@ class HostValues:
             inner = list(_list_programs(eqn))
             added = _Level.of(eqn)
             for program, operands in inner:
+                self._rows.update(self._find_rows(eqn, program, operands))
                 self._read(program, (*levels, *added))
                 self._join_all(zip(operands, program.invars, strict=True))
                 self._join_all(zip(eqn.outvars, program.outvars, strict=True))
+            if compat.is_loop(eqn):
+                self._divided += [v for v in eqn.invars if isinstance(v, Var) and v in self._rows]
             if is_condition(eqn):
                 manual, branches = compat.is_manual(eqn), [program for program, _ in inner]
                 for k, v in enumerate(eqn.outvars):
@@ -93,6 +98,16 @@ class HostValues:
             if way is None and not inner:
                 host = [v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and v in self._parents]
                 self._join_all((host[0], v) for v in host[1:])
+
+    def _find_rows(self, eqn: JaxprEqn, program: Jaxpr, operands: Sequence[Any]) -> Iterator[Var]:
+        """The arguments of a program in an equation that are rows of a stack in host memory."""
+        layout = compat.scan_in(eqn)
+        first = len(operands) if layout is None else layout.num_consts + layout.num_carry
+        for i, (v, operand) in enumerate(zip(program.invars, operands, strict=True)):
+            if compat.is_host(v.aval) and (
+                i >= first or (isinstance(operand, Var) and operand in self._rows)
+            ):
+                yield v
 
     @property
     def sends(self) -> list[JaxprEqn]:
@@ -103,7 +118,8 @@ class HostValues:
         """The copies to the host whose results XLA does not compile, or gathers by computing on the host.
 
         They leave a loop around another level, a condition in which another branch has no such value, or a
-        condition whose values the compiler may divide over devices.
+        condition whose values the compiler may divide over devices. Of a stack whose rows another loop reads
+        row by row, XLA copies each row within host memory first, by a kernel.
         """
         outermost: dict[Var, int] = {}
         for v, levels in self._levels.items():
@@ -114,6 +130,7 @@ class HostValues:
             for v, is_manual, is_copied in self._chosen
             if not (is_copied and (one_device if is_manual is None else is_manual))
         }
+        refused.update(map(self._find, self._divided))
 
         def is_refused(v: Var) -> bool:
             left = self._levels[v][outermost[self._find(v)] :]

@@ -127,7 +127,7 @@ class _Nest:
         layout = compat.scan_in(eqn)
         if layout is None or eqn.params["jaxpr"].consts or layout.unroll not in (1, False):
             return None
-        body = inline_program(eqn.params["jaxpr"].jaxpr)
+        body = _drop_barriers(inline_program(eqn.params["jaxpr"].jaxpr))
         own = compat.scan_in(body.eqns[0]) if len(body.eqns) == 1 else None
         if own is None or own.unroll not in (1, False) or compat.has_side_effects(eqn):
             return None
@@ -158,6 +158,19 @@ class _Nest:
             tuple(operands[v] for v in rows),
             tuple(results[v] for v in stacks),
         )
+
+
+def _drop_barriers(body: Jaxpr) -> Jaxpr:
+    """A program without the barriers over its arguments alone, as a `jax.checkpoint` has for its operands.
+
+    Around all that a body computes, they keep nothing apart.
+    """
+
+    def drop(eqn: JaxprEqn) -> JaxprEqn | tuple[list[JaxprEqn], list[Any]]:
+        is_outer = eqn.primitive.name == "optimization_barrier" and all(v in body.invars for v in eqn.invars)
+        return ([], list(eqn.invars)) if is_outer else eqn
+
+    return write_otherwise(body, drop)
 
 
 def _merge_level(program: Jaxpr, merge: Callable[[Jaxpr], Jaxpr], *, with_copies: bool) -> Jaxpr:

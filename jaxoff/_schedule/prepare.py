@@ -17,6 +17,7 @@ from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._jaxpr.float8 import LEAST_BLOCK, can_compress
 from jaxoff._jaxpr.float8_residuals import OnRounding, store_in_float8
 from jaxoff._jaxpr.host_values import split_copies
+from jaxoff._jaxpr.joined_maps import join_maps
 from jaxoff._jaxpr.merged_maps import merge_shard_maps
 from jaxoff._jaxpr.nested_loops import merge_nested_loops
 from jaxoff._jaxpr.refused_offloads import save_refused
@@ -70,7 +71,7 @@ def _prepare(closed: ClosedJaxpr, watch: Watch, place: Place) -> tuple[ClosedJax
     findings = list(watch.find(requests))
     closed, unmet = _store_by_policies(closed, requests)
     if requests.has_copies:
-        closed = merge_shard_maps(closed)
+        closed = join_maps(merge_shard_maps(closed))
     closed = merge_nested_loops(closed, with_copies=True)
     if place.are_gpus and requests.has_copies:
         closed, refused = save_refused(closed, one_device=place.devices == 1)

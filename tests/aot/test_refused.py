@@ -136,3 +136,42 @@ def test_what_xla_refuses_is_saved_and_the_rest_is_offloaded(layer):
         facts = jaxoff.verify(target.compile(ours, *args), compiler_options=ours.options)
     assert all(copy.via == "dma" for copy in facts.copies)
     assert facts.d2h_bytes in [layers * X_NBYTES for layers in (LAYERS - 1, LAYERS)]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_checkpoint_around_layers_keeps_no_layer_on_the_device(groups):
+    """The backward pass of each group is a loop for what it computes again, and the loop that reads it."""
+    policy = jaxoff.policy(offload=["x_in", "inner"])
+
+    def loss(weights, x):
+        group = jax.checkpoint(lambda x, w: jax.lax.scan(plain_layer, x, w), policy=policy)
+        return jax.lax.scan(group, x, weights)[0].astype(jnp.float32).mean()
+
+    shapes = (groups, 32, WIDTH, WIDTH), (ROWS, WIDTH)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    function = jaxoff.jit(jax.grad(loss), recipe="ordered", compiler_options=QUICK)
+    facts = jaxoff.verify(jaxoff.target("h200").compile(function, *args))
+    assert facts.d2h_bytes == facts.h2d_bytes == 2 * 32 * groups * X_NBYTES
+    assert {copy.via for copy in facts.copies} == {"dma"}
+    assert facts.device_temp_bytes < 32 * X_NBYTES  # what a stack of one kind of value takes
+
+
+def test_rows_in_host_memory_that_another_loop_divides_are_saved():
+    """XLA would copy each row within host memory first, by a kernel."""
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+
+    def fun(x):
+        rows = jax.lax.map(lambda g: jax.lax.map(lambda r: jax.device_put(jnp.sin(r), host), g), x)
+
+        def add_up(total, group):
+            again = jax.lax.map(lambda r: 2 * jax.device_put(r, device), group)
+            added = jax.lax.scan(lambda c, r: (c + r @ r.T, None), total, again)[0]
+            return jax.lax.scan(lambda c, r: (c * r, None), added, again)[0], None
+
+        return jax.lax.scan(add_up, x[0, 0], rows)[0]
+
+    x = jax.ShapeDtypeStruct((2, 4, WIDTH, WIDTH), jnp.float32)
+    function = jaxoff.jit(fun, recipe="ordered", compiler_options=QUICK)
+    with pytest.warns(UserWarning, match=FindingCode.OFFLOAD_IN_NESTED_SCAN):
+        facts = jaxoff.verify(jaxoff.target("h200").compile(function, x))
+    assert not facts.copies
