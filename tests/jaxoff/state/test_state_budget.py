@@ -336,6 +336,24 @@ def test_layers_in_a_row_are_ordered_with_their_state_on_the_host(loop):
     assert any(eqn.primitive.name == "optimization_barrier" for eqn in written.jaxpr.jaxpr.eqns) or loop
 
 
+def test_state_is_updated_in_blocks_where_updates_in_the_backward_pass_take_too_much():
+    params = jax.ShapeDtypeStruct((16, WIDTH, WIDTH), "float32")
+    closed = jax.make_jaxpr(train)((params, params), jax.ShapeDtypeStruct((64, WIDTH), "float32"))
+    state = State.find(closed, [True, True, False])
+    searched = []
+
+    def find(program, budget):
+        searched.append(program)
+        if len(searched) == 1:
+            raise jaxoff.BudgetError("nothing", 21e6)
+        return Tried((), (), (), 0.0, True, 0.0, 20e6, 1, None)
+
+    limits = H200, Budget.of(20e6, None, None), jaxoff.BudgetError("at first", 30e6)
+    _, hosted = state.search(["w", "momentum", "x"], *limits, find, 10e6, Progress())
+    assert len(searched) == 2
+    assert [value.source for value in hosted.values] == ["state, updated in blocks"]
+
+
 def convolve(x, w):
     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=LAYOUT)
 
