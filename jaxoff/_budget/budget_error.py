@@ -16,6 +16,8 @@ from jaxoff._report.tables import format_nbytes
 
 # Values that an error names.
 _LISTED = 10
+# Values of less than this part of the largest are not listed: beside gigabytes, scalars explain nothing.
+_LEAST_OF_LARGEST = 0.001
 # A search tries all programs whose memory is at most this many times its budget.
 _NEAR = 1.2
 # Searches for less memory at most, behind one that found nothing.
@@ -126,6 +128,7 @@ def list_largest(program: ClosedJaxpr, placed: Sequence[PlacedValue]) -> list[st
         if (shape, source) not in known
     ]
     lines = sorted(lines, key=lambda line: -line[0])[:_LISTED]
+    lines = [line for line in lines if line[0] >= _LEAST_OF_LARGEST * lines[0][0]]
     return [
         "  ".join(filter(None, (format_nbytes(nbytes), *texts, shorten(source))))
         for nbytes, *texts, source in lines
