@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoff
 from jaxoff import FindingCode
+from jaxoff._runtime.program_memory import program_nbytes
 from tests.recipes import jit_in_order
 
 pytestmark = pytest.mark.aot
@@ -158,3 +159,25 @@ def test_passes_that_share_host_memory_have_no_finding():
     asked = 2 * LAYERS * 8192 * WIDTH * 2
     assert facts.h2d_bytes >= asked > facts.host_bytes
     assert not jitted.findings
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_budget_holds_for_weights_with_layers_on_another_axis(axis):
+    """The transpose of the weights is a copy of them all, and not a view."""
+    layers, width, hidden, rows = 16, 1024, 2048, 8192
+
+    def loss(w, x):
+        w = jax.tree.map(lambda v: jnp.moveaxis(v, axis, 0), w)
+        body = lambda x, w: (x + jnp.square(jax.nn.relu(x @ w["up"])) @ w["down"], None)  # noqa: E731
+        return jax.lax.scan(body, x, w)[0].astype(jnp.float32).mean()
+
+    def step(w, x):
+        return jax.tree.map(lambda v, g: v - 1e-3 * g, w, jax.grad(loss)(w, x))
+
+    shapes = {"up": [width, hidden], "down": [hidden, width]}
+    w = {n: jax.ShapeDtypeStruct((*s[:axis], layers, *s[axis:]), jnp.bfloat16) for n, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+    within = jaxoff.jit(step, donate_argnums=0, device_bytes=0.6e9)
+    nbytes = program_nbytes(jaxoff.target("h200").compile(within, w, x))
+    assert 0.5e9 * axis < nbytes <= 0.6e9
+    assert within.plan.peak_bytes == nbytes

@@ -138,6 +138,20 @@ def test_what_a_jitted_step_donates_is_not_held_twice():
     assert plans[1].values == plans[2].values
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jaxoff.jit])
+def test_a_jitted_step_that_closes_over_an_array_is_planned_as_the_step_itself(transform):
+    table = jnp.arange(float(WIDTH))  # of rotary positions, or weights of classes
+
+    def closing(w, x):
+        return step(w, x * table)
+
+    options = {"device_bytes": 2.8e8, "compiled": False}
+    expected = jaxoff.plan(jax.jit(closing, donate_argnums=0), *structs(), **options)
+    found = jaxoff.plan(transform(jax.jit(closing), donate_argnums=0), *structs(), **options)
+    assert (found.peak_bytes, found.values) == (expected.peak_bytes, expected.values)
+    assert any(value.placement == "recompute" for value in found.values)
+
+
 def test_names_say_a_plan_where_they_can():
     assert plan_within("1GB").policy == jaxoff.policy(save=["up", "x_in"])
     assert plan_within(LEAST).policy == jaxoff.policy(offload=["x_in"])
