@@ -127,8 +127,8 @@ def list_largest(program: ClosedJaxpr, placed: Sequence[PlacedValue]) -> list[st
         for (shape, source), (count, nbytes) in list_peak_values(program).items()
         if (shape, source) not in known
     ]
-    lines = sorted(lines, key=lambda line: -line[0])[:_LISTED]
-    lines = [line for line in lines if line[0] >= _LEAST_OF_LARGEST * lines[0][0]]
+    least = _LEAST_OF_LARGEST * max(line[0] for line in lines)
+    lines = sorted((line for line in lines if line[0] >= least), key=lambda line: -line[0])[:_LISTED]
     return [
         "  ".join(filter(None, (format_nbytes(nbytes), *texts, shorten(source))))
         for nbytes, *texts, source in lines

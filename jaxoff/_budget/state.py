@@ -175,9 +175,8 @@ class State:
                 return find_with(chosen, early=True)
             except BudgetError as latest:
                 error = _join_errors(error, latest, chosen)
-        first = (
-            _TRIES - 1 if self._is_best_early(most) else 0
-        )  # by an estimate: all state is tried in blocks, too
+        # Best by an estimate: where that was wrong, all state fits in blocks.
+        first = _TRIES - 1 if self._is_best_early(most) else 0
         for attempt in range(first, _TRIES if most else 0):
             chosen = _choose(most, wanted) if attempt < _TRIES - 1 else most
             try:

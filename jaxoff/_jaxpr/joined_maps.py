@@ -14,7 +14,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import index_readers
 from jaxoff._jaxpr.inline import Renamed, resolve, trace_scan
-from jaxoff._jaxpr.primitives import holds
+from jaxoff._jaxpr.primitives import holds, plain_scan_in
 
 
 def join_maps(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -27,6 +27,7 @@ def join_maps(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _join_level(program: Jaxpr) -> Jaxpr:
+    """A program with the maps among its own equations joined, and what they join, where it is a map, too."""
     renamed: Renamed = {}
     eqns: list[JaxprEqn] = []
     readers = index_readers(program.eqns)
@@ -35,48 +36,36 @@ def _join_level(program: Jaxpr) -> Jaxpr:
     for i, given in enumerate(program.eqns):
         eqn = given.replace(invars=[resolve(renamed, v) for v in given.invars]) if renamed else given
         reading = {j for v in given.outvars for j in readers.get(v, ())}
+        if i in waiting:
+            made, results = _join(waiting[i], eqn)
+            eqns += made
+            renamed.update(zip(given.outvars, results, strict=True))
+            continue
         if len(reading) == 1 and outs.isdisjoint(given.outvars) and _is_map(given):
             (j,) = reading
             if j not in waiting and _takes(program.eqns[j], given):
                 waiting[j] = eqn
                 continue
-        if i in waiting:
-            made, results = _join(waiting[i], eqn)
-            eqns += made
-            renamed.update(zip(given.outvars, results, strict=True))
-        else:
-            eqns.append(eqn)
+        eqns.append(eqn)
     if not waiting:
         return program
-    return program.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in program.outvars])
-
-
-def _is_plain(eqn: JaxprEqn) -> bool:
-    layout = compat.scan_in(eqn)
-    return (
-        layout is not None
-        and layout.unroll in (1, False)
-        and not eqn.params["jaxpr"].consts
-        and not compat.has_side_effects(eqn)
-    )
+    return _join_level(program.replace(eqns=eqns, outvars=[resolve(renamed, v) for v in program.outvars]))
 
 
 def _is_map(eqn: JaxprEqn) -> bool:
     """Whether an equation is a scan without a carry that reloads values, and sends none."""
-    layout = compat.scan_in(eqn)
-    if layout is None or layout.num_carry or not _is_plain(eqn):
+    layout = plain_scan_in(eqn)
+    if layout is None or layout.num_carry:
         return False
     body = compat.as_open(eqn.params["jaxpr"])
-    reloads, sends = (
-        holds(body, lambda inner, way=way: compat.transfer_in(inner) == way) for way in ("H2D", "D2H")
-    )
-    return reloads and not sends
+    sends = holds(body, lambda inner: compat.transfer_in(inner) == "D2H")
+    return not sends and holds(body, lambda inner: compat.transfer_in(inner) == "H2D")
 
 
 def _takes(reader: JaxprEqn, rows: JaxprEqn) -> bool:
     """Whether a scan reads the results of a map as rows alone, one in each iteration."""
-    layout, own = compat.scan_in(reader), compat.scan_in(rows)
-    if layout is None or own is None or layout.length != own.length or not _is_plain(reader):
+    layout = plain_scan_in(reader)
+    if layout is None or layout.length != rows.params["length"]:
         return False
     first = layout.num_consts + layout.num_carry
     return not {v for v in reader.invars[:first] if isinstance(v, Var)}.intersection(rows.outvars)

@@ -150,8 +150,8 @@ def _find_kernels(eqns: Sequence[JaxprEqn], outs: frozenset[Var]) -> set[int]:
             scaled |= {v: whole for v in operands if (whole := _find_unscaled(v, maker)) is not None}
             stored.update(_find_narrow_source(v, maker) for v in operands if v not in scaled)
     for v, whole in scaled.items():
-        is_fused_itself = whole in maker and is_fused(maker[whole])
-        stored.update({v} if is_fused_itself and whole not in stored else ())
+        if whole not in stored and whole in maker and is_fused(maker[whole]):
+            stored.add(v)
     found, made = set(), set()
     for i, eqn in enumerate(eqns):
         is_view = eqn.primitive.name in ARGUMENT_VIEWS and made.isdisjoint(variables(eqn))

@@ -16,6 +16,7 @@ from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jaxoff._jaxpr.dataflow import take_alike
 from jaxoff._jaxpr.inline import Renamed, inline_program, resolve, trace_scan
+from jaxoff._jaxpr.primitives import plain_scan_in
 from jaxoff._jaxpr.scopes import is_transposed
 
 
@@ -31,10 +32,8 @@ def merge_backward_loops(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _find_stacks(eqn: JaxprEqn) -> set[Var]:
     """The stacks which a backward loop reads; none of another equation."""
-    layout = compat.scan_in(eqn)
-    if layout is None or not is_transposed(eqn) or compat.has_side_effects(eqn):
-        return set()
-    if layout.unroll not in (1, False) or eqn.params["jaxpr"].consts:
+    layout = plain_scan_in(eqn)
+    if layout is None or not is_transposed(eqn):
         return set()
     return {v for v in eqn.invars[layout.num_consts + layout.num_carry :] if isinstance(v, Var)}
 

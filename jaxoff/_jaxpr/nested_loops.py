@@ -25,7 +25,7 @@ from jaxoff._jaxpr.inline import (
     trace_scan,
     write_otherwise,
 )
-from jaxoff._jaxpr.primitives import holds, holds_copies
+from jaxoff._jaxpr.primitives import holds, holds_copies, plain_scan_in
 
 
 def merge_nested_loops(closed: ClosedJaxpr, *, with_copies: bool = False) -> ClosedJaxpr:
@@ -124,12 +124,12 @@ class _Nest:
     @staticmethod
     def find(eqn: JaxprEqn) -> _Nest | None:
         """The nest of an equation, if the equation is the outer scan of a nest."""
-        layout = compat.scan_in(eqn)
-        if layout is None or eqn.params["jaxpr"].consts or layout.unroll not in (1, False):
+        layout = plain_scan_in(eqn)
+        if layout is None:
             return None
         body = _drop_barriers(inline_program(eqn.params["jaxpr"].jaxpr))
-        own = compat.scan_in(body.eqns[0]) if len(body.eqns) == 1 else None
-        if own is None or own.unroll not in (1, False) or compat.has_side_effects(eqn):
+        own = plain_scan_in(body.eqns[0]) if len(body.eqns) == 1 else None
+        if own is None:
             return None
         (inner,) = body.eqns
         first = layout.num_consts + layout.num_carry
@@ -141,7 +141,6 @@ class _Nest:
         stacks = body.outvars[layout.num_carry :]
         is_perfect = (
             eqn.params["reverse"] == inner.params["reverse"]
-            and not inner.params["jaxpr"].consts
             and list(inner.invars[own.num_consts : own_first]) == list(carried)
             and list(body.outvars[: layout.num_carry]) == list(inner.outvars[: own.num_carry])
             and all(isinstance(v, Literal) or v in consts for v in own_consts)

@@ -136,6 +136,14 @@ def num_shards(eqn: JaxprEqn) -> int:
     return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
 
 
+def plain_scan_in(eqn: JaxprEqn) -> compat.ScanLayout | None:
+    """As `compat.scan_in`, of a scan without unrolling, constants of its own and side effects."""
+    layout = compat.scan_in(eqn)
+    if layout is None or layout.unroll not in (1, False) or eqn.params["jaxpr"].consts:
+        return None
+    return None if compat.has_side_effects(eqn) else layout
+
+
 def holds(program: Jaxpr, is_sought: Callable[[JaxprEqn], bool]) -> bool:
     """Whether `is_sought` holds for an equation of a program, or of a program in it."""
     return any(

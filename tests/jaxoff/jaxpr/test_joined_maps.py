@@ -98,3 +98,19 @@ def test_a_map_that_sends_values_to_the_host_stays_before_their_reader():
     x = arguments()[0]
     (got,), (want,) = (compat.jaxpr_as_fun(p)(x) for p in (joined, closed))
     np.testing.assert_array_equal(got, want)
+
+
+def test_a_map_that_reads_a_map_takes_it_in_and_joins_its_own_reader():
+    def fun(x):
+        host = lax.map(lambda row: jax.device_put(row * 2, HOST), x)
+        first = lax.map(lambda row: jnp.sin(jax.device_put(row, DEVICE)), host)
+        second = lax.map(lambda rows: jnp.cos(jax.device_put(rows[0], DEVICE)) + rows[1], (host, first))
+        return add_up(second, x)
+
+    closed = jax.make_jaxpr(fun)(arguments()[0])
+    joined = join_maps(closed)
+    assert len(list(list_scans(closed.jaxpr))) == 4
+    assert len(list(list_scans(joined.jaxpr))) == 2
+    x = arguments()[0]
+    (got,), (want,) = (compat.jaxpr_as_fun(p)(x) for p in (joined, closed))
+    np.testing.assert_array_equal(got, want)
