@@ -26,6 +26,7 @@ from jaxoff._jaxpr.inline import (
     split_scalars,
 )
 from jaxoff._jaxpr.meshes import is_partly_manual
+from jaxoff._jaxpr.one_hot import compare_labels
 from jaxoff._jaxpr.primitives import is_compute, is_shard_map
 from jaxoff._jaxpr.scopes import is_differentiated, is_layer_loop, is_plain_loop
 from jaxoff._jaxpr.stack_slices import find_shared_stacks, find_split_slices
@@ -105,7 +106,7 @@ def rewrite(
       A program with the same arguments, results and effects.
     """
     rewriter = _Rewriter(device, large_nbytes, one_device, shardings or {}, on_gpus, by_barriers)
-    jaxpr = compat.rewrite_jaxprs(closed.jaxpr, _inline_loop_calls)
+    jaxpr = compat.rewrite_jaxprs(compare_labels(closed).jaxpr, _inline_loop_calls)
     jaxpr = compat.rewrite_jaxprs(jaxpr, rewriter.write_out_loops)
     streamed = any(compat.is_host(v.aval) for v in closed.jaxpr.invars)
     # XLA's scheduler would start the loops of updates early: it keeps the operands of all weights' gradients.

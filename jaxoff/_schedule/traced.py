@@ -11,6 +11,7 @@ from jax.sharding import Sharding
 
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.host_values import HostValues
+from jaxoff._jaxpr.one_hot import compare_labels
 from jaxoff._jaxpr.saved_twin import build_saved_twin, move_all_to_device
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding
@@ -91,7 +92,8 @@ class Traced:
 
     @functools.cached_property
     def _on_device(self) -> compat.ClosedJaxpr | None:
-        return move_all_to_device(self.given)
+        twin = move_all_to_device(self.given)
+        return None if twin is None else compare_labels(twin)
 
     @property
     def why_not_placed(self) -> str | None:
