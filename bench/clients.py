@@ -81,6 +81,7 @@ VARIANTS = {
     "jaxoff": Variant("offloads", jaxoff.jit),
     "tuned": Variant("offloads", jaxoff.jit, {"tune": True}),
     "concurrent": Variant("offloads", jaxoff.jit, {"recipe": "concurrent"}),
+    "early": Variant("offloads", jaxoff.jit, {"recipe": "early"}),
     "ordered": Variant("offloads", jaxoff.jit, {"recipe": "ordered"}),
     "recipe-stock": Variant("offloads", jaxoff.jit, {"recipe": "stock"}),
     **{name: Variant(name, jax.jit) for name in RIVALS},

@@ -41,6 +41,7 @@ class Variant:
       naming: the way to name values, a `Naming`.
       strategy: of `scan_by_strategy`, or "layers": `jaxoff.layers`; None for `jax.jit` and JAX's own loops.
       options: compiler options beside the defaults.
+      recipe: of `jaxoff.jit`; None for its choice.
       offload: the offloaded values, in place of the workload's.
       store: name or glob -> the format of kept values, of `jaxoff.policy`.
     """
@@ -52,6 +53,7 @@ class Variant:
     naming: Naming = "pinned"
     strategy: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    recipe: str | None = None
     offload: tuple[str, ...] = ()
     store: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -76,6 +78,7 @@ VARIANTS: dict[str, Variant] = {
     "captured": Variant("jaxoff captured", "ours", "scanned", "host", strategy="captured"),
     "ordered": Variant("jaxoff ordered", "ours", "unrolled", "host", strategy="layers"),
     "auto": Variant("jaxoff auto", "ours", "scanned", "host", strategy="auto"),
+    "auto_early": Variant("jaxoff early", "ours", "scanned", "host", strategy="auto", recipe="early"),
     "auto_float8": Variant("jaxoff auto, float8", "ours", "scanned", "host", strategy="auto", store=_FLOAT8),
     "products": Variant(
         "jaxoff, all products of dense", "ours", "scanned", "host", "planned", "auto", offload=_PRODUCTS
@@ -117,8 +120,10 @@ def step_of(workload: Workload, variant: Variant, options: Mapping[str, Any] | N
         placed = PlacedNames(variant.offload)
     step = jax.value_and_grad(loss(workload, variant.naming, stack_of(variant, placed)), (0, 1))
     merged = {**variant.options, **(options or {})}
-    jit = jax.jit if variant.strategy is None else jaxoff.jit
-    return Step(variant.form, jit(step, compiler_options=merged or None), f"{jit.__module__} {merged}")
+    if variant.strategy is None:
+        return Step(variant.form, jax.jit(step, compiler_options=merged or None), f"jax {merged}")
+    jitted = jaxoff.jit(step, compiler_options=merged or None, recipe=variant.recipe)
+    return Step(variant.form, jitted, f"jaxoff {variant.recipe} {merged}")
 
 
 def _policy(placement: Placement, placed: PlacedNames) -> Any:

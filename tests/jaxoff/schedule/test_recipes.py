@@ -44,7 +44,9 @@ def compiled_of(nbytes, text=""):
         ({"concurrent": None, "ordered": 47.7, "stock": None, "saved": 50.4}, "ordered"),
         ({"concurrent": None, "ordered": None, "stock": None, "saved": 50.4}, "saved"),
         ({"concurrent": None, "ordered": None, "stock": None, "saved": None}, "concurrent"),
-        ({"concurrent": 12.4, "early": 12.2, "ordered": 12.0, "stock": 13.3, "saved": 18.0}, "concurrent"),
+        ({"concurrent": 12.4, "early": 12.2, "ordered": 12.0, "stock": 13.3, "saved": 18.0}, "early"),
+        ({"concurrent": 12.1, "early": 12.2, "ordered": 12.0, "stock": 13.3, "saved": 18.0}, "concurrent"),
+        ({"concurrent": 12.2, "early": 12.2, "ordered": 12.0, "stock": 13.3, "saved": 18.0}, "concurrent"),
         ({"concurrent": 55.8, "early": 47.9, "ordered": 47.7, "stock": 48.4, "saved": 50.4}, "early"),
         ({"concurrent": 55.8, "early": 49.3, "ordered": 47.7, "stock": 48.4, "saved": 50.4}, "ordered"),
         ({"concurrent": 55.8, "early": None, "ordered": None, "stock": 48.4, "saved": 50.4}, "stock"),
@@ -60,7 +62,7 @@ def test_the_first_recipe_within_the_smallest_memory_runs(gigabytes, expected):
         return compiled_of(int(gigabytes[recipe] * 1e9))
 
     recipes = EVERY if "early" in gigabytes else WITHOUT_EARLY
-    chosen, candidates = choose_recipe(recipes, compile_recipe, 2)
+    chosen, candidates = choose_recipe(recipes, compile_recipe, 1)
     assert chosen == expected
     assert len(compilations) == len(set(compilations)) == len(candidates)
     findings = find_fallback(chosen, candidates)
@@ -111,6 +113,12 @@ def test_offloads_given_up_for_what_they_exchange_are_said_by_the_recipe_of_leas
     assert "by 'early' it took 4.87 GB and exchanged 512.00 MB for 256.00 MB. Nothing" in finding.message
     assert "wins no memory" not in finding.message
     assert "recipe='early' in jaxoff.jit insists" in finding.message
+
+
+def test_over_several_devices_the_first_recipe_within_the_limit_runs():
+    gigabytes = {"concurrent": 12.4, "early": 12.2, "ordered": 12.0, "stock": 13.3, "saved": 18.0}
+    chosen, _ = choose_recipe(EVERY, lambda recipe: compiled_of(int(gigabytes[recipe] * 1e9)), 2)
+    assert chosen == "concurrent"
 
 
 def test_a_batch_that_cannot_be_divided_leaves_the_recipe_chosen():
