@@ -137,8 +137,8 @@ def test_the_options_of_a_compilation_are_known(monkeypatch):
     assert verify(compiled("scanned"), compiler_options={}).scheduling_mode == "LHS"
     jitted = jax.jit(PROGRAMS["nothing between"], compiler_options=CONCURRENT)
     assert verify(target("h200").compile(jitted, *arguments())).scheduling_mode == "CONCURRENT"
-    lowered = target("h200").lower(jaxoff.jit(PROGRAMS["scanned"], compiler_options=TRITON), *arguments())
-    assert verify(lowered.compile()).scheduling_mode == "CONCURRENT"
+    jitted = jaxoff.jit(PROGRAMS["scanned"], recipe="concurrent", compiler_options=TRITON)
+    assert verify(target("h200").lower(jitted, *arguments()).compile()).scheduling_mode == "CONCURRENT"
 
 
 def test_copies_have_the_names_and_lines_of_the_users_values():
