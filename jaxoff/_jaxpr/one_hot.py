@@ -96,7 +96,8 @@ class _Rows:
         """The array with its elements, by the operands of the scatter."""
         shape = self.zeros.shape
         labels = self._spread(indices[..., self.column])
-        labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+        if labels.dtype.itemsize < 4:  # columns may be more than such numbers
+            labels = labels.astype(jnp.int32)
         if self.clips:
             labels = jnp.clip(labels, 0, shape[self.axis] - 1)
         elements = self._spread(updates.reshape(indices.shape[:-1]))
@@ -143,6 +144,8 @@ def _find_iota_axis(v: Any, makers: _Makers) -> int | None:
     name = eqn.primitive.name
     if name == "iota":
         return eqn.params["dimension"]
+    if name == "convert_element_type" and _holds_positions(v.aval):
+        return _find_iota_axis(eqn.invars[0], makers)
     if name == "select_n" and _counts_from_the_end(eqn, makers):
         return _find_iota_axis(eqn.invars[1], makers)
     if name != "broadcast_in_dim":
@@ -153,6 +156,11 @@ def _find_iota_axis(v: Any, makers: _Makers) -> int | None:
     result = int(eqn.params["broadcast_dimensions"][axis])
     before, after = compat.shape_of(eqn.invars[0].aval)[axis], compat.shape_of(v.aval)[result]
     return result if before == after else None
+
+
+def _holds_positions(aval: Any) -> bool:
+    """Whether integers of a type count the positions along each axis."""
+    return jnp.issubdtype(aval.dtype, jnp.integer) and jnp.iinfo(aval.dtype).max >= max(aval.shape, default=0)
 
 
 def _counts_from_the_end(select: JaxprEqn, makers: _Makers) -> bool:

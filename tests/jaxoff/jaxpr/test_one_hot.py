@@ -41,6 +41,11 @@ def by_two_own_indices(logits, labels):
     return -logs[jnp.arange(BATCH)[:, None], jnp.arange(LENGTH), labels].mean()
 
 
+def by_own_index_in_another_type(logits, labels):
+    logs = jax.nn.log_softmax(logits).reshape(-1, VOCABULARY)
+    return -logs[jnp.arange(labels.size, dtype=jnp.int16).astype(jnp.int32), labels.reshape(-1)].mean()
+
+
 def mapped(logits, labels):
     return -jax.vmap(jax.vmap(lambda logs, label: logs[label]))(jax.nn.log_softmax(logits), labels).mean()
 
@@ -79,6 +84,14 @@ def in_bytes(logits, labels):
     return along_axis(jnp.tile(logits, 40), labels.astype(jnp.int8))
 
 
+def without_sign(logits, labels):
+    return along_axis(logits, labels.astype(jnp.uint32))
+
+
+def of_a_single_row(logits, labels):
+    return along_axis(jnp.tile(logits[0, 0], 9), labels[0, 0])
+
+
 def list_scatters(jaxpr) -> list[Any]:
     """The shapes that a program, with those inside, scatters into."""
     found = []
@@ -105,6 +118,7 @@ def make_logits():
         along_axis,
         along_middle_axis,
         by_own_index,
+        by_own_index_in_another_type,
         by_two_own_indices,
         mapped,
         of_one_sequence,
@@ -114,6 +128,8 @@ def make_logits():
         clipped,
         dropped,
         in_bytes,
+        without_sign,
+        of_a_single_row,
     ],
 )
 def test_the_gradient_has_the_bits_of_the_scatter(loss):
