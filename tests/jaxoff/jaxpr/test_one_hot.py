@@ -143,6 +143,19 @@ def test_the_gradient_has_the_bits_of_the_scatter(loss):
     np.testing.assert_array_equal(expected[0], found[0])  # nan where a label out of bounds is read
 
 
+@pytest.mark.gpu
+def test_a_kernel_on_a_gpu_rounds_the_softmax_before_it_adds_the_element():
+    """A CPU may contract the product and the sum, and round once."""
+    keys = jax.random.split(jax.random.key(1))
+    logits = jax.random.normal(
+        keys[0], (4096, VOCABULARY)
+    )  # so few columns that the softmax is no small part
+    labels = jax.random.randint(keys[1], (4096,), 0, VOCABULARY)
+    gradient = jax.make_jaxpr(jax.grad(optax_loss))(logits, labels)
+    run = lambda program: jax.jit(compat.jaxpr_as_fun(program))(logits, labels)[0]  # noqa: E731
+    np.testing.assert_array_equal(run(compare_labels(gradient)), run(gradient))
+
+
 def into_ones(x, labels):
     return jnp.ones_like(x).at[jnp.arange(BATCH), labels[:, 0]].add(x[:, 0])
 
