@@ -400,7 +400,7 @@ def test_when_time_is_up_nothing_more_starts(tmp_path):
         (["--out", "x", "--variants", "svaed"], "unknown: svaed; choose from no_remat, "),
         (
             ["--out", "x", "--bits", "5", "--variants", "saved"],
-            "compare captured, ordered, auto, auto_float8, products, products_float8; got saved",
+            "compare captured, ordered, auto, auto_early, auto_float8, products, products_float8; got saved",
         ),
         (["--out", "x", "--repeats", "0"], "--repeats and --jobs must be at least 1"),
         (["--out", "x", "--seeds", "one"], "invalid literal for int"),
