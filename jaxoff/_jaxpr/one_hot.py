@@ -113,13 +113,15 @@ class _Rows:
 
 
 def _is_zero(v: Any, makers: _Makers) -> bool:
-    maker = makers.get(v) if isinstance(v, Var) else None
-    if maker is not None and maker.primitive.name == "pvary":
-        return _is_zero(maker.invars[0], makers)
-    if maker is None or maker.primitive.name != "broadcast_in_dim":
-        return False
-    (fill, *_) = maker.invars
-    return isinstance(fill, Literal) and not np.any(fill.val)
+    """Whether a value is known to be zero, at each index."""
+    if isinstance(v, Literal):
+        return not np.any(v.val)
+    maker = makers.get(v)
+    return (
+        maker is not None
+        and maker.primitive.name in ("broadcast_in_dim", "pvary")
+        and _is_zero(maker.invars[0], makers)
+    )
 
 
 def _find_own_index(indices: Any, component: int, makers: _Makers) -> int | None:
@@ -169,4 +171,4 @@ def _counts_from_the_end(select: JaxprEqn, makers: _Makers) -> bool:
     test = makers.get(which) if isinstance(which, Var) else None
     if test is None or test.primitive.name != "lt" or test.invars[0] is not index:
         return False
-    return isinstance(test.invars[1], Literal) and not np.any(test.invars[1].val)
+    return _is_zero(test.invars[1], makers)

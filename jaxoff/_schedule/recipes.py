@@ -210,21 +210,20 @@ def _choose_within(
     known = [c.nbytes for c in candidates.values() if c.nbytes is not None]
     limit = (1 + TOLERANCE) * min(known, default=math.inf)
     stock, twin = (candidates.get(recipe) for recipe in _REFERENCES)
-    found: Candidate | None = None
+    fitting: list[Candidate] = []
     for recipe in recipes:
-        if found is not None and (several_devices or not (recipe.hides_copies and known)):
+        if fitting and (several_devices or not (recipe.hides_copies and known)):
             break
         if recipe not in candidates:
             candidates[recipe] = _try_candidate(recipe, compile_recipe, several_devices)
         tried = candidates[recipe]
         exchanges_more = recipe is not Recipe.SAVED and tried.exchanges_more_than(stock)
-        if tried.nbytes is None or tried.nbytes > limit or exchanges_more:
-            continue
-        if found is None or found.nbytes is None or tried.nbytes < found.nbytes:
-            found = tried
-    if found is None or found.nbytes is None or twin is None:
+        if tried.takes_at_most(limit) and not exchanges_more:
+            fitting.append(tried)
+    found = min(fitting, key=lambda c: c.nbytes or 0, default=None)
+    if found is None or twin is None:
         return found
-    return twin if twin.takes_at_most(min(limit, (1 + TOLERANCE) * found.nbytes)) else found
+    return twin if twin.takes_at_most(min(limit, (1 + TOLERANCE) * (found.nbytes or 0))) else found
 
 
 def _try_candidate(

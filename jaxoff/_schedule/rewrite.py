@@ -106,7 +106,8 @@ def rewrite(
       A program with the same arguments, results and effects.
     """
     rewriter = _Rewriter(device, large_nbytes, one_device, shardings or {}, on_gpus, by_barriers)
-    jaxpr = compat.rewrite_jaxprs(compare_labels(closed).jaxpr, _inline_loop_calls)
+    closed = compare_labels(closed)
+    jaxpr = compat.rewrite_jaxprs(closed.jaxpr, _inline_loop_calls)
     jaxpr = compat.rewrite_jaxprs(jaxpr, rewriter.write_out_loops)
     streamed = any(compat.is_host(v.aval) for v in closed.jaxpr.invars)
     # XLA's scheduler would start the loops of updates early: it keeps the operands of all weights' gradients.
