@@ -49,6 +49,7 @@ from jaxoff._runtime.doctor import Diagnosis as Diagnosis
 from jaxoff._runtime.doctor import diagnose as diagnose
 from jaxoff._runtime.environment import Environment as Environment
 from jaxoff._runtime.environment import collect as collect_environment
+from jaxoff._schedule.filter_jit import filter_jit as filter_jit
 from jaxoff._schedule.jit import jit as jit
 from jaxoff._schedule.nnx_jit import nnx_jit as nnx_jit
 

@@ -94,7 +94,7 @@ class Jitted:
         self.plan: Plan | None = None
         functools.update_wrapper(self, fun, updated=())  # not the attributes of a Jitted inside of it
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, /, *args, **kwargs):
         if jax.config.jax_disable_jit:  # runs the function's equations one by one
             return self._inner(*args, **kwargs)
         call, has_budget = self._call(args, kwargs), self._budget is not None
@@ -113,7 +113,7 @@ class Jitted:
         """The rates by which copies and budgets are planned."""
         return device_or_at_hand(self._device)
 
-    def lower(self, *args, **kwargs) -> Any:
+    def lower(self, /, *args, **kwargs) -> Any:
         """As `jax.jit(fun).lower`; `compile` uses the recipe and the options chosen."""
         call = self._call(args, kwargs)
         if self._runs_as_given(call):
@@ -134,7 +134,7 @@ class Jitted:
 
         return LoweredByRecipe(lowered, lower_chosen)
 
-    def trace(self, *args, **kwargs) -> Any:
+    def trace(self, /, *args, **kwargs) -> Any:
         """As `jax.jit(fun).trace`, of the program in its new order."""
         call = self._call(args, kwargs)
         if self._runs_as_given(call):
@@ -146,7 +146,7 @@ class Jitted:
             self._latest = setting = self._chosen.get(call.key) or self._list_settings(call, traced)[0]
             return self._find_instance(call, setting).trace(*args, **kwargs)
 
-    def eval_shape(self, *args, **kwargs) -> Any:
+    def eval_shape(self, /, *args, **kwargs) -> Any:
         """As `jax.jit(fun).eval_shape`."""
         return self._inner.eval_shape(*args, **kwargs)
 

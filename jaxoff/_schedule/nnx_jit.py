@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jaxoff._budget.report import Plan
 from jaxoff._device.profile import Device
-from jaxoff._report.finding import Finding
 from jaxoff._schedule.jit import jit
+from jaxoff._schedule.wrapped_jitted import WrappedJitted
 
 _HANDED_ON = (
     "static_argnums",
@@ -93,62 +91,33 @@ def _import_nnx() -> Any:
     return nnx
 
 
-class NnxJitted:
+class NnxJitted(WrappedJitted):
     """What `jaxoff.nnx_jit` returns: a function of `nnx.jit` around a function of `jaxoff.jit`."""
+
+    transform = "jaxoff.nnx_jit"
 
     def __init__(self, wrapped: Any, ours: Mapping[str, Any], kwargs: Mapping[str, Any]):
         pure = wrapped.jitted_fn.__wrapped__  # from arrays to arrays; flax splits before and merges after
         given = {key: value for key, value in kwargs.items() if key in _HANDED_ON}
-        self._jitted = jit(pure, **ours, **given, **_find_shardings(wrapped, pure, kwargs))
-        wrapped.jitted_fn = self._jitted
-        self._fun, self._wrapped = wrapped.__wrapped__, wrapped
-        functools.update_wrapper(self, self._fun, updated=())
+        jitted = jit(pure, **ours, **given, **_find_shardings(wrapped, pure, kwargs))
+        wrapped.jitted_fn = jitted
+        self._wrapped = wrapped
+        super().__init__(wrapped.__wrapped__, jitted)
 
-    def __repr__(self) -> str:
-        return f"jaxoff.nnx_jit({self._fun!r})"
-
-    def __call__(self, *args, **kwargs):
+    def __call__(self, /, *args, **kwargs):
         return self._wrapped(*args, **kwargs)
 
-    def lower(self, *args, **kwargs) -> Any:
+    def lower(self, /, *args, **kwargs) -> Any:
         """As `nnx.jit(fun).lower`; `compile` uses the recipe and the options chosen."""
         return self._wrapped.lower(*args, **kwargs)
 
-    def trace(self, *args, **kwargs) -> Any:
+    def trace(self, /, *args, **kwargs) -> Any:
         """As `nnx.jit(fun).trace`, of the program in its new order."""
         return self._wrapped.trace(*args, **kwargs)
 
-    def eval_shape(self, *args, **kwargs) -> Any:
+    def eval_shape(self, /, *args, **kwargs) -> Any:
         """As `nnx.jit(fun).eval_shape`."""
         return self._wrapped.eval_shape(*args, **kwargs)
-
-    def clear_cache(self) -> None:
-        """Forgets the compiled programs."""
-        self._jitted.clear_cache()
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Binds the function to an instance, as a method of a class."""
-        return self if instance is None else types.MethodType(self, instance)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The compiler options of the latest call."""
-        return self._jitted.options
-
-    @property
-    def recipe(self) -> str:
-        """The recipe of the latest call: "concurrent", "early", "ordered", "stock" or "saved"."""
-        return self._jitted.recipe
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """The findings of the calls so far, each once."""
-        return self._jitted.findings
-
-    @property
-    def plan(self) -> Plan | None:
-        """The `jaxoff.Plan` within `device_bytes`, of the latest call; None before."""
-        return self._jitted.plan
 
 
 def _find_shardings(wrapped: Any, pure: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Hosted:
         results = frozenset(i for i, v in enumerate(program.outvars) if compat.is_host(v.aval))
         return Hosted(jitted, arguments, on_host, results)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, /, *args, **kwargs):
         args, kwargs = self._move(args, kwargs)
         try:
             return self.jitted(*args, **kwargs)
@@ -87,11 +87,11 @@ class Hosted:
                 raise
         return self.jitted(*_copy_on_host(args), **_copy_on_host(kwargs))
 
-    def trace(self, *args, **kwargs) -> Any:
+    def trace(self, /, *args, **kwargs) -> Any:
         """As `jax.jit(fun).trace`."""
         return self._apply(self.jitted.trace, *_as_structs(args, kwargs))
 
-    def lower(self, *args, **kwargs) -> jax.stages.Lowered:
+    def lower(self, /, *args, **kwargs) -> jax.stages.Lowered:
         """As `jax.jit(fun).lower`."""
         args, kwargs = _as_structs(args, kwargs)
         lowered = self._apply(self.jitted.lower, args, kwargs)
