@@ -8,7 +8,7 @@ from typing import Any
 from jaxoff._budget.labels import format_type
 from jaxoff._jaxpr import compat
 from jaxoff._jaxpr.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jaxoff._jaxpr.dataflow import drop_dead
+from jaxoff._jaxpr.dataflow import drop_dead, map_makers
 from jaxoff._jaxpr.inline import inline_program
 from jaxoff._jaxpr.kernels import KernelGraph, new_nbytes
 from jaxoff._jaxpr.primitives import is_compute, is_condition, num_shards
@@ -46,12 +46,34 @@ def list_peak_values(closed: ClosedJaxpr) -> dict[tuple[str, str], tuple[int, in
     """
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for eqn, v in _find_peak(closed.jaxpr, set())[1]:
-        source = compat.source_line(eqn)
-        if not source.startswith(OWN_FILES):
+        if source := _find_user_line(eqn, v):
             key = format_type(v.aval), source
             count, nbytes = found.get(key, (0, 0))
             found[key] = count + 1, nbytes + _nbytes(v)
     return found
+
+
+def _find_user_line(eqn: JaxprEqn, v: Var) -> str:
+    """The line of the user's that makes a result of an equation; "" for a value of jaxoff's own.
+
+    For a loop that jaxoff wrote: the line of the nearest equation from which its body makes the result.
+    """
+    source = compat.source_line(eqn)
+    if not source.startswith(OWN_FILES):
+        return source
+    flow = compat.control_flow(eqn)
+    if flow is None or not compat.is_loop(eqn):
+        return ""
+    (body,) = flow.programs
+    makers = map_makers(body.eqns)
+    ahead, seen = [body.outvars[eqn.outvars.index(v)]], set[Var]()
+    for w in ahead:  # which grows: operands, nearest first
+        if isinstance(w, Var) and w in makers and w not in seen:
+            seen.add(w)
+            if source := _find_user_line(makers[w], w):
+                return source
+            ahead += makers[w].invars
+    return ""
 
 
 def _find_peak(program: Jaxpr, reusable: set[Var]) -> tuple[int, list[tuple[JaxprEqn, Var]]]:

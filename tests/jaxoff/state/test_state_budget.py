@@ -178,6 +178,27 @@ def test_the_least_of_a_budget_below_the_arguments_is_that_of_a_program(budget):
     assert within.plan.peak_bytes <= least
 
 
+def test_an_error_with_state_on_the_host_names_the_gradients_that_are_left():
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZER)
+
+    def step(state, x):
+        def loss(w):
+            return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, w)[0].var()
+
+        w, optimizer_state = state
+        value, grads = jax.value_and_grad(loss)(w)
+        changes, optimizer_state = clipped.update(grads, optimizer_state, w)
+        return (optax.apply_updates(w, changes), optimizer_state), value
+
+    (params, _), x = make_arguments()
+    with pytest.raises(jaxoff.BudgetError, match="of state rest on the host") as error:
+        jaxoff.jit(step, donate_argnums=0, device_bytes=1e6).lower(
+            (params["w"], clipped.init(params["w"])), x
+        )
+    gradients = f"  float32[4, {WIDTH}, {WIDTH}]  "
+    assert any(gradients in line and "test_state_budget.py" in line for line in error.value.largest)
+
+
 def test_arrays_anywhere_and_described_arrays_make_one_program(budget, shared):
     state, x = make_arguments()
     text = shared.lower(state, x).as_text()
