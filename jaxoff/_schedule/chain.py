@@ -74,6 +74,10 @@ class Chain:
         self._behind_last: Substitutes = {}  # the substitutes for operands of the last kernel
         # The result of the kernel before the last kernel and before all kernels fused with the last kernel.
         self._before_last: Var | None = None
+        # Where products share operands: operand -> what the products read in its place.
+        self._read_as: Substitutes = {}
+        self._read_last: frozenset[Var] = frozenset()  # the operands of the last product
+        self._floating: set[int] = set()  # the products beside the chain: all they read, the last one read
         # Value -> position of the last kernel in the chain which surely runs before the value is made.
         self._level: dict[Value, int] = {}
 
@@ -85,7 +89,7 @@ class Chain:
         """Records kernel `i`, which reads `behind` in place of operands; `chained`: as the chain's end."""
         eqn = self._eqns[i]
         level = max((self._level.get(behind.get(v, v), 0) for v in self._graph.reads[i]), default=0)
-        if chained:
+        if chained and i not in self._floating:
             self.length += 1
             level = self.length
             if is_compute(eqn):
@@ -125,7 +129,8 @@ class Chain:
         if not tied and (len(loose) == len(reads) or first_sent is not None):
             tied = sorted(others, key=lambda v: compat.nbytes(v.aval))[:1]
         last = self._before_last if self._can_fuse_with_last(i) else self._last
-        behind = self._wait_for_gathers(i)
+        tied, read_before = self._part_shared(i, tied)
+        behind = self._wait_for_gathers(i) | read_before
         behind |= self.tie([v for v in tied if v not in behind], i, (first_sent, last))
         if awaited and others:
             # The operand tied to the end of the chain; XLA drops a wait through any other operand.
@@ -134,7 +139,25 @@ class Chain:
                 operand = self.substitutes.get(latest) or behind.get(latest, latest)
                 behind[latest], self.substitutes[v] = self.add_barrier(operand, self.substitutes.get(v, v), i)
                 self._waits.mark_awaited(v)
+        if self._problem.options.shares_operands and is_compute(self._eqns[i]):
+            self._read_as |= {v: behind.get(v, self.substitutes.get(v, v)) for v in reads}
+            self._read_last = frozenset(reads)
         return self._delay_iteration(i) | behind
+
+    def _part_shared(self, i: int, tied: list[Var]) -> tuple[list[Var], Substitutes]:
+        """Parts the operands to tie: those behind a barrier, and those that a product before has read.
+
+        Over several devices the compiler may gather an operand, once for all products that read one value: a
+        barrier for each product makes each a value of its own.
+        """
+        shared = [v for v in tied if v in self._read_as]
+        if not (shared and is_compute(self._eqns[i])):
+            return tied, {}
+        if len(shared) == len(tied) == 1 and tied[0] in self._read_last:
+            self._floating.add(i)
+        elif len(shared) == len(tied):
+            shared.remove(min(shared, key=lambda v: len(self._graph.readers[v])))
+        return [v for v in tied if v not in shared], {v: self._read_as[v] for v in shared}
 
     def _find_awaited(self, i: int, time: float) -> list[Var]:
         """Finds the copies and small results for which kernel `i` has to wait at a time."""

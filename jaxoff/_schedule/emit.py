@@ -53,7 +53,7 @@ class _Emitter:
         self.eqns: list[JaxprEqn] = []
         self.variables: dict[Value, Var] = {}
         # The compiler divides a write as it divides the stack. How it divides a barrier was not tried.
-        self._holds = problem.by_barriers and not problem.is_divided
+        self._holds = problem.options.by_barriers and not problem.is_divided
         self._fused: dict[tuple[int, ...], list[Var]] = {}  # (equation, ids of operands) -> its results
 
     def add(self, action: Action) -> None:

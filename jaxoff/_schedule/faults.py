@@ -9,6 +9,7 @@ from jaxoff._jaxpr.compat import ClosedJaxpr
 from jaxoff._jaxpr.faults import FAULTS
 from jaxoff._report.finding import Finding, FindingCode
 from jaxoff._schedule.call import Place
+from jaxoff._schedule.problem import DEFAULT_ORDER, OrderOptions
 from jaxoff._schedule.rewrite import Rewritten, rewrite
 from jaxoff._schedule.sharding_marks import Lower, find_loop_shardings
 
@@ -55,6 +56,7 @@ def rewrite_safely(
     lower_marked: Lower | None,
     *,
     in_order: bool = False,
+    options: OrderOptions = DEFAULT_ORDER,
 ) -> tuple[Rewritten, list[Finding]]:
     """`rewrite`, or the program as it is given with the finding of a fault.
 
@@ -62,11 +64,11 @@ def rewrite_safely(
       given, device: as for `rewrite`.
       place: where the program runs.
       lower_marked: lowers a program with marks, by which the compiler tells how loops are divided; or None.
-      in_order: as for `rewrite`.
+      in_order, options: as for `rewrite`.
     """
     try:
         shardings = None if lower_marked is None else find_loop_shardings(given, lower_marked)
         at = {"one_device": place.devices == 1, "on_gpus": place.are_gpus}
-        return rewrite(given, device, shardings=shardings, in_order=in_order, **at), []
+        return rewrite(given, device, shardings=shardings, in_order=in_order, options=options, **at), []
     except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, for example over what differs by device
         return Rewritten.as_given(given), [describe_fault(fault, "the order of its copies")]

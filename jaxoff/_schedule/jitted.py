@@ -28,9 +28,9 @@ from jaxoff._runtime.program_memory import program_nbytes_if_compiled
 from jaxoff._schedule.argument_types import ArgumentTypes
 from jaxoff._schedule.call import Call, Place
 from jaxoff._schedule.compiled_programs import Compiler
-from jaxoff._schedule.divided_choice import choose_divided, divide_traced, is_passed_over
 from jaxoff._schedule.faults import describe_symbolic, rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
+from jaxoff._schedule.other_forms import choose_form, is_passed_over, list_forms
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import find_lost_order
 from jaxoff._schedule.rewrite import Rewritten
@@ -233,11 +233,11 @@ class Jitted:
         finally:
             self._probed.traced = None
 
-    def _rewrite(self, call: Call, given: ClosedJaxpr, ask: Lower, *, in_order: bool = False) -> Rewritten:
+    def _rewrite(self, call: Call, given: ClosedJaxpr, ask: Lower, **how: Any) -> Rewritten:
         """Rewrites a call's program; asks the compiler how loops are divided over several devices."""
         asks = call.devices > 1 and not compat.holds_tracers(given)
         place, device = call.place, self._share_link(call.devices)
-        program, findings = rewrite_safely(given, device, place, ask if asks else None, in_order=in_order)
+        program, findings = rewrite_safely(given, device, place, ask if asks else None, **how)
         self._report(findings)
         return program
 
@@ -265,8 +265,8 @@ class Jitted:
         recipe, candidates = choose_recipe([*settings], compile_recipe, call.devices, compares=compares)
         if traced.is_reusable and is_passed_over(recipe, candidates):
             ask = functools.partial(self._lower_given, call, traced.signature, traced.shapes)
-            make = functools.partial(divide_traced, call, traced, self._fun, self._kwargs, ask, self._rewrite)
-            if found := choose_divided(call, make, candidates, self._make_instance, self._given):
+            forms = list_forms(call, traced, self._fun, self._kwargs, ask, self._rewrite)
+            if found := choose_form(call, forms, candidates, self._make_instance, self._given):
                 self._instances[call.key, found.setting] = found.instance
                 self._report(found.findings)
                 return found.setting

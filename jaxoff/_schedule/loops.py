@@ -39,7 +39,7 @@ from jaxoff._schedule.emit import emit
 from jaxoff._schedule.flat_rows import find_flat, flatten
 from jaxoff._schedule.host_stack import HostStack
 from jaxoff._schedule.loop_shardings import LoopShardings, pin
-from jaxoff._schedule.problem import OrderProblem, SpareRow
+from jaxoff._schedule.problem import OrderOptions, OrderProblem, SpareRow
 from jaxoff._schedule.updated_rows import (
     UpdatedRows,
     UpdatedStack,
@@ -157,7 +157,7 @@ def write_out(
     device: Device,
     large_nbytes: int,
     shardings: LoopShardings | None,
-    by_barriers: bool,
+    options: OrderOptions,
 ) -> tuple[list[JaxprEqn], list[Any], dict[int, Any]]:
     """Writes out a scan as a while loop with an ordered body.
 
@@ -172,13 +172,13 @@ def write_out(
       device: rates, to estimate when kernels and copies end.
       large_nbytes: as for `jaxoff._schedule.decide.decide`.
       shardings: how the compiler divides the loop's values over devices; None if it leaves them whole.
-      by_barriers: as for `jaxoff._schedule.problem.OrderProblem`.
+      options: how the body is ordered.
 
     Returns:
       The new equations; the results of the scan; and index of a ys -> the last iteration's value on the
       device, for stacks which the reader prefetches.
     """
-    iteration = _Iteration(loop, pieces, sent_stacks, reloaded_stacks, shardings, by_barriers)
+    iteration = _Iteration(loop, pieces, sent_stacks, reloaded_stacks, shardings, options)
     is_divided = shardings is not None
 
     def run(consts, carry, xs, initial_stacks, first_rows):
@@ -269,11 +269,11 @@ class _Iteration:
         sent_stacks: Mapping[int, HostStack],
         reloaded_stacks: Mapping[int, HostStack],
         shardings: LoopShardings | None,
-        by_barriers: bool,
+        options: OrderOptions,
     ):
         self._loop, self._pieces, self._shardings = loop, pieces, shardings
         self._sent_stacks, self._reloaded_stacks = sent_stacks, reloaded_stacks
-        self._by_barriers = by_barriers
+        self._options = options
         self.first_count = _FIRST_COUNT + pieces.largest_offset
         self.prefetched = [k for k, stack in reloaded_stacks.items() if stack.prefetched]
         self.retained = [k for k, stack in sent_stacks.items() if stack.prefetched]
@@ -349,7 +349,7 @@ class _Iteration:
             },
             is_divided=self._shardings is not None,
             shares_fused=self._shardings is not None,
-            by_barriers=self._by_barriers,
+            options=self._options,
         )
         schedule = decide(problem, device, large_nbytes)
         eqns, renamed = emit(schedule, problem)

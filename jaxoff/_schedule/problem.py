@@ -17,6 +17,25 @@ class SpareRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class OrderOptions:
+    """How a program is ordered, where no way is the best for all programs.
+
+    Attributes:
+      by_barriers: whether a reload waits for a value by a barrier on its host stack, for XLA's schedule, and
+        not by a write into the spare row, which a CUDA graph with edges by the use of data needs.
+      shares_operands: whether products of a divided program read the same value of an operand. Otherwise each
+        waits for the kernel before it through a barrier over the operand, which proves more memory free; but
+        an operand that the compiler gathers is then gathered for each product.
+    """
+
+    by_barriers: bool = False
+    shares_operands: bool = False
+
+
+DEFAULT_ORDER = OrderOptions()
+
+
+@dataclasses.dataclass(frozen=True)
 class OrderProblem:
     """A straight-line program to be put in order, its calls inlined (see `jaxoff._jaxpr.inline`).
 
@@ -38,8 +57,7 @@ class OrderProblem:
       is_divided: whether the compiler may divide values over devices.
       shares_fused: whether kernels share an equation fused into them, where its operands are the same. Over
         several devices the compiler may gather a weight for each.
-      by_barriers: whether a reload waits for a value by a barrier on its host stack, for XLA's schedule, and
-        not by a write into the spare row, which a CUDA graph with edges by the use of data needs.
+      options: how the program is ordered.
       donates: whether a result may take the memory of an argument of its type whose last reader makes it.
     """
 
@@ -54,5 +72,5 @@ class OrderProblem:
     overwrites_after_send: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
     is_divided: bool = False
     shares_fused: bool = False
-    by_barriers: bool = False
+    options: OrderOptions = DEFAULT_ORDER
     donates: bool = False

@@ -61,7 +61,7 @@ class Recipe(enum.StrEnum):
 
 
 # The program as given and its saved twin, which limit the memory and the exchange of the other recipes.
-_REFERENCES = (Recipe.STOCK, Recipe.SAVED)
+REFERENCES = (Recipe.STOCK, Recipe.SAVED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,7 @@ def choose_recipe(
     Returns:
       The recipe, the first one if nothing compiles; and the candidates compiled, in the order of `recipes`.
     """
-    references = [r for r in recipes if r in _REFERENCES and compares]
+    references = [r for r in recipes if r in REFERENCES and compares]
     several_devices = devices > 1
     candidates = {r: _try_candidate(r, compile_recipe, several_devices) for r in references}
     chosen = _choose_within(recipes, compile_recipe, candidates, several_devices=several_devices)
@@ -191,9 +191,9 @@ def choose_beside(
     Returns:
       The recipe; None if all take or exchange too much.
     """
-    known = {c.recipe: c for c in candidates if c.recipe in _REFERENCES}
+    known = {c.recipe: c for c in candidates if c.recipe in REFERENCES}
     chosen = _choose_within(recipes, compile_recipe, known, several_devices=True)
-    return chosen.recipe if chosen and chosen.recipe not in _REFERENCES else None
+    return chosen.recipe if chosen and chosen.recipe not in REFERENCES else None
 
 
 def _choose_within(
@@ -209,7 +209,7 @@ def _choose_within(
     """
     known = [c.nbytes for c in candidates.values() if c.nbytes is not None]
     limit = (1 + TOLERANCE) * min(known, default=math.inf)
-    stock, twin = (candidates.get(recipe) for recipe in _REFERENCES)
+    stock, twin = (candidates.get(recipe) for recipe in REFERENCES)
     fitting: list[Candidate] = []
     for recipe in recipes:
         if fitting and (several_devices or not (recipe.hides_copies and known)):

@@ -39,7 +39,7 @@ from jaxoff._schedule.host_stack import HostStack
 from jaxoff._schedule.host_stacks_between import find_host_stacks
 from jaxoff._schedule.loop_shardings import LoopShardings
 from jaxoff._schedule.loops import Loop, write_out
-from jaxoff._schedule.problem import OrderProblem
+from jaxoff._schedule.problem import DEFAULT_ORDER, OrderOptions, OrderProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def rewrite(
     shardings: Mapping[int, LoopShardings] | None = None,
     on_gpus: bool = True,
     in_order: bool = False,
-    by_barriers: bool = False,
+    options: OrderOptions = DEFAULT_ORDER,
 ) -> Rewritten:
     """Orders a program: the bodies of its layer loops, and the equations outside of loops.
 
@@ -100,12 +100,12 @@ def rewrite(
       shardings: number of a layer loop -> how the compiler divides its values, from `find_loop_shardings`.
       on_gpus: whether the program runs on GPUs, whose products round operands as their algorithm says.
       in_order: whether the equations outside of loops are ordered in any case.
-      by_barriers: how reloads in loops wait (see `jaxoff._schedule.problem.OrderProblem`).
+      options: how bodies of loops, and equations outside of loops, are ordered.
 
     Returns:
       A program with the same arguments, results and effects.
     """
-    rewriter = _Rewriter(device, large_nbytes, one_device, shardings or {}, on_gpus, by_barriers)
+    rewriter = _Rewriter(device, large_nbytes, one_device, shardings or {}, on_gpus, options)
     closed = compare_labels(closed)
     jaxpr = compat.rewrite_jaxprs(closed.jaxpr, _inline_loop_calls)
     jaxpr = compat.rewrite_jaxprs(jaxpr, rewriter.write_out_loops)
@@ -123,7 +123,7 @@ def rewrite(
         shardings=shardings,
         on_gpus=on_gpus,
         in_order=in_order,
-        by_barriers=True,
+        options=dataclasses.replace(options, by_barriers=True),
     )
     return Rewritten(
         closed.replace(jaxpr=jaxpr),
@@ -164,9 +164,9 @@ class _Rewriter:
         one_device: bool,
         shardings: Mapping[int, LoopShardings],
         on_gpus: bool,
-        by_barriers: bool,
+        options: OrderOptions,
     ):
-        self._by_barriers = by_barriers
+        self._options = options
         self._device, self._large_nbytes, self._one_device = device, large_nbytes, one_device
         self._on_gpus = on_gpus
         self._shardings, self._numbers = shardings, itertools.count()
@@ -227,7 +227,7 @@ class _Rewriter:
                 self._device,
                 self._large_nbytes,
                 _add_xs(shardings, i, reloaded_stacks) if self._may_divide(loops[i]) else None,
-                self._by_barriers,
+                self._options,
             )
             eqns += new
             end = len(eqns)
@@ -350,6 +350,7 @@ class _Rewriter:
             tuple(in_order),
             waits_for_sends,
             shares_fused=may_gather,
+            options=self._options,
             donates=any(
                 compat.is_host(v.aval) for v in jaxpr.invars
             ),  # state on the host, and what it updates

@@ -158,6 +158,41 @@ def test_gradients_of_an_input_by_divided_weights_are_exchanged_once(form, devic
     assert 0 < ordered <= given
 
 
+def test_operands_that_the_compiler_gathers_are_gathered_once_for_all_products():
+    """Megatron's mesh with divided features: barriers between products would each have a gather behind it."""
+    target = jaxoff.target("h200", devices=4)
+    struct = functools.partial(struct_on, target.mesh((2, 2), ("data", "model")))
+    x = struct(P("data", "model"), 32768, 2048)
+    sharding = x.sharding
+
+    def layer(x, w):
+        x = jaxoff.name(x, "x")
+        h = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True))
+        q, k, v = (h @ w[name] for name in "qkv")
+        x = x + (q * jax.nn.silu(k) * v) @ w["o"]
+        return lax.with_sharding_constraint(x, sharding), None
+
+    def loss(w, x):
+        block = jax.checkpoint(layer, policy=jaxoff.policy(offload=["x"]), prevent_cse=False)
+        return jnp.square(lax.scan(block, x, w)[0].astype(jnp.float32)).mean()
+
+    specs = {name: P(None, None, "model") for name in "qkv"} | {"o": P(None, "model", None)}
+    w = {name: struct(spec, 6, 2048, 2048) for name, spec in specs.items()}
+    args, shardings = (
+        (w, struct(P("data", "model"), 32768, 2048)),
+        jax.tree.map(lambda leaf: leaf.sharding, w),
+    )
+    ours = jaxoff.jit(jax.grad(loss), out_shardings=shardings)
+    stock = jax.jit(jax.grad(loss), out_shardings=shardings)
+    first = jaxoff.jit(jax.grad(loss), out_shardings=shardings, recipe="concurrent")
+    by_stock, by_first, by_ours = (target.compile(jitted, *args) for jitted in (stock, first, ours))
+    given = count_exchanged(by_stock.as_text())
+    assert count_exchanged(by_first.as_text()) > 1.1 * given  # the form that is tried first
+    assert ours.recipe in ("concurrent", "early") and not ours.findings
+    assert count_exchanged(by_ours.as_text()) <= 1.01 * given
+    assert program_nbytes(by_ours) <= 1.01 * program_nbytes(by_stock)
+
+
 def test_gathers_by_reshard_exchange_what_they_exchange_by_jax_jit():
     """With Explicit axes: gradients are reduced and scattered, and a gather runs beside the last product."""
     target = jaxoff.target("h100", devices=2)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 
 import jaxoff
@@ -18,7 +19,7 @@ from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._layers.scan import scan_by_strategy
 from jaxoff._schedule.copy_times import ReloadPlan
 from jaxoff._schedule.decide import Draft
-from jaxoff._schedule.problem import OrderProblem, SpareRow
+from jaxoff._schedule.problem import OrderOptions, OrderProblem, SpareRow
 from jaxoff._schedule.rewrite import rewrite
 from jaxoff._schedule.schedule import DelayReload
 from jaxoff._schedule.summed_products import SummedProducts
@@ -226,11 +227,11 @@ def test_copies_to_the_host_are_waited_for_outside_of_loops():
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
-@given(programs(SIMPLE | TRANSFORMS, 8), policies())
-def test_random_programs_in_loops_keep_results_and_copies(program, policy):
+@given(programs(SIMPLE | TRANSFORMS, 8), policies(), st.booleans())
+def test_random_programs_in_loops_keep_results_and_copies(program, policy, shares):
     loss = functools.partial(random_loss(program, scanned=True), policy)
     plain = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*ARGS)
-    result = rewrite(plain, H200, large_nbytes=1)
+    result = rewrite(plain, H200, large_nbytes=1, options=OrderOptions(shares_operands=shares))
     assert copies(result.jaxpr.jaxpr) == copies(plain.jaxpr)
     leaves = jax.tree.leaves(ARGS)
     got, want = (jax.jit(compat.jaxpr_as_fun(closed))(*leaves) for closed in (result.jaxpr, plain))
@@ -238,14 +239,14 @@ def test_random_programs_in_loops_keep_results_and_copies(program, policy):
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
-@given(programs(SIMPLE | TRANSFORMS, 8), policies())
-def test_random_programs_one_layer_after_the_other_keep_their_results(program, policy):
+@given(programs(SIMPLE | TRANSFORMS, 8), policies(), st.booleans())
+def test_random_programs_one_layer_after_the_other_keep_their_results(program, policy, shares):
     def loss(w, x):
         one = random_loss(program, scanned=False)
         return sum(one(policy, w[i : i + 1], x * (i + 1)) for i in range(2))
 
     plain = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*ARGS)
-    result = rewrite(plain, H200, large_nbytes=1)
+    result = rewrite(plain, H200, large_nbytes=1, options=OrderOptions(shares_operands=shares))
     leaves = jax.tree.leaves(ARGS)
     got, want = (jax.jit(compat.jaxpr_as_fun(closed))(*leaves) for closed in (result.jaxpr, plain))
     assert_close(list(got), list(want))

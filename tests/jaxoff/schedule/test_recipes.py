@@ -15,7 +15,7 @@ from jaxoff import FindingCode
 from jaxoff._jaxpr.host_values import split_copies
 from jaxoff._jaxpr.saved_twin import build_saved_twin
 from jaxoff._runtime.flags import recall_placement
-from jaxoff._schedule.divided_choice import choose_divided, is_passed_over
+from jaxoff._schedule.other_forms import choose_form, is_passed_over
 from jaxoff._schedule.recipes import Recipe, choose_beside, choose_recipe, find_fallback, list_recipes
 from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_equal
 
@@ -121,12 +121,11 @@ def test_over_several_devices_the_first_recipe_within_the_limit_runs():
     assert chosen == "concurrent"
 
 
-def test_a_batch_that_cannot_be_divided_leaves_the_recipe_chosen():
+def test_a_form_that_cannot_be_made_leaves_the_recipe_chosen():
     def divide():
         raise ValueError("the sharding does not fit")
 
-    assert choose_divided(None, divide, [], None, {}) is None  # nothing is made of the call
-    assert choose_divided(None, lambda: None, [], None, {}) is None
+    assert choose_form(None, [divide, lambda: None], [], None, {}) is None  # nothing is made of the call
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""Other forms of a program in jaxoff's order, where the order exchanges too much between devices.
+
+In jaxoff's order the compiler may divide values otherwise than in the program as given: a decoder divided by
+columns exchanged 65 GB a step, 36 GB as given, and 9.7 GB with its batch divided throughout. And it gathers
+an operand for each product that a barrier parts from the others: with batch and features divided (Megatron's
+mesh) 26.8 GB, as given and with shared operands 17.0 (bench/LOG.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxoff._jaxpr.faults import FAULTS
+from jaxoff._report.finding import Finding
+from jaxoff._report.progress import Progress
+from jaxoff._schedule.call import Call
+from jaxoff._schedule.divided_batch import pin_batch
+from jaxoff._schedule.problem import OrderOptions
+from jaxoff._schedule.recipes import REFERENCES, Candidate, Recipe, choose_beside
+from jaxoff._schedule.rewrite import Rewritten
+from jaxoff._schedule.settings import Setting, complete, list_settings
+from jaxoff._schedule.sharding_marks import Lower
+from jaxoff._schedule.traced import Traced
+from jaxoff._schedule.vanished import find_vanished
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Another form of a program: its setting, `jax.jit` function and findings."""
+
+    setting: Setting
+    instance: Any
+    findings: Sequence[Finding]
+
+
+def is_passed_over(chosen: Recipe, candidates: Iterable[Candidate]) -> bool:
+    """Whether a reference is `chosen`, and recipes in jaxoff's order exchange too many bytes."""
+    by_recipe = {candidate.recipe: candidate for candidate in candidates}
+    stock, ordered = by_recipe.get(Recipe.STOCK), (c for r, c in by_recipe.items() if r not in REFERENCES)
+    return chosen in REFERENCES and any(c.exchanges_more_than(stock) for c in ordered)
+
+
+def list_forms(
+    call: Call,
+    traced: Traced,
+    fun: Callable[..., Any],
+    keywords: dict[str, Any],
+    ask: Lower,
+    rewrite: Callable[..., Rewritten],
+) -> list[Callable[[], Traced | None]]:
+    """The makers of a call's program in other forms; each returns None where nothing is to change.
+
+    The first divides the batch throughout. In the second products share their operands.
+
+    Args:
+      call, traced: the call and its program.
+      fun, keywords: the function, and its keywords of `jax.jit`.
+      ask: lowers a program, to read the compiler's divisions.
+      rewrite: (call, program, ask, options=) -> the rewritten program.
+    """
+
+    def divide_batch() -> Traced | None:
+        positions = traced.signature[1]
+        _, donated, _ = call.describe_arguments(fun, positions, keywords)
+        _, pinned = pin_batch(traced.given, donated, call.list_divisions(positions), ask)
+        if pinned is traced.given:
+            return None
+        return dataclasses.replace(traced, given=pinned, program=rewrite(call, pinned, ask))
+
+    def share_operands() -> Traced:
+        options = OrderOptions(shares_operands=True)
+        return dataclasses.replace(traced, program=rewrite(call, traced.given, ask, options=options))
+
+    return [divide_batch, share_operands]
+
+
+def choose_form(
+    call: Call,
+    forms: Iterable[Callable[[], Traced | None]],
+    candidates: Sequence[Candidate],
+    make_instance: Callable[[Call, Setting, Traced], Any],
+    options: Mapping[str, Any],
+) -> Form | None:
+    """The first form of a program with a recipe within the limits of the candidates, by that recipe.
+
+    Args:
+      call: the call.
+      forms: of `list_forms`.
+      candidates: of the program as it was rewritten first.
+      make_instance: makes the `jax.jit` function of a program.
+      options: the caller's compiler options.
+    """
+    for make in forms:
+        try:
+            made = make()
+            if made and (found := _choose(call, made, candidates, make_instance, options)):
+                return found
+        except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, over shardings that do not fit
+            Progress().say(f"no other form of the program ({type(fault).__name__}: {fault})")
+    return None
+
+
+def _choose(
+    call: Call,
+    made: Traced,
+    candidates: Sequence[Candidate],
+    make_instance: Callable[[Call, Setting, Traced], Any],
+    options: Mapping[str, Any],
+) -> Form | None:
+    listed = list_settings(made.program, options, has_twin=False)
+    settings = {s.recipe: s for s in listed if s.recipe is not Recipe.STOCK}
+    found: dict[Recipe, Form] = {}
+
+    def make(call: Call, setting: Setting) -> Any:
+        return make_instance(call, setting, made)
+
+    def compile_recipe(recipe: Recipe) -> jax.stages.Compiled:
+        setting = complete(settings[recipe], call, make)
+        instance = make(call, setting)
+        compiled = call.lower(instance).compile()
+        findings = find_vanished(made.given, call.devices, compiled) if call.is_on_gpu else ()
+        found[recipe] = Form(setting, instance, tuple(findings))
+        return compiled
+
+    recipe = choose_beside([*settings], compile_recipe, candidates)
+    return None if recipe is None else found[recipe]
