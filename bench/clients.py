@@ -27,9 +27,11 @@ from jax.sharding import PartitionSpec as P
 import jaxoff
 from bench.client_steps import PROGRAMS, ClientStep
 from bench.client_steps.step import Sizes
+from bench.grouped_mlp import describe
 from bench.options import one_of
 from bench.provenance import provenance
 from bench.rounds import time_in_rounds
+from bench.traced import trace_call
 from jaxoff._runtime.flags import COMMAND_BUFFER
 
 WARMUPS = 2
@@ -85,6 +87,7 @@ VARIANTS = {
     "ordered": Variant("offloads", jaxoff.jit, {"recipe": "ordered"}),
     "recipe-stock": Variant("offloads", jaxoff.jit, {"recipe": "stock"}),
     **{name: Variant(name, jax.jit) for name in RIVALS},
+    "offload-dots-no-batch-jaxoff": Variant("offload-dots-no-batch", jaxoff.jit),
 }
 
 
@@ -186,7 +189,8 @@ def time_variants(
     """Times functions that alternate; each takes over the state that the previous function left.
 
     Returns:
-      name -> ms of a step, the median; the samples; the last loss.
+      name -> ms of a step, the median; the samples; the last loss; on GPUs the ms of copies that no kernel
+      hid, by a profile, of the GPU with most of them.
     """
     losses: dict[str, jax.Array] = {}
     on_device = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -212,11 +216,21 @@ def time_variants(
     calls = {name: make_call(name) for name in functions}
     time_in_rounds(calls, WARMUPS, prepare)
     samples_of = time_in_rounds(calls, samples, prepare)
-    times = {name: [ms / steps for ms in found] for name, found in samples_of.items()}
-    return {
-        name: {"ms": statistics.median(found), "samples_ms": found, "loss": float(losses[name])}
-        for name, found in times.items()
-    }
+    rows: dict[str, dict[str, Any]] = {}
+    for name, found in samples_of.items():
+        rows[name] = {
+            "ms": statistics.median(found) / steps,
+            "samples_ms": [ms / steps for ms in found],
+            "loss": float(losses[name]),
+        }
+    for name, row in rows.items():
+        prepare(name)
+        try:
+            if gpus := trace_call(calls[name], 1):
+                row["exposed_ms"] = max(gpu["exposed_ms"] for gpu in gpus) / steps
+        except Exception as error:  # a profile that cannot be read costs its figure only
+            row["trace_error"] = describe(error)
+    return rows
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -14,6 +14,7 @@ figures are null there.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -40,9 +41,10 @@ from bench.parallel_programs import (
     shrink,
 )
 from bench.provenance import provenance
-from bench.step import compiled_facts, time_variants, trace_call
+from bench.step import compiled_facts, time_variants
 from bench.step_checks import compare_bits
 from bench.step_variants import DETERMINISTIC, Program
+from bench.traced import trace_call
 from models.divided import CAPACITY, Layout
 from models.mesh import AXES, MeshShape
 
@@ -153,7 +155,8 @@ def run(workload: Workload, o: argparse.Namespace, result: Row, over: Callable[[
     for name, program in programs.items():
         if "error" not in rows[name] and not (o.no_trace or over()):
             try:
-                rows[name]["gpus"] = trace_call(program, arguments, TRACED_CALLS)
+                call = functools.partial(program.call, *arguments)
+                rows[name]["gpus"] = trace_call(call, TRACED_CALLS)
             except Exception as error:
                 rows[name]["trace_error"] = describe(error)
             save()

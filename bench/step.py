@@ -23,10 +23,10 @@ figures are null there.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -54,6 +54,7 @@ from bench.step_limits import (
 from bench.step_models import Form, Workload
 from bench.step_peaks import measure_peaks, peak_of
 from bench.step_variants import VARIANTS, Program, compile_all, step_of
+from bench.traced import trace_call
 from jaxoff._runtime.program_memory import program_nbytes
 
 WORKLOADS = (
@@ -130,37 +131,10 @@ def time_variants(
             break
 
 
-def trace_call(program: Program, arguments: Any, calls: int) -> list[Row] | None:
-    """The profiler's figures of a call, by GPU: milliseconds of kernels, and of copies, busy and exposed.
-
-    None off GPUs.
-    """
-    if jax.default_backend() != "gpu":
-        return None
-    from jaxoff._profile.gpu_trace import read
-
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(calls):
-                jax.block_until_ready(program.call(*arguments))
-        gpus = [times.per_call(calls) for times in read(folder).times()]
-    return [
-        {
-            "exposed_ms": gpu.exposed_ms,
-            "d2h_busy_ms": gpu.d2h.busy_ms,
-            "h2d_busy_ms": gpu.h2d.busy_ms,
-            "d2h_exposed_ms": gpu.d2h.exposed_ms,
-            "h2d_exposed_ms": gpu.h2d.exposed_ms,
-            "kernel_ms": gpu.kernel_ms,
-        }
-        for gpu in gpus
-    ]
-
-
 def measure_exposed(program: Program, arguments: Any) -> Row:
     """The figures of `trace_call` for the single GPU; None for each figure off a GPU."""
     keys = ("exposed_ms", "d2h_busy_ms", "h2d_busy_ms", "d2h_exposed_ms", "h2d_exposed_ms", "kernel_ms")
-    gpus = trace_call(program, arguments, TRACED_CALLS)
+    gpus = trace_call(functools.partial(program.call, *arguments), TRACED_CALLS)
     if gpus is None:
         return dict.fromkeys(keys)
     (gpu,) = gpus

@@ -85,9 +85,10 @@ def test_a_row_that_takes_more_memory_or_time_is_bold(ms, gigabytes, fails):
     figures = {"saved": (90.0, 50.0), "stock": (110.0, 48.0), "stock-no-graphs": (100.0, 48.0)}
     rows = {name: {"ms": t, "peak_bytes": 1e9 * g} for name, (t, g) in figures.items()}
     rows["jaxoff"] = {"ms": ms, "peak_bytes": 1e9 * gigabytes, "recipe": "ordered", "host_bytes": 2e9}
+    rows["jaxoff"]["exposed_ms"] = 0.0
     origin = {"device": "1 x H100", "date": "2026-11-30T13:45:00+00:00"}
     page = clients_table.markdown([("decoder", {"provenance": origin, "rows": rows})])
     assert f"{ms:.1f}, {gigabytes:.2f} (ordered)" in page
     assert "| H100 | 2026-11-30 | 90.0, 50.00 |" in page
-    assert f"| {(50 - gigabytes) / 2:.0%} |" in page
+    assert f"| {(50 - gigabytes) / 2:.0%} | -, 0.0 |" in page
     assert ("**" in page) == fails
