@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 import jaxoff
 from jaxoff._runtime.program_memory import program_nbytes
+from jaxoff._state import stream
 from tests.jaxoff.policy.matrix import assert_close
 
 WIDTH, HIDDEN, LAYERS, ROWS = 8, 32, 3, 16
@@ -166,7 +168,25 @@ def test_it_is_an_inner_function_of_another_one_and_of_a_gradient():
     )
 
 
-def test_a_step_within_a_budget_has_a_plan_and_names_its_state():
+def test_state_on_the_host_is_named_by_its_path(monkeypatch):
+    monkeypatch.setattr(stream, "_BLOCK_NBYTES", 1 << 18)
+    state: Any = make_state(width=128, hidden=512, layers=6)
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
+    x = jax.random.normal(jax.random.key(1), (64, 128))
+    step = jaxoff.filter_jit(take_step, donate="all", device_bytes=0.9 * nbytes)
+    losses = []
+    for _ in range(2):
+        state, results = step(state, x)
+        losses.append(results["loss"])
+    assert losses[1] < losses[0]
+    on_host = [
+        leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(state[1]) if leaf.ndim == 3
+    ]
+    assert on_host == 4 * [True]
+    assert "state/1/0/mu/blocks/up/weight " in str(step.plan)
+
+
+def test_a_step_within_a_budget_has_a_plan():
     step = jaxoff.filter_jit(take_step, donate="all", device_bytes="100kB")
     state, results = step(make_state(), make_x())
     assert float(results["loss"]) > 0 and 0 < step.plan.peak_bytes <= 100e3
