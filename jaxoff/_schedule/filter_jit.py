@@ -60,8 +60,8 @@ def filter_jit(
 
     Returns:
       A function like that of `equinox.filter_jit`, with `lower` and `trace`, and with the `recipe`,
-      `options`, `findings` and `plan` of `jaxoff.jit`. `lower` takes `jax.ShapeDtypeStruct`s for arrays, too,
-      and its compiled program is to be read: it takes arrays alone.
+      `options`, `findings`, `tuned` and `plan` of `jaxoff.jit`. `lower` takes `jax.ShapeDtypeStruct`s for
+      arrays, too, and its compiled program is to be read: it takes arrays alone.
 
     Raises:
       ValueError: for another value of `donate`, and for keywords of static or donated arguments or shardings.

@@ -31,6 +31,7 @@ def nnx_jit(
     compiler_options: Mapping[str, Any] | None = None,
     device: Device | str | None = None,
     recipe: str | None = None,
+    tune: bool = False,
     device_bytes: float | str | None = None,
     host_bytes: float | str | None = None,
     compress: Sequence[str] | None = None,
@@ -44,12 +45,12 @@ def nnx_jit(
 
     Args:
       fun: as for `nnx.jit`; without it, a decorator.
-      compiler_options, device, recipe, device_bytes, host_bytes, compress: as for `jaxoff.jit`.
+      compiler_options, device, recipe, tune, device_bytes, host_bytes, compress: as for `jaxoff.jit`.
       **kwargs: as for `nnx.jit`: static and donated arguments, shardings, `graph`, `graph_updates`.
 
     Returns:
       A function like that of `nnx.jit`, with `lower`, `trace` and `eval_shape`, and with the `recipe`,
-      `options`, `findings` and `plan` of `jaxoff.jit`.
+      `options`, `findings`, `tuned` and `plan` of `jaxoff.jit`.
 
     Raises:
       ImportError: if flax is not installed.
@@ -67,19 +68,10 @@ def nnx_jit(
       >>> bool(step(model, x) > step(model, x))
       True
     """
-    if fun is None:
-        return functools.partial(
-            nnx_jit,
-            compiler_options=compiler_options,
-            device=device,
-            recipe=recipe,
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
-            compress=compress,
-            **kwargs,
-        )
-    ours: dict[str, Any] = dict(compiler_options=compiler_options, device=device, recipe=recipe)
+    ours: dict[str, Any] = dict(compiler_options=compiler_options, device=device, recipe=recipe, tune=tune)
     ours |= dict(device_bytes=device_bytes, host_bytes=host_bytes, compress=compress)
+    if fun is None:
+        return functools.partial(nnx_jit, **ours, **kwargs)
     return NnxJitted(_import_nnx().jit(fun, **kwargs), ours, kwargs)
 
 

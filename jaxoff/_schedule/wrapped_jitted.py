@@ -57,6 +57,11 @@ class WrappedJitted(abc.ABC):
         return self.jitted.findings
 
     @property
+    def tuned(self) -> dict[str, float]:
+        """Milliseconds of a step by each program that `tune` compared."""
+        return self.jitted.tuned
+
+    @property
     def plan(self) -> Plan | None:
         """The `jaxoff.Plan` within `device_bytes`, of the latest call; None before."""
         return self.jitted.plan

@@ -89,6 +89,13 @@ def test_losses_and_updates_of_several_steps_are_those_of_nnx_jit(options):
     assert "xla_disable_hlo_passes" in step.options
 
 
+def test_programs_are_compared_by_the_times_of_steps_that_train(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXOFF_CACHE_DIR", str(tmp_path))
+    losses, _, step, _ = train(jaxoff.nnx_jit, steps=24, tune=True)
+    assert len(step.tuned) > 1 and all(ms > 0 for ms in step.tuned.values())
+    assert_close(losses, train(nnx.jit, steps=24)[0])
+
+
 def test_residuals_of_the_step_are_offloaded():
     step = jaxoff.nnx_jit(lambda model, x: nnx.grad(lambda model: model(x).sum())(model))
     text = str(step.trace(Model(0), jnp.ones((16, WIDTH))).traced.jaxpr)
