@@ -29,7 +29,7 @@ from jaxoff._schedule.vanished import find_vanished
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class OtherForm:
     """Another form of a program: its setting, `jax.jit` function and findings."""
 
     setting: Setting
@@ -84,7 +84,7 @@ def choose_form(
     candidates: Sequence[Candidate],
     make_instance: Callable[[Call, Setting, Traced], Any],
     options: Mapping[str, Any],
-) -> Form | None:
+) -> OtherForm | None:
     """The first form of a program with a recipe within the limits of the candidates, by that recipe.
 
     Args:
@@ -110,10 +110,10 @@ def _choose(
     candidates: Sequence[Candidate],
     make_instance: Callable[[Call, Setting, Traced], Any],
     options: Mapping[str, Any],
-) -> Form | None:
+) -> OtherForm | None:
     listed = list_settings(made.program, options, has_twin=False)
     settings = {s.recipe: s for s in listed if s.recipe is not Recipe.STOCK}
-    found: dict[Recipe, Form] = {}
+    found: dict[Recipe, OtherForm] = {}
 
     def make(call: Call, setting: Setting) -> Any:
         return make_instance(call, setting, made)
@@ -123,7 +123,7 @@ def _choose(
         instance = make(call, setting)
         compiled = call.lower(instance).compile()
         findings = find_vanished(made.given, call.devices, compiled) if call.is_on_gpu else ()
-        found[recipe] = Form(setting, instance, tuple(findings))
+        found[recipe] = OtherForm(setting, instance, tuple(findings))
         return compiled
 
     recipe = choose_beside([*settings], compile_recipe, candidates)
