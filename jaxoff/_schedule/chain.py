@@ -148,7 +148,9 @@ class Chain:
         """Parts the operands to tie: those behind a barrier, and those that a product before has read.
 
         Over several devices the compiler may gather an operand, once for all products that read one value: a
-        barrier for each product makes each a value of its own.
+        barrier for each product makes each a value of its own. Where all operands have been read, the one of
+        the fewest readers gets a barrier; a product with a single operand, which the last product read, too,
+        gets none and stands beside the chain.
         """
         shared = [v for v in tied if v in self._read_as]
         if not (shared and is_compute(self._eqns[i])):

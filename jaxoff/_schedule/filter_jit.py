@@ -134,7 +134,8 @@ class FilterJitted(WrappedJitted):
     def __init__(self, fun: Callable[..., Any], donate: str, options: Mapping[str, Any]):
         self._signature, self._is_quiet = inspect.signature(fun), donate.startswith("all")
         names = [*self._signature.parameters, _FUNCTION]
-        donated = [] if donate == "none" else names[donate.endswith("except-first") :]
+        first = 1 if donate.endswith("except-first") else 0
+        donated = [] if donate == "none" else names[first:]
 
         def of_arrays(rests: tuple[tuple[str, _Rest], ...], /, **arrays: Any) -> tuple[Any, _Rest]:
             values = {name: rest.combine(arrays[name]) for name, rest in rests}
