@@ -250,7 +250,7 @@ class Draft:
     def _find_freed(self, i: int) -> list[int]:
         """The kernels to place next because kernel `i` is placed; places kernels of small results itself."""
         readers = {j: None for v in self._eqns[i].outvars for j in self._graph.readers.get(v, ())}
-        freed = []
+        freed = self._find_reductions(i)
         for j in readers:
             if j not in self._placed and (self._takes_no_memory(j) or self._is_ready_to_send(j)):
                 freed.append(j)
@@ -260,6 +260,14 @@ class Draft:
             elif j not in self._placed and self._only_leaves(j):
                 self._run_kernel(j, chained=False)
         return freed
+
+    def _find_reductions(self, i: int) -> list[int]:
+        """The sums that can run now and free a value that kernel `i` has read: they read it last."""
+        ended = [v for v in self._graph.reads[i] if self._chain.unread[v] == 1 and v in self._graph.maker]
+        readers = {j: None for v in ended for j in self._graph.readers[v] if j not in self._placed}
+        return [
+            j for j in readers if self._eqns[j].primitive.name == "reduce_sum" and self._takes_no_memory(j)
+        ]
 
     def _can_reload(self, i: int) -> bool:
         """Whether the operand of reload `i` is on the host, and the buffer for the result is free."""

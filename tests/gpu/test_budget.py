@@ -33,7 +33,7 @@ def test_steps_within_a_budget_are_those_of_the_plain_program(name):
     most = program_nbytes(plain.lower(step.state, step.batch).compile())
     expected = take_steps(plain)
     assert expected[-1] < expected[0]
-    for part in (2.0, 0.85):
+    for part in (2.0, 0.4):
         planned = jaxoff.jit(step.fun, donate_argnums=0, device_bytes=part * most)
         np.testing.assert_allclose(take_steps(planned), expected, rtol=1e-2)
         assert program_nbytes(planned.lower(step.state, step.batch).compile()) <= part * most

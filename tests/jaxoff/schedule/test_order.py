@@ -18,7 +18,7 @@ from jaxoff._jaxpr.kernels import KernelGraph
 from jaxoff._jaxpr.primitives import is_compute
 from jaxoff._layers.scan import scan_by_strategy
 from jaxoff._schedule.copy_times import ReloadPlan
-from jaxoff._schedule.decide import Draft
+from jaxoff._schedule.decide import Draft, decide
 from jaxoff._schedule.problem import OrderOptions, OrderProblem, SpareRow
 from jaxoff._schedule.rewrite import rewrite
 from jaxoff._schedule.schedule import DelayReload
@@ -301,6 +301,26 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
     (delay,) = (action for action in schedule.actions if isinstance(action, DelayReload))
     (last_large,) = (v for v in jaxpr.eqns[schedule.kernels[began - 1]].outvars)
     assert (delay.kernel, delay.row, delay.after) == (reload, SpareRow(0, 1), last_large)
+
+
+def test_a_sum_of_a_value_frees_it_once_the_other_readers_have_run():
+    """The gradient of a bias that layers share, for example: one value a layer would wait for the last add."""
+
+    def backward(g, x, w):
+        scores, sums = jnp.tanh(x @ w), []  # all sums are read at the end
+        for _ in range(LAYERS):
+            scores = jnp.tanh(scores * 2 @ w)
+            sums.append(jnp.sum(scores.reshape(2, 2, -1, WIDTH), 0))
+        return g + sum(sums)
+
+    arguments = inputs(2, ROWS, WIDTH), inputs(4 * ROWS, WIDTH), inputs(WIDTH, WIDTH)
+    jaxpr = jax.make_jaxpr(backward)(*arguments).jaxpr
+    problem = OrderProblem(
+        tuple(jaxpr.eqns), frozenset(jaxpr.outvars), (True,) * len(jaxpr.eqns), waits_for_sends=True
+    )
+    names = [jaxpr.eqns[i].primitive.name for i in decide(problem, H200, large_nbytes=1).kernels]
+    heavy = [name for name in names if name in ("dot_general", "reduce_sum")]
+    assert heavy == ["dot_general", *["dot_general", "reduce_sum"] * LAYERS]
 
 
 def test_what_a_mutable_array_holds_is_read_and_written_in_the_order_given():
