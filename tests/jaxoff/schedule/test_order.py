@@ -304,7 +304,7 @@ def test_a_reload_starts_before_light_kernels_where_what_it_waits_for_lives_anyw
 
 
 def test_a_sum_of_a_value_frees_it_once_the_other_readers_have_run():
-    """The gradient of a bias that layers share, for example: one value a layer would wait for the last add."""
+    """The gradient of a bias that layers share, for example: values of all layers would wait for an add."""
 
     def backward(g, x, w):
         scores, sums = jnp.tanh(x @ w), []  # all sums are read at the end
