@@ -110,7 +110,7 @@ class CopyTimes:
         """Adds send `i`, which can start when its operand is made."""
         self.send_starts[i] = max((self._made.get(v, 0.0) for v in self._graph.reads[i]), default=0.0)
 
-    def plan_reloads(self, reuses_buffer_of: Mapping[Var, Var]) -> ReloadPlan:
+    def plan_reloads(self, reuses_buffer_of: Mapping[Var, Var], most_ahead: int | None = None) -> ReloadPlan:
         """Plans each reload to start as late as possible and still be in time.
 
         The link serves the reloads in turn, so the plan begins with the last reload. Of reloads needed at the
@@ -118,6 +118,8 @@ class CopyTimes:
 
         Args:
           reuses_buffer_of: as in `OrderProblem`.
+          most_ahead: of a value that the program sends, a reload starts at most so many reloads ahead of its
+            turn, in time or not: a value that is read back as soon as it is sent wins no memory.
         """
 
         def sort_key(item: tuple[int, float]) -> tuple[float, float]:
@@ -126,8 +128,10 @@ class CopyTimes:
 
         needed = sorted(self._list_needed(), key=sort_key)
         starts, busy_from, latest = {}, float("inf"), float("inf")
-        for i, time in reversed(needed):
+        for k, (i, time) in reversed([*enumerate(needed)]):
             busy_from = min(time, busy_from) - RELOAD_SLACK * self.estimate_reload_ms(i)
+            if most_ahead is not None and k >= most_ahead and not self._is_on_host_at_start(i):
+                busy_from = max(busy_from, needed[k - most_ahead][1])
             latest = min(time, latest) - LEAST_RELOAD_SLACK * self.estimate_reload_ms(i)
             starts[i] = find_unhindered_start(self._find_start(busy_from), latest, self._long_kernels)
         order = tuple(i for i, _ in needed if self._is_on_host_at_start(i))

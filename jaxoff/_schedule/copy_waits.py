@@ -15,8 +15,9 @@ from jaxoff._schedule.copy_times import CopyTimes
 class CopyWaits:
     """The copies under way, by their results."""
 
-    def __init__(self, eqns: Sequence[JaxprEqn], times: CopyTimes, device: Device):
-        self._times, self._device = times, device
+    def __init__(self, eqns: Sequence[JaxprEqn], times: CopyTimes, device: Device, *, keeps_pace: bool):
+        """Takes the program; with `keeps_pace`, a send is due when the next one starts."""
+        self._times, self._device, self._keeps_pace = times, device, keeps_pace
         self._copies = {v: i for i, eqn in enumerate(eqns) if compat.transfer_in(eqn) for v in eqn.outvars}
         self._due: dict[Var, float] = {}  # copy -> time from which the next kernel waits for the copy, ms
         self._last_send_end = 0.0
@@ -26,6 +27,8 @@ class CopyWaits:
         """Records the start of a copy; ignores other equations."""
         out, kind = eqn.outvars[0], compat.transfer_in(eqn)
         if kind == "D2H":
+            if self._keeps_pace:
+                self._due = {v: min(due, time) for v, due in self._due.items()}
             send_ms = self._device.d2h_ms(compat.nbytes(out.aval))
             self._last_send_end = max(time, self._last_send_end) + send_ms
             self._due[out] = self._last_send_end + PATIENCE * send_ms

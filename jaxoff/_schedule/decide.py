@@ -36,6 +36,9 @@ LARGE_NBYTES = 1 << 20
 # Each draft plans its reloads from the times of the draft before, until the plan repeats. In all programs of
 # the benchmarks, the plan repeats after two or three drafts (bench/LOG.md, "2026-11-25: one trace").
 MOST_DRAFTS = 4
+# Reloads under way ahead of their turns, where kernels keep pace with the link. Chosen: with 4, an ensemble
+# of networks took 8.19 GB for 7.45 (bench/LOG.md, "2026-12-01, later").
+_MOST_AHEAD = 2
 # Kernels: how far down the program order `decide` looks for a kernel to run while another waits for a reload.
 _LOOKAHEAD = 8
 
@@ -54,6 +57,7 @@ def decide(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYT
     graph = KernelGraph(problem.eqns, problem.outs | problem.moved_aside)
     summed = find_summed_products(problem, graph)
     reloads, room = ReloadPlan(), 0
+    most_ahead = _MOST_AHEAD if problem.options.keeps_pace and problem.waits_for_sends else None
     pairs: dict[int, int] = {}
     if any(is_collective(problem.eqns[i]) for i in graph.kernels):
         plain = Draft(problem, graph, summed, device, large_nbytes, reloads, pairs)
@@ -63,7 +67,7 @@ def decide(problem: OrderProblem, device: Device, large_nbytes: int = LARGE_NBYT
     for _ in range(MOST_DRAFTS):
         draft = Draft(problem, graph, summed, device, large_nbytes, reloads, pairs, room)
         schedule, before = draft.run(), (reloads, pairs)
-        reloads = draft.times.plan_reloads(problem.reuses_buffer_of)
+        reloads = draft.times.plan_reloads(problem.reuses_buffer_of, most_ahead)
         pairs = pairs or find_fusion_pairs(schedule.kernels, problem, graph, large_nbytes)
         if (reloads, pairs) == before:
             break
@@ -104,7 +108,7 @@ class Draft:
         self._collectives = Collectives(problem, graph, large_nbytes, device)
         self.times = CopyTimes(problem.eqns, graph, device)
         self.held = HeldMemory(problem.eqns, problem.outs)
-        self._waits = CopyWaits(problem.eqns, self.times, device)
+        self._waits = CopyWaits(problem.eqns, self.times, device, keeps_pace=problem.options.keeps_pace)
         self._summed = summed
         self._chain = Chain(problem, graph, large_nbytes, pairs, summed, self._waits)
         self._placed: set[int] = set()

@@ -30,7 +30,7 @@ from jaxoff._schedule.call import Call, Place
 from jaxoff._schedule.compiled_programs import Compiler
 from jaxoff._schedule.faults import describe_symbolic, rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
-from jaxoff._schedule.other_forms import choose_form, is_passed_over, list_forms
+from jaxoff._schedule.other_forms import choose_form, list_forms
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import find_lost_order
 from jaxoff._schedule.rewrite import Rewritten
@@ -263,14 +263,16 @@ class Jitted:
 
         compares = call.is_on_gpu or self._tunes
         recipe, candidates = choose_recipe([*settings], compile_recipe, call.devices, compares=compares)
-        if traced.is_reusable and is_passed_over(recipe, candidates):
+        findings = unmet.get(settings[recipe], ())
+        if traced.is_reusable and compares:
             ask = functools.partial(self._lower_given, call, traced.signature, traced.shapes)
-            forms = list_forms(call, traced, self._fun, self._kwargs, ask, self._rewrite)
+            how = self._fun, self._kwargs, ask, self._rewrite
+            forms = list_forms(call, traced, *how, (recipe, candidates), findings)
             if found := choose_form(call, forms, candidates, self._make_instance, self._given):
                 self._instances[call.key, found.setting] = found.instance
                 self._report(found.findings)
                 return found.setting
-        self._report([*find_fallback(recipe, candidates), *unmet.get(settings[recipe], ())])
+        self._report([*find_fallback(recipe, candidates), *findings])
         return settings[recipe]
 
     def _compile(self, call: Call, traced: Traced, unmet: _Unmet, setting: Setting) -> jax.stages.Compiled:

@@ -1,14 +1,18 @@
-"""Other forms of a program in jaxoff's order, where the order exchanges too much between devices.
+"""Other forms of a program in jaxoff's order, for what its first form does badly.
 
 In jaxoff's order the compiler may divide values otherwise than in the program as given: a decoder divided by
 columns exchanged 65 GB a step, 36 GB as given, and 9.7 GB with its batch divided throughout. And it gathers
 an operand for each product that a barrier parts from the others: with batch and features divided (Megatron's
-mesh) 26.8 GB, as given and with shared operands 17.0 (bench/LOG.md).
+mesh) 26.8 GB, as given and with shared operands 17.0. Outside of loops XLA leaves out copies to the host that
+the link does not keep up with: of an ensemble of networks 0.5 of 8.1 GB moved, and 7.0 GB where the kernels
+keep pace with the link (bench/LOG.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +24,12 @@ from jaxoff._report.progress import Progress
 from jaxoff._schedule.call import Call
 from jaxoff._schedule.divided_batch import pin_batch
 from jaxoff._schedule.problem import OrderOptions
-from jaxoff._schedule.recipes import REFERENCES, Candidate, Recipe, choose_beside
+from jaxoff._schedule.recipes import REFERENCES, TOLERANCE, Candidate, Recipe, choose_beside
 from jaxoff._schedule.rewrite import Rewritten
 from jaxoff._schedule.settings import Setting, complete, list_settings
 from jaxoff._schedule.sharding_marks import Lower
 from jaxoff._schedule.traced import Traced
-from jaxoff._schedule.vanished import find_vanished
+from jaxoff._schedule.vanished import Vanished, find_vanished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +41,20 @@ class OtherForm:
     findings: Sequence[Finding]
 
 
-def is_passed_over(chosen: Recipe, candidates: Iterable[Candidate]) -> bool:
+@dataclasses.dataclass(frozen=True)
+class FormMaker:
+    """Makes a form of a program.
+
+    Attributes:
+      make: makes the program; None where nothing is to change.
+      most_nbytes: the most device memory that the form may take, in bytes.
+    """
+
+    make: Callable[[], Traced | None]
+    most_nbytes: float = math.inf
+
+
+def exchanges_too_much(chosen: Recipe, candidates: Iterable[Candidate]) -> bool:
     """Whether a reference is `chosen`, and recipes in jaxoff's order exchange too many bytes."""
     by_recipe = {candidate.recipe: candidate for candidate in candidates}
     stock, ordered = by_recipe.get(Recipe.STOCK), (c for r, c in by_recipe.items() if r not in REFERENCES)
@@ -51,17 +68,23 @@ def list_forms(
     keywords: dict[str, Any],
     ask: Lower,
     rewrite: Callable[..., Rewritten],
-) -> list[Callable[[], Traced | None]]:
-    """The makers of a call's program in other forms; each returns None where nothing is to change.
+    choice: tuple[Recipe, Sequence[Candidate]],
+    findings: Iterable[Finding],
+) -> list[FormMaker]:
+    """The makers of a call's program in other forms; none where the first form does well.
 
-    The first divides the batch throughout. In the second products share their operands.
+    Where the first form exchanges too much, the batch is divided throughout, or else products share their
+    operands. Where most of the copies were left out, kernels keep pace with the link.
 
     Args:
       call, traced: the call and its program.
       fun, keywords: the function, and its keywords of `jax.jit`.
       ask: lowers a program, to read the compiler's divisions.
       rewrite: (call, program, ask, options=) -> the rewritten program.
+      choice: the recipe chosen of the first form, and the candidates.
+      findings: of the chosen recipe's program.
     """
+    chosen, candidates = choice
 
     def divide_batch() -> Traced | None:
         positions = traced.signature[1]
@@ -71,16 +94,26 @@ def list_forms(
             return None
         return dataclasses.replace(traced, given=pinned, program=rewrite(call, pinned, ask))
 
-    def share_operands() -> Traced:
-        options = OrderOptions(shares_operands=True)
-        return dataclasses.replace(traced, program=rewrite(call, traced.given, ask, options=options))
+    def order(**options: bool) -> Traced:
+        program = rewrite(call, traced.given, ask, options=OrderOptions(**options))
+        return dataclasses.replace(traced, program=program)
 
-    return [divide_batch, share_operands]
+    def keep_pace() -> Traced | None:
+        paced = order(keeps_pace=True)
+        return None if str(paced.program.jaxpr) == str(traced.program.jaxpr) else paced
+
+    if exchanges_too_much(chosen, candidates):
+        return [FormMaker(divide_batch), FormMaker(functools.partial(order, shares_operands=True))]
+    is_left_out = chosen in REFERENCES or any(isinstance(f, Vanished) and f.is_most for f in findings)
+    if is_left_out and call.is_on_gpu:
+        taken = min(c.nbytes or math.inf for c in candidates if c.recipe is chosen)
+        return [FormMaker(keep_pace, (1 - TOLERANCE) * taken)]
+    return []
 
 
 def choose_form(
     call: Call,
-    forms: Iterable[Callable[[], Traced | None]],
+    forms: Iterable[FormMaker],
     candidates: Sequence[Candidate],
     make_instance: Callable[[Call, Setting, Traced], Any],
     options: Mapping[str, Any],
@@ -94,10 +127,10 @@ def choose_form(
       make_instance: makes the `jax.jit` function of a program.
       options: the caller's compiler options.
     """
-    for make in forms:
+    for form in forms:
         try:
-            made = make()
-            if made and (found := _choose(call, made, candidates, make_instance, options)):
+            made = form.make()
+            if made and (found := _choose(call, made, candidates, form.most_nbytes, make_instance, options)):
                 return found
         except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, over shardings that do not fit
             Progress().say(f"no other form of the program ({type(fault).__name__}: {fault})")
@@ -108,6 +141,7 @@ def _choose(
     call: Call,
     made: Traced,
     candidates: Sequence[Candidate],
+    most_nbytes: float,
     make_instance: Callable[[Call, Setting, Traced], Any],
     options: Mapping[str, Any],
 ) -> OtherForm | None:
@@ -126,5 +160,5 @@ def _choose(
         found[recipe] = OtherForm(setting, instance, tuple(findings))
         return compiled
 
-    recipe = choose_beside([*settings], compile_recipe, candidates)
+    recipe = choose_beside([*settings], compile_recipe, candidates, call.devices, most_nbytes)
     return None if recipe is None else found[recipe]

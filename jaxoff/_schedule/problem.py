@@ -26,10 +26,14 @@ class OrderOptions:
       shares_operands: whether products of a divided program read the same value of an operand. Otherwise each
         waits for the kernel before it through a barrier over the operand, which proves more memory free; but
         an operand that the compiler gathers is then gathered for each product.
+      keeps_pace: whether kernels outside of loops keep pace with the link: a send is waited for when the next
+        one starts, and a reload starts at most two reloads ahead. Otherwise kernels wait where that costs
+        little, and XLA leaves out a send that has not ended when its value is read again.
     """
 
     by_barriers: bool = False
     shares_operands: bool = False
+    keeps_pace: bool = False
 
 
 DEFAULT_ORDER = OrderOptions()

@@ -181,18 +181,22 @@ def choose_beside(
     recipes: Iterable[Recipe],
     compile_recipe: Callable[[Recipe], jax.stages.Compiled],
     candidates: Iterable[Candidate],
+    devices: int,
+    most_nbytes: float = math.inf,
 ) -> Recipe | None:
     """Chooses a recipe of another form of a program, by the limits of the program's own candidates.
 
     Args:
-      recipes, compile_recipe: as for `choose_recipe`, of the other form.
+      recipes, compile_recipe, devices: as for `choose_recipe`, of the other form.
       candidates: of the program.
+      most_nbytes: the most device memory that the form may take, in bytes.
 
     Returns:
       The recipe; None if all take or exchange too much.
     """
     known = {c.recipe: c for c in candidates if c.recipe in REFERENCES}
-    chosen = _choose_within(recipes, compile_recipe, known, several_devices=True)
+    limits = {"several_devices": devices > 1, "most_nbytes": most_nbytes}
+    chosen = _choose_within(recipes, compile_recipe, known, **limits)
     return chosen.recipe if chosen and chosen.recipe not in REFERENCES else None
 
 
@@ -202,13 +206,14 @@ def _choose_within(
     candidates: dict[Recipe, Candidate],
     *,
     several_devices: bool,
+    most_nbytes: float = math.inf,
 ) -> Candidate | None:
     """The first recipe within the limits of the candidates known so far; adds those compiled to these.
 
     On one device the one of less memory wins of the recipes that hide copies, where there are limits.
     """
     known = [c.nbytes for c in candidates.values() if c.nbytes is not None]
-    limit = (1 + TOLERANCE) * min(known, default=math.inf)
+    limit = min((1 + TOLERANCE) * min(known, default=math.inf), most_nbytes)
     stock, twin = (candidates.get(recipe) for recipe in REFERENCES)
     fitting: list[Candidate] = []
     for recipe in recipes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -21,10 +22,24 @@ _TOLERANCE = 0.1
 # The part of the bytes asked for from which on values that are never reloaded are said.
 _LEAST_SHARE = 0.01
 
+# From this part of the bytes asked for on, an offload that vanished is most of the program's.
+_MOST = 0.5
+
 type Reloads = collections.Counter[int]  # bytes of a copy from the host -> the number of such copies
 
 
-def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compiled) -> Iterator[Finding]:
+@dataclasses.dataclass(frozen=True)
+class Vanished(Finding):
+    """The finding of a compiled program that keeps on the device what it was to offload.
+
+    Attributes:
+      is_most: whether this is most of what the program was to offload.
+    """
+
+    is_most: bool = False
+
+
+def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compiled) -> Iterator[Vanished]:
     """Finds a compiled program with fewer copies from the host than the traced program.
 
     The reloads are compared: XLA may send equal values once and reload them twice, and the stacks of two
@@ -52,12 +67,13 @@ def find_vanished(closed: ClosedJaxpr, devices: int, compiled: jax.stages.Compil
     sent = ((n, repr(label)) for n, label in _list_sent(jaxpr) if n in left_out)
     labels = ", ".join(dict.fromkeys(label if n in gone else f"some of {label}" for n, label in sent))
     which = f"{format_nbytes(nbytes)} of them on the device{labels and f': {labels}'}"
-    yield Finding(
+    yield Vanished(
         FindingCode.OFFLOAD_VANISHED,
         f"the program offloads {format_nbytes(total)}, and the compiled program keeps {which}. Outside of "
         "loops XLA folds a copy to the host with its reload where no kernel between the two is long enough, "
         "or where the link is still busy with earlier copies. Offload less (jaxoff.explain says which copies "
         "are late), scan the layers (jaxoff.scan), or give each more work.",
+        is_most=nbytes > _MOST * total,
     )
 
 

@@ -1,6 +1,7 @@
 """Programs put in order: the same results, the same copies, and one chain of large values."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -36,6 +37,7 @@ from tests.repeated_steps import REPEATED_STEPS, step_of_list
 
 LAYERS, ROWS, WIDTH, HIDDEN = 5, 16, 8, 32
 BOTH = jaxoff.policy(offload=["x_in", "act"])
+ORDERS = st.sampled_from([OrderOptions(), OrderOptions(shares_operands=True), OrderOptions(keeps_pace=True)])
 LOOP_BODIES = ("jaxpr", "body_jaxpr")  # of a scan, and of a while loop
 
 
@@ -226,12 +228,34 @@ def test_copies_to_the_host_are_waited_for_outside_of_loops():
     assert sum(v in held for v in sent) >= 2 * (LAYERS - 1)
 
 
+def test_kernels_that_keep_pace_with_the_link_wait_for_each_send_and_hold_few_reloads():
+    """Over a link much slower than the kernels; otherwise these wait for no send."""
+    link = Device(flops=1e6, memory_gbps=1e-3, d2h_gbps=1e-6, h2d_gbps=1e-6)
+    plain = jax.make_jaxpr(jax.grad(loss_of(jaxoff.policy(offload=["act"]), flat=True)))(*arguments())
+
+    def describe(keeps_pace):
+        options = OrderOptions(keeps_pace=keeps_pace)
+        eqns = rewrite(plain, link, large_nbytes=1, options=options).jaxpr.jaxpr.eqns
+        names = [compat.transfer_in(eqn) or ("product" if is_compute(eqn) else "") for eqn in eqns]
+        awaited = {v for eqn in eqns if eqn.primitive.name == "optimization_barrier" for v in eqn.invars}
+        sent = [eqn.outvars[0] in awaited for eqn in eqns if compat.transfer_in(eqn) == "D2H"]
+        reloads = [i for i, name in enumerate(names) if name == "H2D"]
+        between = [names[i:k].count("product") for i, k in itertools.pairwise(reloads)]
+        return sum(sent), between
+
+    assert describe(keeps_pace=False)[0] == 0
+    awaited, between = describe(keeps_pace=True)
+    assert awaited >= LAYERS - 1
+    assert len(between) == LAYERS - 1
+    assert min(between[2:]) > 1  # the first ones start as soon as their values are sent
+
+
 @settings(max_examples=4, deadline=None, derandomize=True)
-@given(programs(SIMPLE | TRANSFORMS, 8), policies(), st.booleans())
-def test_random_programs_in_loops_keep_results_and_copies(program, policy, shares):
+@given(programs(SIMPLE | TRANSFORMS, 8), policies(), ORDERS)
+def test_random_programs_in_loops_keep_results_and_copies(program, policy, options):
     loss = functools.partial(random_loss(program, scanned=True), policy)
     plain = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*ARGS)
-    result = rewrite(plain, H200, large_nbytes=1, options=OrderOptions(shares_operands=shares))
+    result = rewrite(plain, H200, large_nbytes=1, options=options)
     assert copies(result.jaxpr.jaxpr) == copies(plain.jaxpr)
     leaves = jax.tree.leaves(ARGS)
     got, want = (jax.jit(compat.jaxpr_as_fun(closed))(*leaves) for closed in (result.jaxpr, plain))
@@ -239,14 +263,14 @@ def test_random_programs_in_loops_keep_results_and_copies(program, policy, share
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
-@given(programs(SIMPLE | TRANSFORMS, 8), policies(), st.booleans())
-def test_random_programs_one_layer_after_the_other_keep_their_results(program, policy, shares):
+@given(programs(SIMPLE | TRANSFORMS, 8), policies(), ORDERS)
+def test_random_programs_one_layer_after_the_other_keep_their_results(program, policy, options):
     def loss(w, x):
         one = random_loss(program, scanned=False)
         return sum(one(policy, w[i : i + 1], x * (i + 1)) for i in range(2))
 
     plain = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*ARGS)
-    result = rewrite(plain, H200, large_nbytes=1, options=OrderOptions(shares_operands=shares))
+    result = rewrite(plain, H200, large_nbytes=1, options=options)
     leaves = jax.tree.leaves(ARGS)
     got, want = (jax.jit(compat.jaxpr_as_fun(closed))(*leaves) for closed in (result.jaxpr, plain))
     assert_close(list(got), list(want))

@@ -15,7 +15,7 @@ from jaxoff import FindingCode
 from jaxoff._jaxpr.host_values import split_copies
 from jaxoff._jaxpr.saved_twin import build_saved_twin
 from jaxoff._runtime.flags import recall_placement
-from jaxoff._schedule.other_forms import choose_form, is_passed_over
+from jaxoff._schedule.other_forms import FormMaker, choose_form, exchanges_too_much
 from jaxoff._schedule.recipes import Recipe, choose_beside, choose_recipe, find_fallback, list_recipes
 from tests.jaxoff.policy.matrix import SAME_PRODUCTS, assert_equal
 
@@ -125,7 +125,9 @@ def test_a_form_that_cannot_be_made_leaves_the_recipe_chosen():
     def divide():
         raise ValueError("the sharding does not fit")
 
-    assert choose_form(None, [divide, lambda: None], [], None, {}) is None  # nothing is made of the call
+    assert (
+        choose_form(None, [FormMaker(divide), FormMaker(lambda: None)], [], None, {}) is None
+    )  # nothing is made of the call
 
 
 @pytest.mark.parametrize(
@@ -146,13 +148,13 @@ def test_another_form_of_a_program_runs_within_the_limits_of_the_program(rows, g
         return compiled_of(nbytes, gather.format(rows=1_000_000 * given[recipe]))
 
     chosen, candidates = choose_recipe(EVERY, compile_given, 2)
-    assert is_passed_over(chosen, candidates)
-    assert not is_passed_over(Recipe.EARLY, candidates)
+    assert exchanges_too_much(chosen, candidates)
+    assert not exchanges_too_much(Recipe.EARLY, candidates)
 
     def compile_other(recipe):
         return compiled_of(int(gigabytes * 1e9), gather.format(rows=1_000_000 * rows))
 
-    assert choose_beside(EVERY[:3], compile_other, candidates) == expected
+    assert choose_beside(EVERY[:3], compile_other, candidates, 2) == expected
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,7 @@ def test_a_compiled_program_that_reloads_less_is_said(copies, vanished):
     found = list(find_vanished(closed, 1, compiled))
     assert [finding.code for finding in found] == [jaxoff.FindingCode.OFFLOAD_VANISHED] * vanished
     if vanished:
+        assert found[0].is_most == (copies == 0)
         text = str(found[0])
         assert f"offloads 384 B, and the compiled program keeps {384 - 128 * copies} B of them" in text
         assert f"on the device: {'some of ' * bool(copies)}'a'. Outside" in text
