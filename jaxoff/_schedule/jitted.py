@@ -30,7 +30,7 @@ from jaxoff._schedule.call import Call, Place
 from jaxoff._schedule.compiled_programs import Compiler
 from jaxoff._schedule.faults import describe_symbolic, rewrite_safely
 from jaxoff._schedule.guards import refuse_what_fails
-from jaxoff._schedule.other_forms import choose_form, list_forms
+from jaxoff._schedule.other_forms import Ways, find_form
 from jaxoff._schedule.recipes import LoweredByRecipe, Recipe, choose_recipe, find_fallback
 from jaxoff._schedule.requests import find_lost_order
 from jaxoff._schedule.rewrite import Rewritten
@@ -51,7 +51,6 @@ from jaxoff._schedule.within_budget import Within, Written, estimate_within, fin
 from jaxoff._state import hosted
 
 type _Unmet = dict[Setting, Sequence[Finding]]
-
 _jax_jit = jax.jit  # `jax.jit = jaxoff.jit` must not make this module call itself
 
 
@@ -124,7 +123,7 @@ class Jitted:
         with self._probe(call) as traced:
             self._latest, *others = self._list_settings(call, traced)
             lowered = self._lower(call, self._latest)
-        if not others and self._latest.is_complete:
+        if not (others or traced.is_judged(call)) and self._latest.is_complete:
             return LoweredByRecipe.of(lowered, self.options, self._placed_by)
         mesh = meshes.current_mesh()
 
@@ -253,7 +252,7 @@ class Jitted:
     def _choose(self, call: Call, traced: Traced) -> Setting:
         """The setting of the recipe that a program runs by; compiles the candidates if there are several."""
         first, *others = self._list_settings(call, traced)
-        if not others:
+        if not (others or traced.is_judged(call)):
             return complete(first, call, self._make_instance)
         settings, unmet = {s.recipe: s for s in (first, *others)}, dict[Setting, Sequence[Finding]]()
 
@@ -262,21 +261,20 @@ class Jitted:
             return self._compile(call, traced, unmet, settings[recipe])
 
         compares = call.is_on_gpu or self._tunes
-        recipe, candidates = choose_recipe([*settings], compile_recipe, call.devices, compares=compares)
+        recipe, tried = choose_recipe([*settings], compile_recipe, call.devices, compares=compares)
         findings = unmet.get(settings[recipe], ())
         if traced.is_reusable and compares:
             ask = functools.partial(self._lower_given, call, traced.signature, traced.shapes)
-            how = self._fun, self._kwargs, ask, self._rewrite
-            forms = list_forms(call, traced, *how, (recipe, candidates), findings)
-            if found := choose_form(call, forms, candidates, self._make_instance, self._given):
+            ways = Ways(self._fun, self._kwargs, ask, self._rewrite, self._make_instance, self._given)
+            if found := find_form(call, traced, ways, recipe, tried, findings):
                 self._instances[call.key, found.setting] = found.instance
                 self._report(found.findings)
                 return found.setting
-        self._report([*find_fallback(recipe, candidates), *findings])
+        self._report([*find_fallback(recipe, tried), *findings])
         return settings[recipe]
 
     def _compile(self, call: Call, traced: Traced, unmet: _Unmet, setting: Setting) -> jax.stages.Compiled:
-        """Compiles the program of a setting; adds to `unmet` what it was to offload and does not."""
+        """Compiles a setting's program; adds to `unmet` what it was to offload and does not."""
         compiled = self._lower(call, setting).compile()
         if call.is_on_gpu and setting.recipe is not Recipe.SAVED:  # whose choice is a finding itself
             unmet[setting] = tuple(find_vanished(traced.given, call.devices, compiled))

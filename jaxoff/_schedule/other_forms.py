@@ -61,41 +61,70 @@ def exchanges_too_much(chosen: Recipe, candidates: Iterable[Candidate]) -> bool:
     return chosen in REFERENCES and any(c.exchanges_more_than(stock) for c in ordered)
 
 
-def list_forms(
-    call: Call,
-    traced: Traced,
-    fun: Callable[..., Any],
-    keywords: dict[str, Any],
-    ask: Lower,
-    rewrite: Callable[..., Rewritten],
-    choice: tuple[Recipe, Sequence[Candidate]],
-    findings: Iterable[Finding],
-) -> list[FormMaker]:
-    """The makers of a call's program in other forms; none where the first form does well.
+@dataclasses.dataclass(frozen=True)
+class Ways:
+    """How a call's program is made in another form.
 
-    Where the first form exchanges too much, the batch is divided throughout, or else products share their
-    operands. Where most of the copies were left out, kernels keep pace with the link.
-
-    Args:
-      call, traced: the call and its program.
+    Attributes:
       fun, keywords: the function, and its keywords of `jax.jit`.
       ask: lowers a program, to read the compiler's divisions.
       rewrite: (call, program, ask, options=) -> the rewritten program.
-      choice: the recipe chosen of the first form, and the candidates.
+      make_instance: makes the `jax.jit` function of a program.
+      options: the caller's compiler options.
+    """
+
+    fun: Callable[..., Any]
+    keywords: dict[str, Any]
+    ask: Lower
+    rewrite: Callable[..., Rewritten]
+    make_instance: Callable[[Call, Setting, Traced], Any]
+    options: Mapping[str, Any]
+
+
+def find_form(
+    call: Call,
+    traced: Traced,
+    ways: Ways,
+    chosen: Recipe,
+    candidates: Sequence[Candidate],
+    findings: Iterable[Finding],
+) -> OtherForm | None:
+    """Another form of a call's program, where the first form does something badly and the other does not.
+
+    Args:
+      call, traced: the call and its program.
+      ways: how the form is made.
+      chosen, candidates: the recipe chosen of the first form, and the candidates.
       findings: of the chosen recipe's program.
     """
-    chosen, candidates = choice
+    forms = list_forms(call, traced, ways, chosen, candidates, findings)
+    return choose_form(call, forms, candidates, ways)
+
+
+def list_forms(
+    call: Call,
+    traced: Traced,
+    ways: Ways,
+    chosen: Recipe,
+    candidates: Sequence[Candidate],
+    findings: Iterable[Finding],
+) -> list[FormMaker]:
+    """The makers of the forms that `find_form` tries; none where the first form does well.
+
+    Where the first form exchanges too much, the batch is divided throughout, or else products share their
+    operands. Where most of the copies were left out, kernels keep pace with the link.
+    """
 
     def divide_batch() -> Traced | None:
         positions = traced.signature[1]
-        _, donated, _ = call.describe_arguments(fun, positions, keywords)
-        _, pinned = pin_batch(traced.given, donated, call.list_divisions(positions), ask)
+        _, donated, _ = call.describe_arguments(ways.fun, positions, ways.keywords)
+        _, pinned = pin_batch(traced.given, donated, call.list_divisions(positions), ways.ask)
         if pinned is traced.given:
             return None
-        return dataclasses.replace(traced, given=pinned, program=rewrite(call, pinned, ask))
+        return dataclasses.replace(traced, given=pinned, program=ways.rewrite(call, pinned, ways.ask))
 
     def order(**options: bool) -> Traced:
-        program = rewrite(call, traced.given, ask, options=OrderOptions(**options))
+        program = ways.rewrite(call, traced.given, ways.ask, options=OrderOptions(**options))
         return dataclasses.replace(traced, program=program)
 
     def keep_pace() -> Traced | None:
@@ -104,33 +133,21 @@ def list_forms(
 
     if exchanges_too_much(chosen, candidates):
         return [FormMaker(divide_batch), FormMaker(functools.partial(order, shares_operands=True))]
-    is_left_out = chosen in REFERENCES or any(isinstance(f, Vanished) and f.is_most for f in findings)
-    if is_left_out and call.is_on_gpu:
+    leaves_out = chosen in REFERENCES or any(isinstance(f, Vanished) and f.is_most for f in findings)
+    if leaves_out and call.is_on_gpu and len(candidates) > 1:  # else the caller insists on the recipe
         taken = min(c.nbytes or math.inf for c in candidates if c.recipe is chosen)
         return [FormMaker(keep_pace, (1 - TOLERANCE) * taken)]
     return []
 
 
 def choose_form(
-    call: Call,
-    forms: Iterable[FormMaker],
-    candidates: Sequence[Candidate],
-    make_instance: Callable[[Call, Setting, Traced], Any],
-    options: Mapping[str, Any],
+    call: Call, forms: Iterable[FormMaker], candidates: Sequence[Candidate], ways: Ways
 ) -> OtherForm | None:
-    """The first form of a program with a recipe within the limits of the candidates, by that recipe.
-
-    Args:
-      call: the call.
-      forms: of `list_forms`.
-      candidates: of the program as it was rewritten first.
-      make_instance: makes the `jax.jit` function of a program.
-      options: the caller's compiler options.
-    """
+    """The first form of a program with a recipe within the limits of the candidates, by that recipe."""
     for form in forms:
         try:
             made = form.make()
-            if made and (found := _choose(call, made, candidates, form.most_nbytes, make_instance, options)):
+            if made and (found := _choose(call, made, candidates, form.most_nbytes, ways)):
                 return found
         except (ValueError, *FAULTS) as fault:  # ValueError: of JAX, over shardings that do not fit
             Progress().say(f"no other form of the program ({type(fault).__name__}: {fault})")
@@ -138,19 +155,14 @@ def choose_form(
 
 
 def _choose(
-    call: Call,
-    made: Traced,
-    candidates: Sequence[Candidate],
-    most_nbytes: float,
-    make_instance: Callable[[Call, Setting, Traced], Any],
-    options: Mapping[str, Any],
+    call: Call, made: Traced, candidates: Sequence[Candidate], most_nbytes: float, ways: Ways
 ) -> OtherForm | None:
-    listed = list_settings(made.program, options, has_twin=False)
+    listed = list_settings(made.program, ways.options, has_twin=False)
     settings = {s.recipe: s for s in listed if s.recipe is not Recipe.STOCK}
     found: dict[Recipe, OtherForm] = {}
 
     def make(call: Call, setting: Setting) -> Any:
-        return make_instance(call, setting, made)
+        return ways.make_instance(call, setting, made)
 
     def compile_recipe(recipe: Recipe) -> jax.stages.Compiled:
         setting = complete(settings[recipe], call, make)

@@ -16,6 +16,7 @@ from jaxoff._jaxpr.saved_twin import build_saved_twin, move_all_to_device
 from jaxoff._jaxpr.shares import nbytes_on_device
 from jaxoff._report.finding import Finding
 from jaxoff._runtime.garbage import collector_paused
+from jaxoff._schedule.call import Call
 from jaxoff._schedule.recipes import Recipe
 from jaxoff._schedule.rewrite import Rewritten
 from jaxoff._state import hosted
@@ -55,6 +56,10 @@ class Traced:
     def has_copies(self) -> bool:
         """Whether the user's program copies values to the host."""
         return bool(HostValues(self.given.jaxpr).sends)
+
+    def is_judged(self, call: Call) -> bool:
+        """Whether the compiled program says if the user's copies to the host are done."""
+        return call.is_on_gpu and self.has_copies
 
     def follow(self, recipe: Recipe) -> compat.ClosedJaxpr:
         """The program by a recipe."""

@@ -106,7 +106,8 @@ def place(struct, sharding):
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
 
-def test_copies_that_xla_folds_in_a_python_loop_are_said():
+@pytest.mark.parametrize("recipe", [None, "ordered"])
+def test_copies_that_xla_folds_in_a_python_loop_are_said(recipe):
     def layer(w, x):
         return jnp.tanh(jaxoff.name(jnp.tanh(x @ w), "act") @ w.T) + x
 
@@ -114,7 +115,7 @@ def test_copies_that_xla_folds_in_a_python_loop_are_said():
         block = jax.checkpoint(layer, policy=jaxoff.policy(offload=["act"]))
         return functools.reduce(lambda x, w: block(w, x), w, x).sum()
 
-    step = jaxoff.jit(jax.grad(loss))
+    step = jaxoff.jit(jax.grad(loss), recipe=recipe)
     w, x = jax.ShapeDtypeStruct((4, 1024, 1024), "float32"), jax.ShapeDtypeStruct((4096, 1024), "float32")
     with pytest.warns(UserWarning, match="offload-vanished: the program offloads 67.11 MB, and the compiled"):
         compiled = jaxoff.target("h200").compile(step, w, x)

@@ -37,7 +37,7 @@ from tests.repeated_steps import REPEATED_STEPS, step_of_list
 
 LAYERS, ROWS, WIDTH, HIDDEN = 5, 16, 8, 32
 BOTH = jaxoff.policy(offload=["x_in", "act"])
-ORDERS = st.sampled_from([OrderOptions(), OrderOptions(shares_operands=True), OrderOptions(keeps_pace=True)])
+ROUNDED = {"xla_allow_excess_precision": False}  # a cast rounds in every order
 LOOP_BODIES = ("jaxpr", "body_jaxpr")  # of a scan, and of a while loop
 
 
@@ -251,28 +251,32 @@ def test_kernels_that_keep_pace_with_the_link_wait_for_each_send_and_hold_few_re
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
-@given(programs(SIMPLE | TRANSFORMS, 8), policies(), ORDERS)
-def test_random_programs_in_loops_keep_results_and_copies(program, policy, options):
+@given(programs(SIMPLE | TRANSFORMS, 8), policies(), st.booleans())
+def test_random_programs_in_loops_keep_results_and_copies(program, policy, differs):
     loss = functools.partial(random_loss(program, scanned=True), policy)
     plain = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*ARGS)
+    options = OrderOptions(shares_operands=differs, keeps_pace=differs)
     result = rewrite(plain, H200, large_nbytes=1, options=options)
     assert copies(result.jaxpr.jaxpr) == copies(plain.jaxpr)
     leaves = jax.tree.leaves(ARGS)
-    got, want = (jax.jit(compat.jaxpr_as_fun(closed))(*leaves) for closed in (result.jaxpr, plain))
+    functions = map(compat.jaxpr_as_fun, (result.jaxpr, plain))
+    got, want = (jax.jit(fun, compiler_options=ROUNDED)(*leaves) for fun in functions)
     assert_close(list(got), list(want))
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
-@given(programs(SIMPLE | TRANSFORMS, 8), policies(), ORDERS)
-def test_random_programs_one_layer_after_the_other_keep_their_results(program, policy, options):
+@given(programs(SIMPLE | TRANSFORMS, 8), policies(), st.booleans())
+def test_random_programs_one_layer_after_the_other_keep_their_results(program, policy, differs):
     def loss(w, x):
         one = random_loss(program, scanned=False)
         return sum(one(policy, w[i : i + 1], x * (i + 1)) for i in range(2))
 
     plain = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*ARGS)
+    options = OrderOptions(shares_operands=differs, keeps_pace=differs)
     result = rewrite(plain, H200, large_nbytes=1, options=options)
     leaves = jax.tree.leaves(ARGS)
-    got, want = (jax.jit(compat.jaxpr_as_fun(closed))(*leaves) for closed in (result.jaxpr, plain))
+    functions = map(compat.jaxpr_as_fun, (result.jaxpr, plain))
+    got, want = (jax.jit(fun, compiler_options=ROUNDED)(*leaves) for fun in functions)
     assert_close(list(got), list(want))
 
 

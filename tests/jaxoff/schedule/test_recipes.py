@@ -126,7 +126,7 @@ def test_a_form_that_cannot_be_made_leaves_the_recipe_chosen():
         raise ValueError("the sharding does not fit")
 
     assert (
-        choose_form(None, [FormMaker(divide), FormMaker(lambda: None)], [], None, {}) is None
+        choose_form(None, [FormMaker(divide), FormMaker(lambda: None)], [], None) is None
     )  # nothing is made of the call
 
 
